@@ -116,7 +116,9 @@ def test_by_feature(monkeypatch):
     segments, counts = _features(_draw(3))
     assert segment_bags(segments, counts, {"f": 1, "g": 1}) is segments
     assert segment_bags(segments, counts, {"other": 1}).stride() == 5
-    with pytest.raises(ValueError, match=r"rank is \{'f': 1, 'g': 0\} by feature, but a batch"):
+    with pytest.raises(
+        ValueError, match=r"rank is \{'f': 1, 'g': 0\} by feature, but features of one call"
+    ):
         segment_bags(segments, counts, {"f": 1})
     with pytest.raises(ValueError, match="rank is 3, but must be 0 or 1"):
         segment_bags(segments, counts, {"f": 3, "g": 3})

@@ -1,7 +1,7 @@
-"""Hash-table and other backends for TorchRec's embedding tables, chosen table by table.
+"""Hash-table and other backends for TorchRec's embedding tables, chosen for each table.
 
-Public names are imported when they are first asked for: :mod:`torchrec_hkv.serving` runs where
-there is no TorchRec.
+Public names are imported on first use, because :mod:`torchrec_hkv.serving` also runs without
+TorchRec.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Before there is a process group, or a default argument in it holds the group and its threads
-# beyond destroy_process_group, and a thread that still has tensors when the interpreter ends aborts
-# the process. TorchRec's apply_optimizer_in_backward would import it later.
+# Must be imported before there is a process group. Otherwise a default argument in it keeps the
+# group and its threads alive after destroy_process_group, and a thread that holds tensors when the
+# interpreter exits aborts the process. TorchRec's apply_optimizer_in_backward would import it
+# later.
 import torch.distributed.optim  # noqa: F401
 
 from torchrec_hkv import cpu_variant
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         set_epoch,
     )
 
-# Where each public name is: a module, and its name there; None for the module itself.
+# Public names: the module of each, and its name there; None for the module itself.
 _PLACES: dict[str, tuple[str, str | None]] = {
     "AgedLFU": ("hash_table", "AgedLFU"),
     "EmbeddingShardingPlanner": ("planner", "EmbeddingShardingPlanner"),
@@ -71,7 +72,7 @@ _PLACES: dict[str, tuple[str, str | None]] = {
 }
 
 
-# Packages and modules that are attributes as well, without an import statement of their own.
+# Packages and modules that are imported as attributes on first use.
 _MODULES = (
     "backends",
     "hash_table",

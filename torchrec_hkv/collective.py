@@ -1,4 +1,4 @@
-"""Work that one rank does for all: its result, or its error, reaches every rank."""
+"""Runs work on one rank or on all ranks, and returns the result, or the error, on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """An error that travels: exceptions may hold what can't be pickled."""
+    """An error in a form that can be pickled, which exceptions may not be."""
 
     type_name: str
     message: str
@@ -33,14 +33,14 @@ class _Failure:
 
 
 def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
-    """Runs something on the first rank and gives every rank its result.
+    """Runs a function on rank 0 and returns its result on every rank.
 
     Args:
-        work: called on rank 0 only; its result must be picklable.
-        pg: the ranks; all of them when None, this process alone where none was initialised.
+        work: function to call on rank 0; its result must be picklable.
+        pg: the ranks; None for all, or for this process if there is no process group.
 
     Raises:
-        Exception: what ``work`` raised, on every rank; other ranks would wait for it forever.
+        Exception: the error of ``work``, on every rank, so that no rank waits forever.
     """
     if not dist.is_initialized():
         return work()
@@ -63,18 +63,18 @@ def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
 
 
 def on_every_rank(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> list[T]:
-    """Runs something on every rank and gives every rank all results.
+    """Runs a function on every rank and returns all results on every rank.
 
     Args:
-        work: its result must be picklable.
-        pg: the ranks; all of them when None, this process alone where none was initialised.
+        work: function to call; its result must be picklable.
+        pg: the ranks; None for all, or for this process if there is no process group.
 
     Returns:
         The results, by rank.
 
     Raises:
-        Exception: what ``work`` raised on the lowest rank where it did, on every rank; other ranks
-            would wait for it forever.
+        Exception: the error of ``work`` on the lowest rank with an error, on every rank, so that no
+            rank waits forever.
     """
     if not dist.is_initialized():
         return [work()]

@@ -1,4 +1,4 @@
-"""What differs between TorchRec 1.6 and 1.9, in one place."""
+"""Differences between TorchRec 1.6 and 1.9, in one place."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 def sharder_fused_params(
     option: ShardingOption, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``fused_params`` of the sharder that will shard an option's module.
+    """The ``fused_params`` of the sharder for an option's module.
 
     Args:
         option: the option being estimated.
-        args: what ``ShardEstimator.estimate`` got after the options, by position ...
-        kwargs: ... and by name: ``sharder_map`` (sharders) up to 1.6, ``sharder_data_map``
-            (their data) from 1.7. Both are keyed alike and both values have ``fused_params``.
+        args: positional arguments of ``ShardEstimator.estimate`` after the options.
+        kwargs: its keyword arguments: ``sharder_map`` (sharders) up to 1.6, ``sharder_data_map``
+            (their data) from 1.7. Both have the same keys, and values with ``fused_params``.
     """
     sharders = [*args, *kwargs.values()][0]
     return dict(sharders[sharder_name(type(option.module[1]))].fused_params or {})
 
 
 def stock_table_bytes(option: ShardingOption) -> list[int]:
-    """The bytes that TorchRec counts for each shard of an option: rows and optimizer state.
+    """TorchRec's estimate of rows and optimizer states of each shard of an option, in bytes.
 
-    Left out are the communication buffers that it adds to them. Only for kernels without a cache.
+    Does not include communication buffers. Only for kernels without a cache.
     """
     tensor = option.tensor
     optimizer_classes: list[type[torch.optim.Optimizer] | None] = getattr(
@@ -48,17 +48,18 @@ def stock_table_bytes(option: ShardingOption) -> list[int]:
 
 
 def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:
-    """A batch as a KeyedJaggedTensor. TorchRec also takes a TensorDict of jagged tensors."""
+    """Converts a batch to a KeyedJaggedTensor. TorchRec also accepts a TensorDict of jagged
+    tensors."""
     if isinstance(features, KeyedJaggedTensor):
         return features
     return maybe_td_to_kjt(features, list(features.keys()))
 
 
 def input_dist_has_more_to_do(collection: Any) -> bool:
-    """Whether TorchRec's ``input_dist`` of bags does more with each batch than to distribute it.
+    """Whether TorchRec's ``input_dist`` of bags does more with a batch than distribute it.
 
-    Since 1.8 it notes what a train pipeline may free early, and collects scores of features, where
-    it was told to.
+    Since 1.8 it optionally records features that a train pipeline may free early, and collects
+    scores of features.
     """
     return getattr(collection, "_free_features_storage_early", False) or getattr(
         collection, "_enabled_feature_score_auto_collection", False
@@ -66,5 +67,5 @@ def input_dist_has_more_to_do(collection: Any) -> bool:
 
 
 def is_2d(env: ShardingEnv) -> bool:
-    """Whether tables are replicated over groups of ranks, as ``DMPCollection`` does."""
+    """Whether tables are replicated over groups of ranks, as in ``DMPCollection``."""
     return isinstance(env, ShardingEnv2D)

@@ -1,8 +1,9 @@
 """Loads the build of the extension that suits this CPU.
 
-A release wheel for CPUs has two builds of ``torchrec_hkv._C``: one for x86-64-v2, in the place
-where Python finds it by itself, and one for x86-64-v3 (AVX2) in the folder ``_v3``. Any other build
-of the package has the first place only. Hash tables give the same bits with both.
+A release wheel for CPUs has two builds of ``torchrec_hkv._C``: one for x86-64-v2, where Python
+finds
+it, and one for x86-64-v3 (AVX2) in the folder ``_v3``. Other builds of the package only have the
+first. Hash tables give bitwise equal results with both.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from types import ModuleType
 
 from torchrec_hkv import environment
 
-#: What Linux calls the instructions of x86-64-v3 that x86-64-v2 lacks.
+#: CPU flags in Linux of the instructions that x86-64-v3 adds to x86-64-v2.
 V3_FLAGS = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 VARIANTS = ("v2", "v3")
 FOLDER = Path(__file__).parent
 
 
 def chosen() -> str:
-    """The variant to load: ``"v3"`` where it is installed and the CPU has its instructions.
+    """The variant to load: ``"v3"`` if it is installed and the CPU supports it, else ``"v2"``.
 
-    The environment variable ``TORCHREC_HKV_CPU_VARIANT`` comes first.
+    The environment variable ``TORCHREC_HKV_CPU_VARIANT`` takes precedence.
 
     Raises:
         ValueError: the variable is neither ``v2`` nor ``v3``, or the CPU can't run ``v3``.
@@ -45,7 +46,7 @@ def load() -> ModuleType:
     """Imports ``torchrec_hkv._C``.
 
     Raises:
-        ImportError: the extension is not there, or does not suit the installed torch.
+        ImportError: the extension is missing, or does not match the installed torch.
         ValueError: see :func:`chosen`.
     """
     path = _v3_file()
@@ -63,7 +64,7 @@ def load() -> ModuleType:
 
 
 def cpu_flags() -> set[str]:
-    """The instructions that Linux says the CPU has; none where it doesn't say."""
+    """The CPU's flags in Linux; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

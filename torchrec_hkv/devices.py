@@ -1,4 +1,4 @@
-"""Devices as users name them."""
+"""Conversion of device arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def known_device(device: torch.device | str) -> torch.device:
-    """A device with its index, where it is a GPU.
+    """Converts to a device, with an index for a GPU.
 
     Raises:
-        ValueError: it is a GPU that torch does not see.
+        ValueError: torch does not see the GPU.
     """
     device = torch.device(device)
     if device.type != "cuda":

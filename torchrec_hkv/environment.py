@@ -1,6 +1,6 @@
-"""Environment variables: what applies where an argument or a constraint says nothing.
+"""Environment variables that replace arguments and constraints which are not given.
 
-Each is ``TORCHREC_HKV_`` and a name; docs/guide/hybridbackend.md lists them.
+Their names begin with ``TORCHREC_HKV_``; docs/guide/hybridbackend.md lists them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ PREFIX = "TORCHREC_HKV_"
 
 
 def text(name: str) -> str | None:
-    """What a variable says; None where it is not set or empty.
+    """The value of a variable; None if it is unset or empty.
 
     Args:
-        name: without the prefix.
+        name: name without the prefix.
     """
     return os.environ.get(PREFIX + name, "").strip() or None
 
 
 def number(name: str, default: int | None) -> int | None:
-    """A whole number of at least 1.
+    """The value of a variable as a positive integer.
 
     Raises:
-        ValueError: the variable says something else.
+        ValueError: the variable has another value.
     """
     said = text(name)
     if said is None:
@@ -34,10 +34,10 @@ def number(name: str, default: int | None) -> int | None:
 
 
 def flag(name: str) -> bool:
-    """Whether a variable is ``1`` or ``true``; not where it is not set.
+    """Whether a variable is ``1`` or ``true``; False if it is unset.
 
     Raises:
-        ValueError: it is something else than those, ``0`` and ``false``.
+        ValueError: the value is none of ``0``, ``1``, ``false`` and ``true``.
     """
     said = (text(name) or "0").lower()
     if said not in ("0", "1", "false", "true"):
@@ -46,13 +46,13 @@ def flag(name: str) -> bool:
 
 
 def by_table(name: str) -> dict[str, str]:
-    """A value for all tables, or several by table: ``fp16``, or ``user=fp16,page=bf16``.
+    """A value for all tables, or values by table: ``fp16``, or ``user=fp16,page=bf16``.
 
     Returns:
-        By table; the key ``""`` is that of all others.
+        The values by table; the key ``""`` is for all other tables.
 
     Raises:
-        ValueError: the variable says something else.
+        ValueError: the variable has another form.
     """
     said = text(name)
     if said is None:

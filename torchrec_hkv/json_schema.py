@@ -1,7 +1,7 @@
-"""What a JSON file may hold: each value is checked before anything is made of it.
+"""Schemas of JSON files: every value is checked before it is used.
 
-A schema is built from the classes below and checks parsed JSON. An error names the file, the key,
-the value and what is allowed.
+A schema is built from the classes below and checks parsed JSON. Errors name the file, the key, the
+value and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A value's place in a file.
+    """The position of a value in a file.
 
     Attributes:
-        file: the file's path.
-        key: the way from the outermost value to this one, such as ``shards[2].bytes``.
+        file: path of the file.
+        key: path from the outermost value to this one, such as ``shards[2].bytes``.
     """
 
     file: str
     key: str = ""
 
     def of(self, name: str) -> Place:
-        """The place of an object's value."""
+        """The position of a value in an object."""
         shown = name if re.fullmatch(r"\w+", name) else f"[{_shown.repr(name)}]"
         separator = "." if self.key and not shown.startswith("[") else ""
         return Place(self.file, f"{self.key}{separator}{shown}")
 
     def at(self, index: int) -> Place:
-        """The place of a list's item."""
+        """The position of an item in a list."""
         return Place(self.file, f"{self.key}[{index}]")
 
     def refuse(self, value: object, allowed: str) -> ValueError:
-        """The error of a value that is not allowed here."""
+        """The error for a value that is not allowed here."""
         what = self.key or "the content"
         return ValueError(f"{self.file}: {what} is {_shown.repr(value)}, but must be {allowed}.")
 
     def missing(self, allowed: str) -> ValueError:
-        """The error of a value that is not there."""
+        """The error for a missing value."""
         return ValueError(f"{self.file}: {self.key} is missing, but must be {allowed}.")
 
 
 class Schema(abc.ABC):
-    """What a value may be."""
+    """Base of schemas."""
 
-    #: The values that are allowed, as an error says it after "must be".
+    #: The allowed values, in the form that follows "must be" in an error.
     allowed: str
 
     @abc.abstractmethod
@@ -64,18 +64,18 @@ class Schema(abc.ABC):
 
         Args:
             value: parsed JSON.
-            place: where it stands.
+            place: position of the value.
 
         Returns:
-            The value, or what the schema makes of it.
+            The value, or an object made from it.
 
         Raises:
-            ValueError: it is not allowed; the sentence names file, key, value and what is allowed.
+            ValueError: it is not allowed; the message names file, key, value and what is allowed.
         """
 
 
 class Integer(Schema):
-    """An integer in a range; ``true`` and ``5.0`` are none."""
+    """An integer in a range; not ``true`` or ``5.0``."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
@@ -113,7 +113,7 @@ class Flag(Schema):
 
 
 class Text(Schema):
-    """A string, all of a pattern where one is given."""
+    """A string, which must match a pattern if one is given."""
 
     def __init__(self, pattern: str | re.Pattern[str] | None = None, allowed: str = "a string"):
         self.pattern = None if pattern is None else re.compile(pattern)
@@ -141,7 +141,7 @@ class Choice(Schema):
 
 
 class OrNull(Schema):
-    """What another schema allows, or ``null``."""
+    """``null``, or a value that another schema allows."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -150,7 +150,7 @@ class OrNull(Schema):
     def read(self, value: object, place: Place) -> Any:
         if value is None:
             return None
-        if not isinstance(value, (dict, list)):  # their own errors name the place within them
+        if not isinstance(value, (dict, list)):  # their errors name the position within them
             try:
                 return self.schema.read(value, place)
             except ValueError:
@@ -159,7 +159,7 @@ class OrNull(Schema):
 
 
 class Items(Schema):
-    """A list of values of one schema."""
+    """A list whose items have one schema."""
 
     def __init__(self, schema: Schema, length: int | None = None) -> None:
         self.schema, self.length = schema, length
@@ -173,7 +173,7 @@ class Items(Schema):
 
 
 class Map(Schema):
-    """An object of any keys of one schema, with values of another."""
+    """An object with arbitrary keys of one schema and values of another."""
 
     def __init__(self, keys: Schema, values: Schema) -> None:
         self.keys, self.values = keys, values
@@ -190,12 +190,12 @@ class Map(Schema):
 
 
 class Fields(Schema):
-    """An object of these keys and no others.
+    """An object with given keys.
 
     Args:
         fields: schemas by key.
-        make: what is made of the values, by keyword; a dictionary of them by default.
-        optional: keys that need not be there.
+        make: called with the values as keyword arguments; makes a dictionary by default.
+        optional: keys that may be missing.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Fields(Schema):
 
 
 class ByType(Schema):
-    """An object whose value of one key says which schema the others are of."""
+    """An object with a key whose value selects the schema."""
 
     def __init__(self, key: str, schemas: Mapping[str, Fields]) -> None:
         self.key = key
@@ -249,7 +249,7 @@ class ByType(Schema):
 
 
 class Plain(Schema):
-    """Any JSON."""
+    """Any JSON value."""
 
     allowed = "JSON"
 
@@ -258,10 +258,10 @@ class Plain(Schema):
 
 
 def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
-    """What JSON text says, strictly: neither NaN nor a key twice.
+    """Parses JSON strictly: NaN and repeated keys are not allowed.
 
     Args:
-        file: named by the error.
+        file: file name for errors.
         data: the text.
 
     Raises:
@@ -269,7 +269,7 @@ def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
     """
 
     def constant(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -286,7 +286,7 @@ def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
 
 
 def _number(value: int) -> str:
-    """A power of two as one."""
+    """Formats a number; large powers of two as powers."""
     for offset, suffix in ((0, ""), (1, " - 1")):
         power = abs(value) + offset
         if power >= 1 << 16 and power & (power - 1) == 0 and (value > 0 or not offset):
@@ -295,7 +295,7 @@ def _number(value: int) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written: half of a surrogate pair can't."""
+    """Whether a string can be encoded: an unpaired surrogate can't."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Imported first by the packages that need TorchRec: says how to get it where it is missing."""
+"""Imported first by packages that need TorchRec; explains how to install it if it is missing."""
 
 try:
     import torchrec  # noqa: F401

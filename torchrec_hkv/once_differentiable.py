@@ -1,4 +1,4 @@
-"""Backwards whose gradients have no derivative."""
+"""Backwards whose gradients can't be differentiated again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def once_differentiable(message: str, *, linear: bool = False) -> Callable[[Back
     """Decorates the backward of an ``autograd.Function`` whose gradients can't be differentiated.
 
     Without ``create_graph=True`` it changes nothing. With it, the graph ends at these gradients: a
-    backward that reaches one of them raises, where plain tensors would pass as constants.
-    ``torch.autograd.function.once_differentiable`` does so only where the gradient that comes in
-    requires grad itself.
+    backward that reaches one of them raises, where plain tensors would count as constants.
+    ``torch.autograd.function.once_differentiable`` only raises if the incoming gradient itself
+    requires grad.
 
     Args:
-        message: of the RuntimeError.
-        linear: the forward is linear in its inputs, so that its gradients depend on the gradient
-            that comes in and on nothing else. Where that is a constant, so are they.
+        message: message of the RuntimeError.
+        linear: whether the forward is linear in its inputs, so that its gradients only depend on
+            the incoming gradient. If that is a constant, so are they, and nothing raises.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -48,12 +48,12 @@ def once_differentiable(message: str, *, linear: bool = False) -> Callable[[Back
 
 
 class _Refused(torch.autograd.Function):
-    """The same values; a backward raises."""
+    """The identity, whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, message: str) -> Tensor:
         ctx.message = message
-        return gradient.clone()  # no view: TorchRec scales gradients of weights in place
+        return gradient.clone()  # not a view: TorchRec scales gradients of weights in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:

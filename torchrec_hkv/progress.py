@@ -1,4 +1,4 @@
-"""A bar for what takes longer than two seconds, on the terminal of the first rank."""
+"""A progress bar for operations longer than two seconds, on the terminal of the first rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-#: Seconds before a bar is shown.
+#: Seconds after which a bar is shown.
 DELAY = 2.0
 _local = threading.local()
 
 
 class Progress:
-    """How much of a task is done. Threads may add to it at the same time.
+    """Progress of an operation. Several threads may add to it.
 
     Args:
-        label: what is done, for people.
-        total: bytes to do; 0 where that is not known.
-        show: whether there is a bar on a terminal.
+        label: name of the operation to show.
+        total: total number of bytes; 0 if unknown.
+        show: whether to show a bar on a terminal.
     """
 
     def __init__(self, label: str, total: int = 0, *, show: bool = True) -> None:
@@ -29,7 +29,7 @@ class Progress:
         if show and not (dist.is_initialized() and dist.get_rank()):
             from tqdm import tqdm
 
-            # disable=None: no bar where stderr is a file.
+            # disable=None: no bar if stderr is not a terminal.
             self._bar = tqdm(
                 desc=label,
                 total=total or None,
@@ -42,18 +42,18 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """The completed share, from 0 to 1."""
         return min(1.0, self.done / self.total) if self.total else 0.0
 
     def set_total(self, total: int) -> None:
-        """Says how many bytes there are, once that is known."""
+        """Sets the total number of bytes."""
         with self._lock:
             self.total = total
             if self._bar is not None:
                 self._bar.total = total
 
     def add(self, count: int) -> None:
-        """Says that more bytes are done."""
+        """Adds completed bytes."""
         with self._lock:
             self.done += count
             if self._bar is not None:
@@ -66,17 +66,17 @@ class Progress:
 
 
 def current() -> Progress | None:
-    """The task that this thread works for."""
+    """The operation that this thread works for."""
     return getattr(_local, "progress", None)
 
 
 def adopt(progress: Progress | None) -> None:
-    """Makes a task the one that this thread works for; the initializer of a pool of threads."""
+    """Sets the operation that this thread works for; use it as the initializer of a pool."""
     _local.progress = progress
 
 
 def advance(count: int) -> None:
-    """Adds bytes to the task that this thread works for, if there is one."""
+    """Adds completed bytes to the operation that this thread works for, if any."""
     progress = current()
     if progress is not None:
         progress.add(count)
@@ -84,7 +84,7 @@ def advance(count: int) -> None:
 
 @contextlib.contextmanager
 def reported(label: str, total: int = 0, *, show: bool = True) -> Iterator[Progress]:
-    """Runs a task with a bar. Within another task there is no second bar: it adds to that one's."""
+    """Runs an operation with a bar. A nested operation adds to the outer one's bar."""
     before = current()
     if before is not None:
         yield before

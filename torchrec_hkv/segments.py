@@ -1,8 +1,9 @@
-"""Bags of bags: ids that are nested twice, reduced at one of the two levels.
+"""Nested bags: ids in segments of samples, pooled at one of the two levels.
 
 The counterpart of HybridBackend's ``emb_segment_rank``. A sample may have several segments (the
-items of a basket, the sentences of a text) of several ids each. A ``KeyedJaggedTensor`` has one
-level of bags, which is what tables reduce: this makes one of either level.
+items
+of a basket, the sentences of a text) of several ids each. Tables pool the bags of a
+``KeyedJaggedTensor``, which has one level of bags: this module makes one from either level.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ def segment_bags(
     segment_counts: torch.Tensor,
     rank: int | Mapping[str, int] | None = None,
 ) -> KeyedJaggedTensor:
-    """Features whose bags are samples, or the segments of samples.
+    """Makes features whose bags are samples or segments.
 
     Args:
-        segments: its bags are segments: those of the first feature's first sample, of its second
-            sample, and so on; then those of the second feature. All features have as many.
-        segment_counts: integers ``[features, samples]``: segments of each sample.
-        rank: 0: a bag is a sample, all ids of its segments; ``[samples, dim]`` comes out of a
-            pooled table. 1: a bag is a segment; ``[segments, dim]`` comes out, which
-            :func:`pool_segments` or a model of one's own reduces. Or by feature, 0 for those that
-            are not named; one batch has bags of one kind, so that features of different ranks take
-            a call each. None: what ``TORCHREC_HKV_EMB_SEGMENT_RANK`` says, else 0.
+        segments: a batch whose bags are segments: those of the first sample of the first feature,
+            of its second sample, and so on; then those of the second feature. All features have the
+            same number of segments.
+        segment_counts: integers ``[features, samples]``: number of segments of each sample.
+        rank: 0: a bag is a sample with the ids of all its segments; a pooled table returns
+            ``[samples, dim]``. 1: a bag is a segment; a pooled table returns ``[segments, dim]``,
+            which :func:`pool_segments` or the model reduces. A mapping gives the rank by feature, 0
+            by default; all features of a batch must have the same rank, so use one call for each
+            rank. None: the environment variable ``TORCHREC_HKV_EMB_SEGMENT_RANK``, else 0.
 
     Raises:
-        ValueError: another rank, features of different ranks, or counts that do not fit the
+        ValueError: a rank is invalid, features have different ranks, or the counts do not fit the
             segments.
     """
     rank = _rank_of(segments.keys(), rank)
@@ -56,12 +58,12 @@ def segment_bags(
 def pool_segments(
     rows: torch.Tensor, segment_counts: torch.Tensor, *, mean: bool = False
 ) -> torch.Tensor:
-    """Reduces what rank 1 gave of one feature to samples.
+    """Reduces the rows of one feature's segments (rank 1) to samples.
 
     Args:
         rows: ``[segments, dim]``; differentiable.
-        segment_counts: integers ``[samples]``.
-        mean: divides by the number of segments.
+        segment_counts: integers ``[samples]``: number of segments of each sample.
+        mean: whether to divide by the number of segments.
 
     Returns:
         ``[samples, dim]``, zeros for samples without segments.
@@ -95,8 +97,8 @@ def _rank_of(features: Sequence[str], told: int | Mapping[str, int] | None) -> i
     found = {feature: by_feature.get(feature, by_feature.get("", 0)) for feature in features}
     if len(set(found.values())) > 1:
         raise ValueError(
-            f"{name} is {found} by feature, but a batch has bags of one kind: take the features of "
-            "each rank in a call of their own."
+            f"{name} is {found} by feature, but features of one call must have the same rank: use "
+            "a call for each rank."
         )
     return next(iter(found.values()), 0)
 

@@ -1,6 +1,6 @@
-"""The data types of tables, from outside of the code that describes them.
+"""Sets the data types of tables outside of the code that defines them.
 
-The counterpart of HybridBackend's ``emb_dtype``; the same as ``data_type`` in each config.
+The counterpart of HybridBackend's ``emb_dtype``; equivalent to ``data_type`` in each config.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _NAMES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 def with_data_types(
     tables: Sequence[Config], data_type: str | Mapping[str, str] | None = None
 ) -> list[Config]:
-    """Configs of tables, with the data types that are asked for.
+    """Returns configs of tables with other data types.
 
     Args:
-        tables: as a model has them; they stay as they are.
-        data_type: ``"fp32"``, ``"fp16"`` or ``"bf16"``, for all or by table. None: what
-            ``TORCHREC_HKV_EMB_DTYPE`` says; tables of which nothing is said keep theirs. Which
-            types a kernel or a backend takes is said when the model is planned.
+        tables: configs of tables; not modified.
+        data_type: ``"fp32"``, ``"fp16"`` or ``"bf16"``, for all tables or by table. None: the
+            environment variable ``TORCHREC_HKV_EMB_DTYPE``. Tables that are not named keep their
+            type. The planner checks which types a kernel or backend supports.
 
     Raises:
-        ValueError: another type, or the name of a table that is not there.
+        ValueError: a type is not supported, or a table does not exist.
     """
     if data_type is None:
         data_type = environment.by_table("EMB_DTYPE")

@@ -1,4 +1,4 @@
-"""Text files that are replaced as a whole."""
+"""Text files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file, so that a reader sees the old text or the new one.
+    """Writes a file atomically: a reader sees the old text or the new one.
 
-    A symbolic link stays, and the file that it names is replaced.
+    A symbolic link is kept, and its target is replaced.
 
     Args:
-        path: of the file, in a folder that exists.
-        text: as it is written, line ends too.
+        path: path of the file, in an existing folder.
+        text: text to write, including line ends.
 
     Raises:
-        OSError: writing failed; the old file is as it was.
+        OSError: writing failed; the old file is unchanged.
     """
     path = path.resolve() if path.is_symlink() else path
-    # A new file of a name that nobody knows before: it can't be a link to something else.
+    # A random name, so that it can't be an existing link.
     written = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         with open(written, "x", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user."""
+"""Warnings that point to the user's code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def warn(message: str) -> None:
-    """Warns; shown is the line outside of this package that led to it."""
+    """Warns; the reported line is the innermost one outside this package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("torchrec_hkv."):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
-"""Saves that write to the disk in a thread of their own, while training goes on.
+"""Saves that write to the disk in a thread while training continues.
 
-All that a save holds is copied before the call returns, so that it is of one moment, bit for bit.
-What is copied waits in bounded memory: where there is no room, the call waits for the disk.
+Everything is copied before the call returns, so the saved contents are consistent, bit for bit. The
+copies take bounded memory: if they don't fit, the call waits for the disk.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
-#: Host memory of a rank that copies of a save which does not block may take.
+#: Default host memory of a rank for the copies of a non-blocking save.
 STAGING_BYTES = 4 << 30
-# Saves of this process that have not ended.
+# Unfinished saves of this process.
 _running: set[SaveHandle] = set()
 
 
 def check_staging(staging_bytes: int) -> None:
-    """Refuses an impossible number.
+    """Checks a number of bytes.
 
     Raises:
         ValueError: it is not a positive integer.
@@ -34,20 +34,18 @@ def check_staging(staging_bytes: int) -> None:
 
 
 def wait_for_saves() -> None:
-    """Waits for the end of saves that are under way; their errors are raised where they are waited
-    for."""
+    """Waits for unfinished saves. Their errors are raised by their own :meth:`SaveHandle.wait`."""
     for handle in list(_running):
         with contextlib.suppress(Exception):
             handle.wait()
 
 
 class SaveHandle:
-    """A save that is under way.
+    """A running save.
 
     Args:
-        path: that it is saved to.
-        staging_bytes: memory that copies which are not written yet may take; a piece that is larger
-            by itself passes alone.
+        path: path of the save.
+        staging_bytes: memory for copies that are not written yet. A larger piece is copied alone.
 
     Raises:
         ValueError: ``staging_bytes`` is not a positive integer.
@@ -59,8 +57,8 @@ class SaveHandle:
         self._limit = staging_bytes
         self._jobs: collections.deque[tuple[Callable[[], Any], int, bool]] = collections.deque()
         self._changed = threading.Condition()
-        self._staged = self._most = 0  # bytes that wait now, and that have waited at most
-        self._queued = self._written = 0  # bytes in all
+        self._staged = self._most = 0  # bytes of copies now, and their maximum
+        self._queued = self._written = 0  # bytes in total
         self._waited = 0.0
         self._error: BaseException | None = None
         self._last: Callable[[BaseException | None], None] | None = None
@@ -73,39 +71,39 @@ class SaveHandle:
     # -- for users --------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether the save has ended, well or with an error."""
+        """Whether the save has ended, successfully or not."""
         return self._is_done
 
     @property
     def progress(self) -> float:
-        """The share of bytes that are on the disk, from 0 to 1; 1 once the save has ended."""
+        """The share of bytes on the disk, from 0 to 1; 1 after the end of the save."""
         if self._is_done:
             return 1.0
         return min(0.999, self._written / self._queued) if self._queued else 0.0
 
     @property
     def staged_bytes(self) -> int:
-        """The most host memory that copies took at a time."""
+        """The maximal host memory that copies took."""
         return self._most
 
     @property
     def blocked_seconds(self) -> float:
-        """How long the call that began the save waited for the disk, as there was no room."""
+        """Seconds for which the call that started the save waited for the disk."""
         return self._waited
 
     def wait(self, timeout: float | None = None) -> Path:
         """Waits for the end of the save.
 
         Args:
-            timeout: seconds; None to wait as long as it takes.
+            timeout: seconds to wait; None for no limit.
 
         Returns:
             The folder.
 
         Raises:
-            TimeoutError: it has not ended in that time; it goes on.
-            OSError: writing failed. Whatever error the save met is raised; what was there before
-                is whole.
+            TimeoutError: the save has not ended within the time; it continues.
+            OSError: writing failed. Any other error of the save is raised, too. The previous save
+                is complete.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -117,12 +115,12 @@ class SaveHandle:
     # -- for what saves ---------------------------------------------------------------------------
 
     def defer(self, job: Callable[[], Any], size: int = 0, *, always: bool = False) -> None:
-        """Has something done by the thread, after all that was deferred before.
+        """Queues a job for the thread. Jobs run in order.
 
         Args:
-            job: what is done; skipped once one has failed.
-            size: bytes that it holds, for which there is room (:meth:`reserve`).
-            always: do it although one has failed.
+            job: function to call; skipped after a job has failed.
+            size: bytes that the job holds, reserved by :meth:`reserve`.
+            always: whether to run the job even if an earlier one has failed.
         """
         with self._changed:
             self._queued += size
@@ -130,7 +128,7 @@ class SaveHandle:
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Waits until there is room for bytes that are going to be deferred, and takes it."""
+        """Waits until there is room for a number of bytes, and reserves it."""
         with self._changed:
             if size and self._staged and self._staged + size > self._limit:
                 if not self._waited:
@@ -149,22 +147,22 @@ class SaveHandle:
             self._most = max(self._most, self._staged)
 
     def on_error(self, undo: Callable[[], None]) -> None:
-        """Has something done if the save fails."""
+        """Registers a function to call if the save fails."""
         self._undo.append(undo)
 
     def close(self, last: Callable[[BaseException | None], None] | None = None) -> None:
-        """Says that nothing more will be deferred.
+        """Ends the queue of jobs.
 
         Args:
-            last: is done at the end by the thread, with the error that a job has met, or None. It
-                may raise one itself.
+            last: called at the end by the thread with the error of a job, or None. It may raise an
+                error itself.
         """
         with self._changed:
             self._last, self._is_closed = last, True
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Ends a save that failed before all was copied, and waits for its end."""
+        """Ends a save that failed while copying, and waits for its thread."""
         with self._changed:
             self._error = self._error or error
         self.close()
@@ -182,7 +180,7 @@ class SaveHandle:
                     job()
             except BaseException as error:
                 self._error = self._error or error
-            del job  # and what it holds
+            del job  # frees the copy that it holds
             with self._changed:
                 self._staged -= size
                 self._written += size
@@ -206,7 +204,7 @@ class SaveHandle:
 
 
 def run_or_defer(handle: SaveHandle | None, job: Callable[[], Any], size: int = 0) -> None:
-    """Does something now, or by the thread of a save that does not block."""
+    """Runs a job now, or in the thread of a non-blocking save."""
     if handle is None:
         job()
     else:

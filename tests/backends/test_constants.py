@@ -12,7 +12,7 @@ from torchrec_hkv.backends.constants import (
     FIXED,
     Constants,
     Fit,
-    Sample,
+    TimedStep,
     fit_constants,
     fitted,
 )
@@ -29,7 +29,7 @@ def _samples(size, scale, fixed=(0.05, 0.2), count=12):
         work = {name: float(torch.rand((), generator=generator) * 1e6) for name in _FORWARD}
         forward = fixed[0] + scale * sum(_FORWARD[name] * work[name] for name in work)
         backward = fixed[1] + scale * sum(_BACKWARD[name] * work[name] for name in work)
-        samples.append(Sample(Work(work, work), StepTime(forward, backward), size))
+        samples.append(TimedStep(Work(work, work), StepTime(forward, backward), size))
     return samples
 
 
@@ -44,7 +44,7 @@ def test_constants_that_made_the_times_are_found():
 def test_no_constant_is_negative_and_none_is_better():
     generator = torch.Generator().manual_seed(3)
     samples = [
-        Sample(Work(work, work), StepTime(took, took), 1.0)
+        TimedStep(Work(work, work), StepTime(took, took), 1.0)
         for _ in range(20)
         for took in [float(torch.rand((), generator=generator)) + 0.1]
         for work in [{"a": float(torch.rand((), generator=generator)), "b": 2.0 - took}]

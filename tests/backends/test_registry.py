@@ -26,7 +26,7 @@ def test_names_of_stock_kernels_are_taken():
     class Fused(ToyBackend):
         name = "fused"
 
-    with pytest.raises(ValueError, match="'fused': that is a compute kernel of TorchRec's"):
+    with pytest.raises(ValueError, match="'fused': this is the name of a compute kernel"):
         register_backend(Fused())
 
 

@@ -35,7 +35,7 @@ SENTENCES = {
     "--gpus is 5000, but must be at most 4096.": [*TABLE, "--gpus", "5000"],
     "Argument --optimizer: invalid choice: 'lion'": [*TABLE, "--optimizer", "lion"],
     "which is neither a registered backend": [*TABLE, "--backend", "magic"],
-    "--hbm-per-table is of backend 'hkv', not 'fused'.": [
+    "--hbm-per-table needs backend 'hkv', but --backend is 'fused': leave one out.": [
         *TABLE,
         *("--backend", "fused", "--hbm-per-table", "1GiB"),
     ],
@@ -59,7 +59,7 @@ SENTENCES = {
     "The name of table 'u.x' has a dot": ["plan", "--table", "u.x:1M:64"],
     "--host is '1e30TiB', but must be less than 2^60.": [*TABLE, "--host", "1e30TiB"],
     "--batch-size is 3000000000, but must be less than 2^31.": [*TABLE, "--batch-size", "3B"],
-    "No kernel 'dense' of TorchRec's serves these tables sharded row_wise.": [
+    "TorchRec has no kernel 'dense' for these tables sharded row_wise": [
         *TABLE,
         *("--backend", "dense"),
     ],
@@ -69,7 +69,7 @@ SENTENCES = {
         *("--backend", "tt", "--sharding", "table_wise", "--sharding", "row_wise"),
     ],
     "Argument --sharding: invalid choice: 'rows' (choose from": [*TABLE, "--sharding", "rows"],
-    "No kernel 'fused_uvm' of TorchRec's serves these tables sharded data_parallel.": [
+    "TorchRec has no kernel 'fused_uvm' for these tables sharded data_parallel": [
         *TABLE,
         *("--backend", "fused_uvm", "--sharding", "data_parallel"),
     ],

@@ -68,7 +68,7 @@ def test_the_default_place(toy_cases, tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--kernel", "hkw"], "'hkw' can't be calibrated: allowed are"),
-        (["--kernel", "toy"], "'toy' says of no table"),
+        (["--kernel", "toy"], "'toy' has no calibration cases"),
         (["--threads", "0"], "--threads is '0', but must be a whole number"),
     ],
 )
@@ -84,13 +84,13 @@ def test_nowhere_to_write(monkeypatch, capsys):
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(SystemExit):
         main(["calibrate", "--device", "cpu"])
-    assert "--out is missing, and TORCHREC_HKV_CALIBRATION is empty" in capsys.readouterr().err
+    assert "--out is missing and TORCHREC_HKV_CALIBRATION is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("", "but that is a folder."),
+        ("", "but that is a folder"),
         ("file/c.json", "can't be written to: Not a directory."),
         ("/proc/none/c.json", "but /proc can't be written to"),
     ],

@@ -105,10 +105,10 @@ def test_text(capsys, replay):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--table", "user::64"], "--table 'user' has no number of rows: say how many"),
-        (["--table", "other::64", "--table", "user::64", "--replay"], "has not the table"),
+        (["--table", "user::64"], "--table 'user' has no number of rows: give one"),
+        (["--table", "other::64", "--table", "user::64", "--replay"], "lacks the table"),
         (["--table", "other:10:64", "--replay"], "tables user, item, but --table names other"),
-        (["--table", "user::64", "--backend", "fused", "--replay"], "of backend 'hkv', not"),
+        (["--table", "user::64", "--backend", "fused", "--replay"], "needs backend 'hkv'"),
         (["--table", "user::64", "--replay", "nowhere.json"], "'nowhere.json': No such file"),
         (["--table", "user::64", "--replay", __file__], "test_plan_replay.py"),
     ],

@@ -245,7 +245,7 @@ def test_a_step_that_stops_an_iteration_of_its_own_is_no_end_of_training(with_pi
     model = _Exhausted()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pipeline = TrainPipelineBase(model, optimizer, torch.device("cpu")) if with_pipeline else None
-    with pytest.raises(RuntimeError, match=r"Training step 3 raised StopIteration, but not for"):
+    with pytest.raises(RuntimeError, match=r"Training step 3 raised StopIteration although there"):
         train_and_evaluate(
             model,
             optimizer,

@@ -123,7 +123,7 @@ def test_a_sharded_model_on_each_rank(run_ranks):
 
 @pytest.mark.parametrize("source", [5, torch.zeros(3), None])
 def test_what_has_no_tables_at_all(source):
-    with pytest.raises(TypeError, match="Metrics are of a model, a module"):
+    with pytest.raises(TypeError, match="Metrics need a model, a module"):
         collect(source)
 
 

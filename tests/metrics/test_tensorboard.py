@@ -117,5 +117,5 @@ def test_files_of_tensorboard(tmp_path):
 
 
 def test_neither_folder_nor_writer():
-    with pytest.raises(ValueError, match="Either a log_dir or a writer must be given"):
+    with pytest.raises(ValueError, match="needs a log_dir or a writer"):
         TensorBoard()

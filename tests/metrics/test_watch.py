@@ -112,5 +112,5 @@ def test_impossible_intervals(every):
 
 
 def test_a_sink_that_can_not_be_called():
-    with pytest.raises(TypeError, match="A sink is 3, but must be called with a step"):
+    with pytest.raises(TypeError, match="A sink is 3, but must be callable with a step"):
         Watch(make_embedding(), 1, [3])

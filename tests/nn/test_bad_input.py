@@ -68,7 +68,7 @@ def test_ids_of_several_tables(device_type):
     ids = torch.arange(3, device=device_type)
     with pytest.raises(ValueError, match="ids have 3 tensors, but there are 2 tables"):
         tables([ids, ids, ids])
-    with pytest.raises(TypeError, match="a list of one tensor a table, but are Tensor"):
+    with pytest.raises(TypeError, match="a list of one tensor for each table, but are Tensor"):
         tables(torch.stack([ids, ids]))
     with pytest.raises(TypeError, match=r"of int64 or int32, but are torch.float32"):
         tables([ids, ids.float()])
@@ -94,9 +94,9 @@ def test_optimizers_over_foreign_modules(what, optimizer):
 
 def test_optimizers_over_nothing_or_the_same_twice(device_type):
     embedding = make_embedding(device=device_type)
-    with pytest.raises(ValueError, match="empty list: there is nothing to train"):
+    with pytest.raises(ValueError, match="embeddings is empty"):
         HKVOptimizer([])
-    with pytest.raises(ValueError, match="given to the optimizer more than once"):
+    with pytest.raises(ValueError, match="hold a module more than once"):
         HKVOptimizer([embedding, embedding])
     with pytest.raises(ValueError, match="takes its embeddings at construction"):
         HKVOptimizer(embedding).add_param_group({"params": [make_embedding(device=device_type)]})

@@ -47,5 +47,5 @@ def test_a_copied_anchor_stands_for_the_copy(device_type):
 
 def test_optimizers_are_not_copied(device_type):
     optimizer = HKVOptimizer(make_embedding(device=device_type))
-    with pytest.raises(TypeError, match="make one over the copied embedding"):
+    with pytest.raises(TypeError, match="create one over the copied embeddings"):
         copy.deepcopy(optimizer)

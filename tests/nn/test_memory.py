@@ -9,7 +9,7 @@ import torch
 from tests.support.embeddings import make_embedding, make_tables
 from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer
 from torchrec_hkv.hash_table import table_memory
-from torchrec_hkv.nn.capacity import GIB, HbmLimits, Shape, free_memory
+from torchrec_hkv.nn.capacity import GIB, HbmLimits, TableShape, free_memory
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_hbm_limits_of_rows_and_states():
 
 
 def test_the_largest_capacity_fits_and_a_larger_one_does_not():
-    shape = Shape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"), 64)
+    shape = TableShape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"), 64)
     most = shape.most_rows(10**9, 0, 1 << 30)
     assert 3 * shape.memory(most).bytes <= 0.9 * (1 << 30)
     # Capacities are rounded up by a sixteenth at most, as they grow from 64 rows.
@@ -116,7 +116,7 @@ def test_an_index_as_large_as_its_limit_is_rounded_down_not_refused():
     """A GPU with little memory for much host memory: the index decides, which is always in HBM."""
     for first in (64, 1000, 65_536, 1_000_000):
         device = torch.device("cuda", 0)
-        shape = Shape(1, 64, 128, "lru", HbmLimits(GIB), device, first)
+        shape = TableShape(1, 64, 128, "lru", HbmLimits(GIB), device, first)
         most = shape.most_rows(10**9, 1 << 40, 1 << 45)
         assert shape.memory(most).least_hbm_bytes <= GIB
         assert most > 0.9 * GIB / 14

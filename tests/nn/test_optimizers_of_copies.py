@@ -79,7 +79,7 @@ def test_a_copy_without_an_optimizer_has_the_states(optimizer, how, device_type)
 def test_optimizers_are_not_copied(optimizer, device_type):
     _, made = trained(MAKERS["one table"], optimizer, device_type)
     for how in COPIES.values():
-        with pytest.raises(TypeError, match="make one over the copied embedding, and load the st"):
+        with pytest.raises(TypeError, match="create one over the copied embeddings, and load this"):
             how(made)
 
 

@@ -125,7 +125,7 @@ def test_too_many_rows_are_refused(device_type):
     large = make_embedding(device=device_type)
     large(torch.arange(1000, device=device_type))
     small = make_embedding(device=device_type, max_capacity=64)
-    with pytest.raises(RuntimeError, match=r"find no place .* larger max_capacity"):
+    with pytest.raises(RuntimeError, match=r"found no slot .* larger max_capacity"):
         small.load_state_dict(large.state_dict())
 
 
@@ -143,5 +143,5 @@ def test_a_backward_after_loading_is_refused(device_type):
     module = make_embedding(device=device_type)
     loss = lookup(module, torch.tensor(IDS, device=device_type)).sum()
     module.load_state_dict(module.state_dict())
-    with pytest.raises(RuntimeError, match="came after its table was moved, loaded"):
+    with pytest.raises(RuntimeError, match="ran after its table was moved, loaded"):
         loss.backward()

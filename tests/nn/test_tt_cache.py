@@ -266,7 +266,9 @@ def test_populate_between_forward_and_backward_is_refused(sparse):
     bag.cache_populate()
     out = bag(ids, ids)
     bag.cache_populate()
-    with pytest.raises(RuntimeError, match=r"cache_populate\(\) came between a forward and its"):
+    with pytest.raises(
+        RuntimeError, match=r"cache_populate\(\) was called between a forward and its"
+    ):
         out.sum().backward()
 
 

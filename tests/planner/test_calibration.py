@@ -100,7 +100,7 @@ def test_the_default_place(tmp_path, monkeypatch):
 
 
 def test_one_of_another_kind_of_device_is_refused():
-    with pytest.raises(ValueError, match="of device type 'cuda', but the topology is of 'cpu'"):
+    with pytest.raises(ValueError, match="for device type 'cuda', but the topology has 'cpu'"):
         _times(calibration=calibration("cuda", hkv=0.1))
 
 
@@ -122,7 +122,7 @@ def test_another_file_is_refused_by_name(tmp_path, change):
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"c\.json' is none that torchrec-hkv calibrate wrote"):
+    with pytest.raises(ValueError, match=r"c\.json' is not a file of torchrec-hkv calibrate"):
         Calibration.load(path)
 
 
@@ -151,7 +151,7 @@ def test_parts_of_a_step_are_those_of_the_nearest_number_of_ranks(tmp_path):
 def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match="'hkw' can't be calibrated: allowed are"):
         Calibration.measured(CPU, ["hkw"])
-    with pytest.raises(ValueError, match="'toy' says of no table"):
+    with pytest.raises(ValueError, match="'toy' has no calibration cases"):
         Calibration.measured(CPU, ["toy"])
 
 

@@ -45,8 +45,8 @@ CPU = torch.device("cpu")
             {"compute_kernels": ["hkv"], "options": ToyOptions()},
             "backend 'hkv' and has options ToyOptions: that backend takes HKVOptions",
         ),
-        ({"compute_kernels": ["fused"], "options": HKVOptions()}, "no backend that would take"),
-        ({"options": HKVOptions()}, "no backend that would take"),
+        ({"compute_kernels": ["fused"], "options": HKVOptions()}, "no backend that takes"),
+        ({"options": HKVOptions()}, "no backend that takes"),
         (
             {"compute_kernels": ["toy"], "sharding_types": ["data_parallel"]},
             r"'data_parallel' on backend 'toy': allowed are \['column_wise', 'grid_shard', 'row",
@@ -87,7 +87,7 @@ def test_refused(constraint, message):
 
 
 def test_an_enumerator_of_the_users_is_refused():
-    with pytest.raises(ValueError, match="doesn't know backends: leave it None"):
+    with pytest.raises(ValueError, match="does not know backends: leave it None"):
         EmbeddingShardingPlanner(topology=topology(2, CPU), enumerator=object())
 
 

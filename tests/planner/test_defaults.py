@@ -82,7 +82,7 @@ def test_a_device_for_tables(monkeypatch):
 def test_a_backend_that_can_t_lie_there(monkeypatch):
     monkeypatch.setenv("TORCHREC_HKV_EMB_DEVICE", "host")
     constraints = {"user": ParameterConstraints(compute_kernels=["toy"])}
-    with pytest.raises(ValueError, match="backend 'toy' can't lie in host memory"):
+    with pytest.raises(ValueError, match="Backend 'toy' can't keep tables in host memory"):
         _plan("cuda", constraints)
 
 
@@ -91,7 +91,7 @@ def test_rows_in_host_memory_alone_keep_the_index_in_hbm():
     assert backend.on_host(HKVOptions(eviction="lfu")).hbm_bytes == "index"
     with pytest.raises(ValueError, match="hbm_bytes is 'all', but must be None, 'index' or"):
         HKVOptions(hbm_bytes="all")
-    with pytest.raises(ValueError, match="can't lie in host memory"):
+    with pytest.raises(ValueError, match="can't keep tables in host memory"):
         registry.get("toy").on_host(ToyOptions())
 
 

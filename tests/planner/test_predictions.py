@@ -18,7 +18,7 @@ from torchrec_hkv import (
     get_default_sharders,
 )
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.constants import FIXED, Sample, fit_constants
+from torchrec_hkv.backends.constants import FIXED, TimedStep, fit_constants
 from torchrec_hkv.backends.workload import StepTime, Workload
 from torchrec_hkv.planner import Calibration
 
@@ -61,7 +61,7 @@ def _calibration(name, device_type, seed):
             true = _step(work, case.tables)
             off = (0.95 + 0.1 * torch.rand(2, generator=generator)).tolist()
             took = StepTime(true.forward * off[0], true.backward * off[1])
-            samples.append(Sample(work.times(case.tables), took, case.size))
+            samples.append(TimedStep(work.times(case.tables), took, case.size))
     constants = {name: fit_constants(samples)}
     return Calibration(device_type, "made up", 1, {}, constants)
 

@@ -58,8 +58,8 @@ def test_files_that_are_no_curves(tmp_path):
         (((0.5, -0.1),), "a point is"),
         (((0.5, math.nan),), "a point is"),
         (((0.5,),), "a point is"),
-        (((0.5, 0.1), (0.5, 0.2)), "each share must have one loss"),
-        (((0.5, 0.1), (0.2, 0.05)), "must not be smaller"),
+        (((0.5, 0.1), (0.5, 0.2)), "shares must differ"),
+        (((0.5, 0.1), (0.2, 0.05)), "must not decrease"),
     ],
 )
 def test_impossible_points(points, said):
@@ -90,7 +90,7 @@ def test_constraints_that_make_no_sense(fields, said):
 def test_curves_of_a_table_that_can_lose_nothing():
     curves = {"rows": QualityCurve(((0.5, 0.1),))}
     constraint = ParameterConstraints(compute_kernels=["fused"], quality_curves=curves)
-    with pytest.raises(ValueError, match="no backend that could lose anything"):
+    with pytest.raises(ValueError, match="no backend that could lose quality"):
         choices({"t": constraint})
 
 

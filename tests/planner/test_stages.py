@@ -17,13 +17,13 @@ from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.planner.stage_timing import input_dist_costs, shapes_of, stage_timers
-from torchrec_hkv.planner.stages import INPUT_DISTS, STAGES, Exchange, input_dist_of, step_parts
+from torchrec_hkv.planner.stages import INPUT_DISTS, STAGES, IdExchange, input_dist_of, step_parts
 
 pytestmark = pytest.mark.compat
 
 
 def _parts(times, name, features=3, bags=300, ids=1000):
-    return step_parts(times, features, [Exchange(name, features, bags, ids)])
+    return step_parts(times, features, [IdExchange(name, features, bags, ids)])
 
 
 def test_parts_of_a_step(device_type):
@@ -88,7 +88,7 @@ def test_exchanges_of_other_shapes_than_those_that_were_timed(ranks, by_table, t
         assert min(found.values()) >= 0
         for features, bags, length in ((4, 8192, 1), (4, 8192, 8), (1, 512, 100), (6, 2048, 20)):
             counts = {"features": features, "bags": features * bags}
-            exchange = Exchange("input_dist", **counts, ids=features * bags * length)
+            exchange = IdExchange("input_dist", **counts, ids=features * bags * length)
             took, wanted = (
                 step_parts({"input_dist": costs}, features, [exchange])["input_dist"]
                 for costs in (found, true)

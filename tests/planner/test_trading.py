@@ -86,7 +86,7 @@ def test_where_more_would_be_lost_than_allowed_the_plan_is_refused():
             _plan(room=_DENSE // 4, **bound)
         assert refusal.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
         text = str(refusal.value)
-        assert "the least that has to be lost is an estimated 0.0" in text
+        assert "The least possible loss is an estimated 0.0" in text
         assert "'ebc.embedding_bags.t' 0.0" in text
         assert " on tt (ranks " in text
 

@@ -27,7 +27,7 @@ def _refused(rank, world_size, device, pooled):
     )
     sharders = get_default_sharders()
     plan = planner.plan(model, sharders)
-    with pytest.raises(ValueError, match=r"Table 't0' .* DMPCollection would not keep in step"):
+    with pytest.raises(ValueError, match=r"Table 't0' .* DMPCollection does not synchronize"):
         DMPCollection(
             module=model,
             device=device,

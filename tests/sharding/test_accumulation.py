@@ -49,12 +49,14 @@ def test_as_one_batch(run_ranks, sharding_type):
 def _refused(rank, world_size, device):
     # Table-wise: the other rank must not go on and wait.
     with (
-        pytest.raises(ValueError, match=r"Table 't' is on backend 'toy', which can't hold grad"),
+        pytest.raises(
+            ValueError, match=r"Table 't' is on backend 'toy', which can't accumulate grad"
+        ),
         accumulate_gradients(make_small(world_size, device, "toy", "table_wise")),
     ):
         pass
     with (
-        pytest.raises(ValueError, match="no tables on backends: there is nothing to accumulate"),
+        pytest.raises(ValueError, match="no tables on backends, so there is nothing to accumulate"),
         accumulate_gradients(torch.nn.Linear(2, 2)),
     ):
         pass

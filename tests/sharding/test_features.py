@@ -61,9 +61,9 @@ def test_batch_sizes_of_features_are_kept():
 @pytest.mark.parametrize(
     ("features", "is_weighted", "message"),
     [
-        (_features(torch.float32), False, "The ids have dtype torch.float32: they must be"),
-        (_features(torch.float64), False, "The ids have dtype torch.float64: they must be"),
-        (_features(torch.bool), False, "The ids have dtype torch.bool: they must be"),
+        (_features(torch.float32), False, "The ids have dtype torch.float32, but must have"),
+        (_features(torch.float64), False, "The ids have dtype torch.float64, but must have"),
+        (_features(torch.bool), False, "The ids have dtype torch.bool, but must have"),
         (_features(keys=("f", "h")), False, r"'g', which the batch lacks: it has \['f', 'h'\]"),
         (_features(), True, "has no weights"),
         (_features(weights=torch.ones(3, dtype=torch.int64)), True, "weights of dtype torch.int64"),

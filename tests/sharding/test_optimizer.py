@@ -182,7 +182,7 @@ def test_served(optimizer, kwargs, spec):
         (
             torchrec.optim.RowWiseAdagrad,
             {"lr": 0.1, "max_gradient": 1.0},
-            "max_gradient=1.0: it counts only with gradient_clipping=True",
+            "max_gradient=1.0: it only has an effect with gradient_clipping=True",
         ),
         (
             torchrec.optim.SGD,

@@ -40,7 +40,7 @@ def _sharder_and_plan(world_size=1):
 
 def test_replicated_groups_of_ranks():
     sharder, module, plan = _sharder_and_plan()
-    with pytest.raises(ValueError, match=r"Table 't' .* DMPCollection would not keep in step"):
+    with pytest.raises(ValueError, match=r"Table 't' .* DMPCollection does not synchronize"):
         sharder.shard(module, plan, _Env2D(), CPU)
 
 
@@ -64,7 +64,9 @@ def test_a_plan_that_names_no_backend():
             )
         }
     )
-    with pytest.raises(ValueError, match=r"make it with torchrec_hkv\.EmbeddingShardingPlanner"):
+    with pytest.raises(
+        ValueError, match=r"make the plan with torchrec_hkv\.EmbeddingShardingPlanner"
+    ):
         sharder.shard(module, bare, ShardingEnv(world_size=1, rank=0), CPU)
 
 
@@ -78,7 +80,7 @@ def test_a_plan_with_a_sharding_type_that_is_not_served():
 
 def _reshard(rank, world_size, device):
     model = make_small(world_size, device, "toy")
-    with pytest.raises(ValueError, match=r"Tables \['t'\] .* can't be resharded while training"):
+    with pytest.raises(ValueError, match=r"Tables \['t'\] .* can't be resharded during training"):
         model.module.ebc.update_shards({}, ShardingEnv(world_size=1, rank=0), device)
 
 

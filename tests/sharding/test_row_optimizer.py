@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchrec_hkv.sharding.kernels.row_optimizer import RowOptimizer
+from torchrec_hkv.sharding.kernels.row_optimizer import InBackwardOptimizer
 
 
 def _make(device, learning_rate=0.5):
     parameters = {"t.weight": nn.Parameter(torch.empty(0, 4))}
-    return RowOptimizer(parameters, learning_rate, torch.device(device))
+    return InBackwardOptimizer(parameters, learning_rate, torch.device(device))
 
 
 def test_it_follows_a_scheduler(device_type):

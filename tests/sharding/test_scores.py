@@ -288,7 +288,7 @@ def _refused(rank, world_size, device, case):
         strides = [[BATCH]] * len(keys)
         inverse = torch.arange(BATCH, device=device).repeat(len(keys), 1)
         variable = changed(stride_per_key_per_rank=strides, inverse_indices=(keys, inverse))
-        bad.append((variable, "a batch size of its own for each feature"))
+        bad.append((variable, "a separate batch size for each feature"))
     for features, match in bad:
         with pytest.raises(ValueError, match=match):
             model(features)
@@ -307,7 +307,7 @@ def test_refused_batches(run_ranks, device_type, case):
 
 def _no_epochs(rank, world_size, device):
     model = make(BAGS, world_size, device)
-    with pytest.raises(ValueError, match="a model without tables that have epochs"):
+    with pytest.raises(ValueError, match="set_epoch needs a table with epochs"):
         set_epoch(model, 1)
     with_epochs = make(Case(("ef", "s"), "bags", "row_wise", 192), world_size, device)
     for epoch in (-1, 2**32, 1.5, True):

@@ -81,7 +81,9 @@ def test_unique_tables_are_not_searched_for_repeats():
 
 def _refused(rank, world_size, device, arguments, t):
     model = _shard(world_size, device, arguments)
-    with pytest.raises(ValueError, match="Table 't' was said to have no id twice") as refusal:
+    with pytest.raises(
+        ValueError, match="Table 't' was declared to have no repeated id"
+    ) as refusal:
         model(_features(t, [1, 1], device))
     return str(refusal.value)
 
@@ -90,7 +92,7 @@ def test_a_repeat_in_a_batch(run_ranks, device_type):
     if device_type == "cuda":
         pytest.skip("an assertion on the device ends the process")
     (said,) = run_ranks(1, _refused, {"unique": ["t"], "check_unique": True}, [4, 2**50, 2**50])
-    assert f"in a batch of a rank, but has {2**50} more than once" in said
+    assert f"in a batch of a rank, but has id {2**50} more than once" in said
 
 
 def test_a_repeat_over_ranks(run_ranks, device_type):
@@ -99,7 +101,9 @@ def test_a_repeat_over_ranks(run_ranks, device_type):
     # Different on each rank, and the same on both: only the shard sees it.
     told = {"shard_unique": ["t"], "unique": ["t"], "check_unique": True}
     results = run_ranks(2, _refused_on_a_shard, told)
-    assert sum("in a lookup of a shard, but has 3 more than once" in said for said in results) == 1
+    assert (
+        sum("in a lookup of a shard, but has id 3 more than once" in said for said in results) == 1
+    )
 
 
 def _refused_on_a_shard(rank, world_size, device, arguments):
@@ -130,7 +134,7 @@ def _impossible(rank, world_size, device, arguments, kernels):
     [
         ({"unique": ["z"], "check_unique": True}, "unique names ['z'], but the collection has"),
         ({"shard_unique": ["s"]}, "has tables on backends ['t']"),
-        ({"unique": True}, "has an effect with use_index_dedup or check_unique only"),
+        ({"unique": True}, "only has an effect with use_index_dedup or check_unique"),
     ],
 )
 def test_refused(run_ranks, arguments, message):

@@ -70,5 +70,5 @@ def test_a_batch_without_inverse_indices_is_refused():
         lengths=torch.tensor([1, 0, 2]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    with pytest.raises(ValueError, match="and no inverse indices: give the KeyedJaggedTensor"):
+    with pytest.raises(ValueError, match="but no inverse indices: give the KeyedJaggedTensor"):
         prepare_features(features, tables, is_weighted=False)

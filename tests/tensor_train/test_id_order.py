@@ -54,7 +54,7 @@ def test_smoothed_means_are_those_of_a_loop():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="must be each of 0 to 2 once"):
+    with pytest.raises(ValueError, match="must be a permutation of 0 to 2"):
         IdOrder(torch.tensor([0, 2, 2]))
     with pytest.raises(TypeError, match=r"rows must be a tensor of dtype torch\.int64"):
         IdOrder(torch.tensor([0.0]))

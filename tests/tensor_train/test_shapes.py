@@ -103,7 +103,7 @@ def test_one_rank_for_all_is_lowered_where_useless():
         ({"ranks": [2, 2, 2], "num_cores": 3}, "3 cores need 2"),
         ({"ranks": [9999, 2]}, "rank 1 can be at most"),
         ({"num_cores": 5, "ranks": 2}, "5, but must be 2, 3 or 4"),
-        ({}, "nothing was given"),
+        ({}, "No size was given"),
         ({"ranks": 2, "max_bytes": 100}, "ranks and max_bytes were given, but at most one"),
         ({"compression_ratio": 1e9}, "compression_ratio is .* at rank 1"),
         (

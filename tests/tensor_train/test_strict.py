@@ -81,7 +81,7 @@ def test_capture_is_refused():
     group.lookup(cores, ids, offsets, 1)
     torch.cuda.synchronize()
     with (
-        pytest.raises(RuntimeError, match="strict Tensor-Train tables look at ids on the host"),
+        pytest.raises(RuntimeError, match="Strict Tensor-Train tables check ids on the host"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         group.lookup(cores, ids, offsets, 1)

@@ -1,4 +1,4 @@
-"""Times steps of lookups on the device that is there, so that constants can be fitted to them."""
+"""Times steps of lookups on this machine's device, as input for fitting cost constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
+from torchrec_hkv.backends.constants import Constants, TimedStep, fit_constants
 from torchrec_hkv.backends.specs import BackendOptions, OptimizerSpec, TableShard
 from torchrec_hkv.backends.workload import IdFrequencies, StepTime, Work, Workload
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 _WARM = 3
 _STEPS = 9
-#: Cycles that keep a GPU busy while the host issues what is timed.
+#: Cycles for which a GPU is kept busy while the host launches the timed work.
 _HIDING_CYCLES = 4_000_000
 _FILL = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A shape of batches.
+    """The shape of a batch.
 
     Attributes:
-        bags: of one feature.
-        ids_per_bag: of each.
-        skew: ids are ``rows * u ** skew`` for uniform ``u``: 1 for ids that come alike.
+        bags: number of bags of one feature.
+        ids_per_bag: ids in each bag.
+        skew: ids are ``rows * u ** skew`` for uniform ``u``; 1 makes all ids equally frequent.
     """
 
     bags: int
@@ -40,7 +40,7 @@ class Batch:
     skew: float = 1.0
 
     def draw(self, rows: int, device: torch.device) -> Tensor:
-        """Ids below ``rows``."""
+        """Draws ids from ``[0, rows)``, int64 ``[bags * ids_per_bag]``."""
         count = self.bags * self.ids_per_bag
         unit = torch.rand(count, dtype=torch.float64, device=device)
         return (rows * unit**self.skew).long().clamp_(0, rows - 1)
@@ -48,18 +48,18 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationCase:
-    """A table that is timed.
+    """A table to time.
 
     Attributes:
-        options: of the backend.
-        rows: ids it is asked for, 0 to ``rows - 1``. All are there, or where they are more than
-            ``capacity``, come and go.
-        capacity: ``num_embeddings``.
-        dim: columns.
-        optimizer: that trains it.
-        batches: that are timed.
-        size: bytes of tables of this size, by which constants are told apart; about the table's.
-        tables: so many of them in a group, each asked for such batches.
+        options: options of the table.
+        rows: ids are drawn from ``[0, rows)``. If ``rows`` exceeds ``capacity``, ids are evicted
+            and inserted again; otherwise all of them are in the table.
+        capacity: ``num_embeddings`` of the table.
+        dim: number of columns.
+        optimizer: the optimizer that trains the table.
+        batches: shapes of the batches to time.
+        size: nominal bytes of the table. Cases of equal size are fitted together.
+        tables: number of such tables in the group; each gets its own batch.
     """
 
     options: BackendOptions
@@ -74,25 +74,25 @@ class CalibrationCase:
 
 Step = Callable[[Tensor, Tensor, int], Tensor]
 
-#: Bytes of tables of rows that are timed: one that is in a cache, and some that are not.
+#: Bytes of the timed tables of rows: one that fits in a cache, and larger ones.
 ROW_TABLES = {"cpu": (4 << 20, 64 << 20, 512 << 20), "cuda": (16 << 20, 512 << 20, 8 << 30)}
 _DIMS = (16, 64, 128)
 
 
 def row_tables(device_type: str) -> list[tuple[int, int, str]]:
-    """Tables of rows that are timed, as bytes, columns and the optimizer's name."""
+    """The timed tables of rows, as (bytes, columns, name of the optimizer)."""
     sizes = ROW_TABLES[device_type]
     tables = [(size, dim, "rowwise_adagrad") for size in sizes for dim in _DIMS]
     return tables + [(size, 64, "adagrad") for size in sizes]
 
 
 def rows_in(size: int, dim: int, optimizer: str) -> int:
-    """Rows of so many bytes with their optimizer's state."""
+    """Number of rows that take ``size`` bytes with their optimizer state."""
     return round(size / (4 * (dim + (1 if optimizer == "rowwise_adagrad" else dim))))
 
 
 def row_batches(device_type: str) -> tuple[Batch, ...]:
-    """Shapes of batches that are timed: few and many ids, short and long bags, hot ids."""
+    """Shapes of the timed batches: few and many ids, short and long bags, skewed ids."""
     most = 8192 if device_type == "cpu" else 65536
     return (
         Batch(1024, 1),
@@ -107,18 +107,22 @@ def row_batches(device_type: str) -> tuple[Batch, ...]:
 def timed(
     step: Step, batch: Batch, rows: int, device: torch.device, tables: int = 1
 ) -> tuple[StepTime, Workload]:
-    """Times of steps on batches that are drawn anew, and what they ask of a table on average.
+    """Times steps on new random batches.
 
-    On a GPU the medians of the device's time: what the host does in between is hidden behind other
-    work. On a CPU the least times, with one thread of processor time, which a machine with other
-    work disturbs less.
+    On a GPU the result is the median device time; a long kernel hides the launches of the host. On
+    a CPU it is the minimum, which other processes disturb least: of processor time with one
+    thread, else of wall time.
 
     Args:
-        step: a lookup, of ids, offsets and bags; its output's backward is the step's.
-        batch: what is drawn.
-        rows: ids there are.
-        device: of the tables.
-        tables: that each get such a batch.
+        step: the lookup, called with ids, offsets and number of bags. The backward of its output
+            is timed too.
+        batch: shape of the batches.
+        rows: ids are drawn from ``[0, rows)``.
+        device: device of the tables.
+        tables: number of tables; each gets a batch of its own.
+
+    Returns:
+        The time of a step, and the mean work of a step on one table.
     """
     forward, backward, distinct = [], [], []
     for turn in range(_WARM + _STEPS):
@@ -143,7 +147,8 @@ def timed(
 
 
 def _clock(device: torch.device) -> Iterator[StepTime]:
-    """Asked three times: before the forward, after it, after the backward; then it tells."""
+    """A stopwatch: advance it before the forward, after it and after the backward. The third value
+    is the time of the step."""
     unknown = StepTime(0.0, 0.0)
     if device.type != "cuda":
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -171,22 +176,22 @@ def calibrated(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Constants | None:
-    """The constants of a backend on a device; None where it names no cases.
+    """The fitted constants of a backend on a device; None if there are no cases.
 
     Args:
-        backend: what is timed.
-        cases: its tables.
-        device: where they live.
-        progress: is told of each table before it is timed.
+        backend: the backend to time.
+        cases: the tables to time.
+        device: device of the tables.
+        progress: called with a line of text before each table is timed.
     """
-    samples: list[Sample] = []
+    samples: list[TimedStep] = []
     for case in cases:
         progress(f"{backend.name}: {case.rows:,} rows of {case.dim}, {case.optimizer.name}")
         samples += _samples(backend, case, device)
     return fit_constants(samples) if samples else None
 
 
-def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[Sample]:
+def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[TimedStep]:
     shards = [
         TableShard(
             name=f"calibration_{number}",
@@ -218,15 +223,15 @@ def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> l
         if case.rows > case.capacity:
             load = dataclasses.replace(load, frequencies=IdFrequencies(((case.rows, 1.0),)))
         work: Work = backend.work(shards[0], case.optimizer, load, device.type)
-        samples.append(Sample(work.times(case.tables), time_taken, case.size))
+        samples.append(TimedStep(work.times(case.tables), time_taken, case.size))
     return samples
 
 
 def _fill(step: Step, case: CalibrationCase, device: torch.device) -> None:
-    """Asks for every id once, so that none is new later."""
+    """Looks up every id once, so that later steps insert none."""
     for first in range(0, case.rows, _FILL):
         ids = torch.arange(first, min(first + _FILL, case.rows), device=device)
-        # Bags of one: a long bag would be summed by few threads of a GPU.
+        # Bags of one id: on a GPU, few threads would sum a long bag.
         count = case.tables * ids.numel()
         offsets = torch.arange(count + 1, device=device)
         output = step(ids.repeat(case.tables), offsets, ids.numel())

@@ -1,4 +1,4 @@
-"""Measured constants: how long a unit of each kind of work takes, fitted to timed steps."""
+"""Cost constants: the time of a unit of each kind of work, fitted to timed steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torchrec_hkv.backends.workload import NO_TIME, StepTime, Work
 from torchrec_hkv.json_schema import Fields, Items, Map, Number, Place, Text
 
-#: The constant of what a group takes whatever it looks up: launches, and the host's part on a CPU.
+#: Name of the constant time of a group: kernel launches, and the host's work on a CPU.
 FIXED = "fixed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class TimedStep:
     """A timed step.
 
     Attributes:
-        work: what it did.
-        time: what it took.
-        table_bytes: of the table.
+        work: amounts of work in the step.
+        time: the measured time.
+        table_bytes: bytes of the table.
     """
 
     work: Work
@@ -34,12 +34,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Constants of tables of one size, in milliseconds a unit of work.
+    """Constants of tables of one size, in milliseconds per unit of work.
 
     Attributes:
-        table_bytes: of the tables that were timed.
-        forward: by the names of :attr:`Work.forward`, and ``fixed``.
-        backward: by the names of :attr:`Work.backward`, and ``fixed``.
+        table_bytes: bytes of the timed tables.
+        forward: constants by the names of :attr:`Work.forward`, and ``fixed``.
+        backward: constants by the names of :attr:`Work.backward`, and ``fixed``.
     """
 
     table_bytes: float
@@ -49,16 +49,16 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Constants of a kind of table, by the size of the table, smallest first.
+    """Constants of a kind of table for several table sizes, in increasing order.
 
-    Rows of a small table are in a cache, those of a large one are not; what lies between is
-    interpolated by the logarithm of the size.
+    Small tables fit in a cache, large ones do not. Times between two sizes are interpolated
+    linearly in the logarithm of the size.
     """
 
     fits: tuple[Fit, ...]
 
     def time(self, work: Work, table_bytes: float) -> StepTime:
-        """What work takes on a table of so many bytes, without what its group takes."""
+        """Time of the work on a table of ``table_bytes``, without :attr:`group_time`."""
         low, high, weight = self._between(table_bytes)
         times = [
             StepTime(_dot(fit.forward, work.forward), _dot(fit.backward, work.backward))
@@ -71,7 +71,7 @@ class Constants:
 
     @property
     def group_time(self) -> StepTime:
-        """What a group of tables takes whatever it looks up."""
+        """Constant time of a group of tables in each step."""
         if not self.fits:
             return NO_TIME
         first = self.fits[0]
@@ -87,15 +87,15 @@ class Constants:
         return self.fits[-1], self.fits[-1], 0.0
 
     def to_json(self) -> list[dict[str, Any]]:
-        """As a calibration file has it."""
+        """The content for a calibration file."""
         return [dataclasses.asdict(fit) for fit in self.fits]
 
     @classmethod
     def from_json(cls, content: Any) -> Constants:
-        """From a calibration file.
+        """Reads the content of a calibration file.
 
         Raises:
-            ValueError: it is not what :meth:`to_json` gives.
+            ValueError: the content is not a result of :meth:`to_json`.
         """
         return CONSTANTS.read(content, Place("The content"))
 
@@ -107,7 +107,7 @@ class Constants:
 
 
 class _Constants(Items):
-    """The constants of a calibration file."""
+    """JSON schema of the constants in a calibration file."""
 
     def __init__(self) -> None:
         costs = Map(Text(), Number(0))
@@ -119,17 +119,17 @@ class _Constants(Items):
         return Constants._of(super().read(value, place), place)
 
 
-#: What :meth:`Constants.to_json` gives.
+#: JSON schema of :meth:`Constants.to_json`.
 CONSTANTS = _Constants()
 
 
-def fit_constants(samples: Sequence[Sample]) -> Constants:
-    """The constants that explain timed steps best, relative to what each took; none is negative.
+def fit_constants(samples: Sequence[TimedStep]) -> Constants:
+    """Fits non-negative constants by least squares of the relative errors.
 
     Args:
-        samples: of tables of one or several sizes. Each size has constants of its own.
+        samples: timed steps on tables of one or several sizes. Each size gets its own constants.
     """
-    # What a group takes is the same for all sizes: it follows from the smallest tables.
+    # The constant time of a group is fitted on the smallest tables and used for all sizes.
     sizes = sorted({sample.table_bytes for sample in samples})
     fits: list[Fit] = []
     for size in sizes:
@@ -148,15 +148,15 @@ def fit_constants(samples: Sequence[Sample]) -> Constants:
 def fitted(
     works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None = None
 ) -> dict[str, float]:
-    """Least squares of relative errors under constants of at least 0.
+    """Least squares of the relative errors, with constants of at least 0.
 
     Args:
-        works: counts by name.
-        times: milliseconds that each took.
-        fixed: what each took besides; None: it is fitted, too.
+        works: amounts of work by name, one mapping a step.
+        times: milliseconds of each step.
+        fixed: known constant time of a step in milliseconds; None to fit it too.
 
     Returns:
-        Milliseconds of each name, and of ``fixed``.
+        Milliseconds per unit for each name, and for ``fixed``.
     """
     names = list(dict.fromkeys(name for work in works for name in work))
     measured = torch.tensor(times, dtype=torch.float64)
@@ -176,8 +176,8 @@ def fitted(
 
 
 def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The least squares solution among those without negative numbers: constants are let in one by
-    one, the most useful first, and those that would fall below zero are put back."""
+    """Least squares solution without negative values (active set method): constants enter one by
+    one, the most useful first; those that would become negative leave again."""
     count = columns.shape[1]
     solution = torch.zeros(count, dtype=columns.dtype)
     free = torch.zeros(count, dtype=torch.bool)
@@ -195,7 +195,7 @@ def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             if not below.any():
                 solution = found
                 break
-            # As far towards it as all of them allow.
+            # Move towards the new solution until the first constant reaches zero.
             way = (solution[below] / (solution[below] - found[below])).min()
             solution = (solution + way * (found - solution)).clamp_min(0)
             free &= solution > 1e-14

@@ -1,4 +1,4 @@
-"""The hash table's optimizers, from what TorchRec's side says of one."""
+"""Makes the hash table's optimizer from an :class:`OptimizerSpec`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrec_hkv.hash_table import (
 
 
 def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
-    """The hash table's optimizer.
+    """The hash table's optimizer for ``spec``; None for None.
 
     Raises:
-        ValueError: an attribute is impossible.
+        ValueError: the name is unknown, or an attribute has an invalid value.
     """
     if spec is None:
         return None

@@ -1,9 +1,9 @@
-"""What a backend is: the only thing that sharding, planner and checkpoint know of a kind of table.
+"""The interface of a backend. Sharding, planner and checkpoint know tables only through it.
 
-A backend stores and trains the tables that name it in the planner's constraints. It is one object,
-registered under its name (:mod:`torchrec_hkv.backends.registry`). TorchRec's side (input
-distribution, collectives, output distribution) is written once, in :mod:`torchrec_hkv.sharding`,
-against the classes of this module.
+A backend stores and trains the tables whose planner constraints name it. It is one object,
+registered under its name (:mod:`torchrec_hkv.backends.registry`). :mod:`torchrec_hkv.sharding`
+implements TorchRec's side (input distribution, collectives, output distribution) once, for all
+backends, against the classes of this module.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload, row_wo
 
 
 class GroupLookup(nn.Module, abc.ABC):
-    """The tables of one group on one rank, looked up in one call and trained in their backward."""
+    """The tables of one group on one rank: one lookup for all of them, trained in its backward."""
 
     @property
     def is_training_lookup(self) -> bool:
-        """Whether a lookup made now is a training lookup: in training mode, with autograd on.
+        """Whether a lookup made now is a training lookup: in training mode, with autograd enabled.
 
-        All others are evaluation lookups: in ``eval()`` mode, and in any mode under
+        All other lookups are evaluation lookups: those in ``eval()`` mode, and those under
         ``torch.no_grad()`` or ``torch.inference_mode()``.
         """
         return self.training and torch.is_grad_enabled()
@@ -70,16 +70,16 @@ class GroupLookup(nn.Module, abc.ABC):
             ids: int64 ``[n]``, feature-major: all bags of the first feature, then of the second.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
             weights: float32 ``[n]`` or None.
-            batch_size: bags a feature.
-            learning_rate: float32 ``[]`` on the tables' device. The backward takes what it is then:
-                it may change between replays of a CUDA graph.
+            batch_size: number of bags of each feature.
+            learning_rate: float32 ``[]`` on the tables' device. The backward reads its value when
+                it runs, so the value may change between replays of a CUDA graph.
 
         Returns:
-            ``[batch_size, sum of the dims of the features' tables]``, requiring grad when training;
-            of the dtype of :meth:`set_output_dtype`, float32 by default.
+            ``[batch_size, sum of the dims of the features' tables]``, of the dtype given to
+            :meth:`set_output_dtype`, float32 by default. It requires grad in a training lookup.
 
         Raises:
-            ValueError: ids of another dtype, offsets of another length, weights of another length.
+            ValueError: ``ids`` has another dtype, or ``offsets`` or ``weights`` another length.
         """
 
     def forward_ragged(
@@ -91,21 +91,22 @@ class GroupLookup(nn.Module, abc.ABC):
         dims: Sequence[int],
         learning_rate: torch.Tensor,
     ) -> torch.Tensor:
-        """As :meth:`forward`, where each feature has a number of bags of its own.
+        """Pools the rows of each bag, like :meth:`forward`, but each feature has its own number of
+        bags.
 
-        Serves batches of variable size, and sequences, whose ids are bags of one. A backend that
-        has a kernel for it overrides this; the default goes through :meth:`forward`.
+        Used for batches of variable size, and for sequences, where each id is a bag. The default
+        calls :meth:`forward`; a backend with a kernel for ragged bags overrides it.
 
         Args:
-            ids: as there.
+            ids: int64 ``[n]``, feature-major.
             offsets: int64 ``[sum of bags + 1]`` into ``ids``, feature-major.
-            weights: as there.
+            weights: float32 ``[n]`` or None.
             bags: number of bags of each feature.
-            dims: columns of each feature.
-            learning_rate: as there.
+            dims: number of columns of each feature.
+            learning_rate: float32 ``[]``, see :meth:`forward`.
 
         Returns:
-            ``[sum of bags * dims]``: features one after the other, each as ``[bags, dim]``.
+            ``[sum of bags * dims]``: one feature after the other, each as ``[bags, dim]``.
         """
 
         def lookup(uniform_offsets: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -114,110 +115,112 @@ class GroupLookup(nn.Module, abc.ABC):
         return ragged_lookup(lookup, offsets, bags, dims)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of lookups to come, 0 to 2^32 - 1, for tables whose options have epochs
+        """Sets the epoch of later lookups, 0 to 2^32 - 1, for tables whose options have epochs
         (:attr:`BackendOptions.has_epochs`). The default does nothing."""
 
     def epoch(self) -> int:
-        """The same, as it is; 0 by default."""
+        """The current epoch; 0 by default."""
         return 0
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
-        """Says what the outputs of lookups to come are: one of :attr:`Backend.output_dtypes`.
+        """Sets the dtype of the outputs of later lookups, one of :attr:`Backend.output_dtypes`.
 
-        A backend that has only float32 needs nothing.
+        A backend that only returns float32 need not override this.
         """
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Within it, lookups are made whose backwards do not train: they hold their gradients.
+        """A context in which lookups accumulate gradients: their backward stores the gradient
+        instead of updating rows.
 
-        The backward of the next lookup that is made outside of it applies all of them together.
-
-        Only asked of backends that say so (:attr:`Backend.accumulates`).
+        The backward of the next lookup made outside the context applies all stored gradients in
+        one update. Only called if :attr:`Backend.accumulates`.
         """
         raise NotImplementedError
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Within it, the tables stay as they are: calls of other threads that change them wait.
+        """A context in which the tables do not change: calls of other threads that would change
+        them wait.
 
-        A checkpoint is saved within it. The default holds nothing.
+        Checkpoints are saved in it. The default does not lock anything.
         """
         return nullcontext()
 
     def replicate(self, process_group: dist.ProcessGroup | None) -> None:
-        """Called once, before any forward, where tables are sharded data-parallel: all ranks of the
-        group hold them, and keep them alike from now on.
+        """Makes the tables replicas of those of the other ranks, for data-parallel sharding. Called
+        once, before the first forward.
 
-        The gradient of an update is the mean of the ranks' gradients. Every rank makes as many
-        forwards and backwards as the others, in the same order, of batches of any size.
+        The gradient of an update is the mean of the ranks' gradients. All ranks make the same
+        number of forwards and backwards in the same order; their batch sizes may differ.
 
         Raises:
-            ValueError: the backend can't; the default.
+            ValueError: the backend does not support replicas; the default.
         """
-        raise ValueError(f"{type(self).__name__} can't keep the tables of several ranks alike.")
+        raise ValueError(f"{type(self).__name__} does not support data-parallel sharding.")
 
     def populate_caches(self) -> int:
-        """Chooses anew what is kept in caches of the tables, where they have any.
+        """Selects again which rows the tables' caches hold, if they have caches.
 
         Returns:
-            How many caches there are; none by default.
+            Number of caches; 0 by default.
         """
         return 0
 
     def dense_states(self, key: str) -> dict[str, torch.Tensor]:
-        """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names: float32
-        ``[rows]`` or ``[rows, width]``, and int64 ``[1]`` for a count.
+        """The optimizer states of a dense-compatible shard (:meth:`Backend.is_dense`) by FBGEMM's
+        names: float32 ``[rows]`` or ``[rows, width]``, and int64 ``[1]`` for a count.
 
-        Up to date, and the same tensors in every call. What is written into them, and into the
-        tensor that :meth:`export_table` gives, is the table's from its next lookup on.
+        Every call returns the same tensors, with current values. Values written into them, or into
+        the tensor that :meth:`export_table` returns, take effect at the table's next lookup.
         """
         return {}
 
     @abc.abstractmethod
     def export_table(self, key: str) -> dict[str, torch.Tensor]:
-        """A copy of one shard's state, each tensor as :meth:`Backend.state_spec` says.
+        """A copy of one shard's state, with the tensors of :meth:`Backend.state_spec`.
 
         Args:
-            key: the shard's (:attr:`TableShard.key`).
+            key: the shard, :attr:`TableShard.key`.
         """
 
     @abc.abstractmethod
     def load_table(self, key: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Replaces one shard by an exported state.
+        """Replaces the contents of one shard by an exported state.
 
         Args:
-            key: the shard's.
-            state: as :meth:`export_table` gives it.
+            key: the shard.
+            state: a result of :meth:`export_table`.
 
         Raises:
-            ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
+            ValueError: a tensor is missing or has another shape or dtype. Nothing has changed then.
         """
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> EntriesLoad:
-        """The load of a shard from the state of all shards, where :meth:`Backend.exchanges`.
+        """Starts a load of a shard from the state tensors of all shards, if
+        :meth:`Backend.exchanges`.
 
         Args:
-            key: the shard's.
-            owners: first owner bucket of the ids that it is asked for, and the one past the last.
+            key: the shard.
+            owners: range ``[first, end)`` of owner buckets whose ids the shard holds.
         """
         raise NotImplementedError
 
     def entries_loaded(self, table_states: Mapping[str, torch.Tensor]) -> None:
-        """Called when all loads by :meth:`open_entries` have ended.
+        """Called after all loads by :meth:`open_entries` are complete.
 
         Args:
-            table_states: by the keys of the shards here that were loaded, their ``table_state``.
+            table_states: the tensor ``"table_state"`` of each loaded shard, by shard key.
         """
 
     def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
-        """The ids that a shard holds, int64, at most ``batch`` at a time, in host memory."""
+        """The ids in a shard: int64 CPU tensors of at most ``batch`` ids."""
         raise ValueError(f"{type(self).__name__} does not give its rows by id.")
 
     def rows_of(self, key: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ids as an evaluation would look them up, float32 ``[n, dim]``, in host memory.
+        """Rows of ids as an evaluation lookup returns them: float32 ``[n, dim]`` on the CPU.
 
         Args:
-            key: the shard's.
-            ids: int64 ``[n]``, in host memory.
+            key: the shard.
+            ids: int64 ``[n]`` on the CPU.
         """
         raise ValueError(f"{type(self).__name__} does not give its rows by id.")
 
@@ -227,24 +230,24 @@ class GroupLookup(nn.Module, abc.ABC):
         batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
         owners: tuple[int, int],
     ) -> int:
-        """Sets the rows of ids; their optimizer states start anew.
+        """Sets the rows of ids and resets their optimizer states.
 
         Args:
-            key: the shard's.
-            batches: ids, int64 ``[n]``, and whole rows, ``[n, embedding_dim]``, in host memory. The
-                shard takes the ids that it is asked for, and its columns.
-            owners: as in :class:`SavedShard`.
+            key: the shard.
+            batches: pairs of ids, int64 ``[n]``, and whole rows, ``[n, embedding_dim]``, on the
+                CPU. The shard takes its own ids and columns and skips the rest.
+            owners: range ``[first, end)`` of owner buckets whose ids the shard holds.
 
         Returns:
-            How many of its ids found no place.
+            Number of the shard's ids that found no slot.
 
         Raises:
-            ValueError: the backend can't have such rows.
+            ValueError: the backend can't store the rows.
         """
         raise ValueError(f"{type(self).__name__} does not take rows by id.")
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
-        """Writes a shard to a new folder, in bounded memory, where :meth:`Backend.saves_files`.
+        """Writes a shard to a new folder, in bounded memory. Called if :meth:`Backend.saves_files`.
 
         Raises:
             OSError: writing failed.
@@ -252,21 +255,21 @@ class GroupLookup(nn.Module, abc.ABC):
         raise NotImplementedError
 
     def change_tracker(self, key: str) -> Any:
-        """What knows which entries of a shard changed since it was last saved with it, for
-        :meth:`save_changes`; None where the backend can't tell: the default. It has a method
-        ``forget()``, after which all entries count as changed, as they do at first.
+        """An object that tracks which entries of a shard changed since it was last saved with this
+        tracker, for :meth:`save_changes`. Its method ``forget()`` marks all entries as changed;
+        a new tracker starts that way. None, the default: the backend does not track changes.
         """
         return None
 
     def save_changes(self, key: str, folder: Path, options: FileOptions, tracker: Any) -> None:
-        """As :meth:`save_files`, but of what changed since the last call with this tracker alone,
-        where it can say; :attr:`SavedFolder.is_whole` says whether.
+        """Like :meth:`save_files`, but writes only the entries that changed since the last call
+        with this tracker, if it knows them. :attr:`SavedFolder.is_whole` tells which was written.
 
         Args:
-            key: the shard's.
-            folder: as there.
-            options: as there.
-            tracker: of :meth:`change_tracker`, of the same shard.
+            key: the shard.
+            folder: the new folder.
+            options: how to write it.
+            tracker: the :meth:`change_tracker` of the same shard.
         """
         raise NotImplementedError
 
@@ -275,78 +278,83 @@ class GroupLookup(nn.Module, abc.ABC):
         saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
         options: FileOptions,
     ) -> TablesLoad:
-        """The load of all tables of the group that :meth:`Backend.saves_files`.
+        """Starts a load of all tables of the group whose :meth:`Backend.saves_files` is True.
 
         Args:
-            saved: by the key of a shard here, all shards of the saved table, and the owner buckets
-                of the ids that this shard is asked for, as in :class:`SavedShard`.
-            options: of the load.
+            saved: by shard key: all shards of the saved table, and the range ``[first, end)`` of
+                owner buckets whose ids the shard to load holds.
+            options: how to read the files.
         """
         raise NotImplementedError
 
     def digest(self, key: str) -> tuple[int, int]:
-        """Number of entries of a shard, and a sum of hashes of all of their values, where
-        :meth:`Backend.saves_files`: sums over the shards of a table are the same for the same
-        entries, however they are spread. Shards of the same entries' other columns count 0 entries.
+        """Number of entries of a shard, and a sum of hashes of their values. Called if
+        :meth:`Backend.saves_files`.
+
+        The sums over all shards of a table do not depend on the sharding. Column shards that do
+        not hold the first column count 0 entries.
         """
         raise NotImplementedError
 
     @abc.abstractmethod
     def counters(self, key: str) -> dict[str, int]:
-        """Counts of a shard since creation, by name (a host synchronisation on a GPU). Hash
-        tables give ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``,
-        ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``, ``size``,
-        ``capacity``."""
+        """Counters of a shard since its creation, by name. Synchronizes with the GPU.
+
+        Hash tables return ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``,
+        ``unadmitted``, ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``,
+        ``size`` and ``capacity``.
+        """
 
     def device_counters(self) -> tuple[Sequence[str], torch.Tensor] | None:
-        """The counts of all tables without a wait, None where they can't be had so; the default.
+        """The counters of all tables, without synchronization; None, the default, if the backend
+        can't return them so.
 
         Returns:
-            Keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
+            Shard keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
             ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
-            ``written_home``, ``host_hits``, ``returned``, ``size``. More columns may follow, as
-            :data:`torchrec_hkv.hash_table.groups.counters.DEVICE_COUNTS` names them.
+            ``written_home``, ``host_hits``, ``returned``, ``size``. More columns may follow, named
+            by :data:`torchrec_hkv.hash_table.groups.counters.DEVICE_COUNTS`.
         """
         return None
 
     def capacity(self, key: str) -> int:
-        """Rows a table may hold on this rank; 0, the default, where that has no meaning."""
+        """Maximal number of rows of a shard on this rank; 0, the default, if not applicable."""
         return 0
 
     def memory(self, key: str) -> StorageBytes:
-        """Bytes a table takes on this rank at present; none by default."""
+        """Bytes that a shard takes on this rank now; 0 by default."""
         return StorageBytes(hbm=0, host=0)
 
 
 class Backend(abc.ABC):
-    """One kind of table."""
+    """One kind of table: its options, its limits, its storage and how to create it."""
 
-    #: What ``compute_kernels`` of the constraints says.
+    #: Name of the backend in ``compute_kernels`` of the constraints.
     name: ClassVar[str]
-    #: The options class; an instance made without arguments stands for "no options given".
+    #: The options class; its default instance is used if the user gives no options.
     options_type: ClassVar[type[BackendOptions]]
-    #: TorchRec sharding types (``ShardingType.….value``) of pooled tables.
+    #: TorchRec sharding types (``ShardingType.….value``) that pooled tables support.
     sharding_types: ClassVar[tuple[str, ...]]
-    #: How an id finds its rank under row-wise sharding: ``"hashed"`` takes any int64 and routes by
-    #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous
+    #: How row-wise sharding maps ids to ranks. ``"hashed"`` takes any int64 and routes by
+    #: :func:`torchrec_hkv.hash_table.owner_rank`. ``"block"`` takes row numbers, in contiguous
     #: blocks.
     routing: ClassVar[Literal["hashed", "block"]]
 
-    #: What its lookups can give (:meth:`GroupLookup.set_output_dtype`); float32 by default.
+    #: Allowed arguments of :meth:`GroupLookup.set_output_dtype`.
     output_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
-    #: Whether its lookups have :meth:`GroupLookup.accumulate`.
+    #: Whether lookups support :meth:`GroupLookup.accumulate`.
     accumulates: ClassVar[bool] = False
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
-        """Whether ids of a table with these options find their rank by hash: as ``routing`` says,
-        where options don't change it."""
+        """Whether ids of a table with these options are mapped to ranks by hash. The default
+        follows :attr:`routing`."""
         return self.routing == "hashed"
 
     def disadvantage(self, shard: TableShard) -> str | None:
-        """Why the table would be better off on a stock kernel; None, the default, where nothing
-        says so. The planner passes such a backend over where the table's constraint names other
-        kernels, and warns where it names no other."""
+        """The reason why a stock kernel would serve the table better; None, the default, if there
+        is no such reason. The planner then skips the backend if the table's constraint allows
+        other kernels, and warns if it does not."""
         return None
 
     def kept(
@@ -356,16 +364,16 @@ class Backend(abc.ABC):
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> Sequence[Kept]:
-        """What a table keeps of the quality that a dense row for each id would give.
+        """Estimates how much quality a table keeps, compared with a dense row for each id.
 
-        The planner gives a table such options only where the memory demands it. The default is
-        none: nothing is lost.
+        The planner uses options that lose quality only if memory requires it. The default is an
+        empty sequence: nothing is lost.
 
         Args:
-            table: the whole table, with its options.
-            num_embeddings: of the table's config.
-            dtype: of the table's config.
-            frequencies: of the table's ids; None: all come alike.
+            table: the whole table with its options.
+            num_embeddings: ``num_embeddings`` of the table's config.
+            dtype: data type of the table's config.
+            frequencies: frequencies of the table's ids; None if all are equally frequent.
         """
         return ()
 
@@ -376,15 +384,15 @@ class Backend(abc.ABC):
         device_type: str,
         frequencies: IdFrequencies | None,
     ) -> Sequence[BackendOptions]:
-        """Options in the place of the shard's where these leave sizes open, such as ranks or bytes
-        in HBM. The planner chooses among them where the table's constraint leaves the kernel open.
-        None by default.
+        """Options that the planner may use instead of the shard's if these leave sizes open, such
+        as ranks or bytes in HBM. The planner chooses among them if the table's constraint leaves
+        the kernel open. The default is an empty sequence.
 
         Args:
             shard: the part of the table on one rank.
-            optimizer: None where it is not trained.
-            device_type: where it lives.
-            frequencies: of the table's ids; None where they are not known.
+            optimizer: the fused optimizer; None if the table is not trained.
+            device_type: ``"cpu"`` or ``"cuda"``.
+            frequencies: frequencies of the table's ids; None if unknown.
         """
         return ()
 
@@ -395,26 +403,28 @@ class Backend(abc.ABC):
     def far_share(
         self, shard: TableShard, optimizer: OptimizerSpec | None, load: Workload, device_type: str
     ) -> float:
-        """The share of a step's rows that come from host memory to a GPU; none by default."""
+        """Share of a step's rows that a GPU reads from host memory; 0 by default."""
         return 0.0
 
     def on_host(self, options: BackendOptions) -> BackendOptions:
-        """These options, with the rows in host memory and none in HBM.
+        """The same options with all rows in host memory and none in HBM.
 
         Raises:
-            ValueError: the backend can't; the default.
+            ValueError: the backend does not support it; the default.
         """
-        raise ValueError(f"Tables on backend {self.name!r} can't lie in host memory.")
+        raise ValueError(
+            f"Backend {self.name!r} can't keep tables in host memory: place them in HBM."
+        )
 
     def is_dense(self, options: BackendOptions) -> bool:
-        """Whether a table with these options takes row numbers and shows its rows as stock tables
-        do. Its state is ``"weight"`` alone then, a tensor by row number, and
-        :meth:`GroupLookup.dense_states` has the rest."""
+        """Whether a table with these options takes row numbers and exposes its rows like a stock
+        table. Its state then is only ``"weight"``, indexed by row number;
+        :meth:`GroupLookup.dense_states` returns its optimizer states."""
         return False
 
     def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
-        """What a saved table and the one that loads it must have in common, in JSON's types and by
-        names that users know. The same for all shards of a table."""
+        """The properties in which a saved table and the table that loads it must agree: JSON values
+        by user-visible names, equal on all shards of a table."""
         return {
             "dim": shard.embedding_dim,
             "dtype": str(shard.dtype).removeprefix("torch."),
@@ -422,29 +432,30 @@ class Backend(abc.ABC):
         }
 
     def loads(self, what: str, saved: Any, own: Any) -> bool:
-        """Whether a table loads a saved one that differs so in ``what``, an item of
-        :meth:`identity`."""
+        """Whether a table can load a saved one when the item ``what`` of :meth:`identity` is
+        ``saved`` there and ``own`` here."""
         return bool(saved == own)
 
     def exchanges(self, options: BackendOptions) -> bool:
-        """Whether the state of a table has sizes that don't depend on the ranks, so that a rank may
-        load places of other ranks' ids. Then tensors of one dimension belong to shards of the first
-        column, ``"occupied"`` among them says which places are taken, and ``"table_state"`` is with
-        the first shard."""
+        """Whether the sizes of a table's state tensors do not depend on the number of ranks, so
+        that a rank may load entries that belong to other ranks. If so, one-dimensional tensors are
+        on the shards of the first column, ``"occupied"`` marks the slots in use, and
+        ``"table_state"`` is on the first shard."""
         return False
 
     def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
-        """Numbers that are equal where a shard's places mean the same, where :meth:`exchanges`."""
+        """Numbers that are equal for two shards with the same slot layout. Used if
+        :meth:`exchanges`."""
         return ()
 
     def saves_files(self, options: BackendOptions) -> bool:
-        """Whether checkpoints have files of a table's own (:meth:`GroupLookup.save_files`), which
-        are written in bounded memory and loaded under any sharding; otherwise its state is in the
+        """Whether checkpoints store a table in its own files (:meth:`GroupLookup.save_files`),
+        written in bounded memory and loadable under any sharding. Otherwise its state is in the
         ``state_dict``."""
         return False
 
     def saved_folder(self, folder: Path) -> SavedFolder:
-        """What a shard's folder says of itself; :meth:`verify_file` reads the files that it names.
+        """Reads the manifest of a shard's folder. :meth:`verify_file` reads the files it lists.
 
         Raises:
             ValueError: the folder is damaged.
@@ -452,13 +463,14 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def merge_files(self, layers: Sequence[Path], folder: Path, options: FileOptions) -> None:
-        """Writes a whole shard to a new folder, out of one and of later changes of it.
+        """Merges a whole shard and later changes of it into a new folder.
 
         Args:
-            layers: folders that :meth:`GroupLookup.save_changes` wrote, the newest first, the last
-                one whole.
-            folder: to write to. It says of itself what the newest says, but that it is whole.
-            options: of the files.
+            layers: folders written by :meth:`GroupLookup.save_changes`, the newest first; the last
+                one is whole.
+            folder: folder to write. Its manifest equals that of the newest layer, except that it
+                is whole.
+            options: how to write the files.
 
         Raises:
             ValueError: a folder is damaged.
@@ -467,47 +479,48 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def verify_file(self, saved: SavedShard, file: str, options: FileOptions) -> None:
-        """Reads a file of a shard's folder.
+        """Reads a file of a shard's folder and checks it.
 
         Raises:
-            ValueError: it is missing, damaged, or holds ids of other owner buckets than the
-                shard's, or one id twice; the sentence names it.
+            ValueError: the file is missing or damaged, holds an id twice, or holds ids of other
+                owner buckets than the shard's. The message names the file.
         """
         raise NotImplementedError
 
     @abc.abstractmethod
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
-        """Refuses a table this backend can't serve.
+        """Checks whether the backend can serve a table.
 
         Raises:
-            ValueError: one sentence naming the table, the value and what is allowed.
+            ValueError: it can't. The message names the table, the value and what is allowed.
         """
 
     @abc.abstractmethod
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
-        """Bytes the shard takes: rows, optimizer states and index."""
+        """Bytes of the shard: rows, optimizer states and index."""
 
     def scratch(
         self, shard: TableShard, load: Workload, device_type: str, replicated: bool
     ) -> StorageBytes:
-        """Bytes of a step at the most, beside :meth:`storage`, its ids and its output; none by
-        default.
+        """Peak bytes of temporary memory in a step, without :meth:`storage`, the ids and the
+        output; 0 by default.
 
         Args:
-            shard: the table's part.
-            load: what the step asks of it.
-            device_type: where it lives.
-            replicated: every rank holds it, and they average its gradient.
+            shard: the part of the table on one rank.
+            load: the step's ids in the shard.
+            device_type: ``"cpu"`` or ``"cuda"``.
+            replicated: whether the table is data-parallel, so that its gradient is averaged over
+                ranks.
         """
         return StorageBytes(hbm=0, host=0)
 
     @abc.abstractmethod
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths.
+        """Bytes of rows that a lookup reads in a millisecond, from the topology's bandwidths.
 
-        The planner's estimate where nothing was measured (:meth:`calibration_cases`).
+        The planner uses it for backends without calibration (:meth:`calibration_cases`).
         """
 
     def work(
@@ -517,31 +530,31 @@ class Backend(abc.ABC):
         load: Workload,
         device_type: str,
     ) -> Work:
-        """What a step does to a shard, as counts that measured constants are per.
+        """Amounts of work in a step on a shard; calibrated constants give the time of each unit.
 
-        The default is that of tables that read and write whole rows.
+        The default is the work of a table that reads and writes whole rows.
 
         Args:
-            shard: the table's part.
-            optimizer: None where it is not trained.
-            load: what the step asks of it.
-            device_type: where it lives.
+            shard: the part of the table on one rank.
+            optimizer: the fused optimizer; None if the table is not trained.
+            load: the step's ids in the shard.
+            device_type: ``"cpu"`` or ``"cuda"``.
         """
         storage = self.storage(shard, optimizer, device_type)
         return row_work(load, shard.dim, (storage.hbm + storage.host) / shard.capacity)
 
     def calibration_cases(self, device_type: str) -> Sequence[CalibrationCase]:
-        """The tables that ``torchrec-hkv calibrate`` times to fit constants to; none by default."""
+        """Tables that ``torchrec-hkv calibrate`` times to fit the constants; none by default."""
         return ()
 
     @abc.abstractmethod
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None
     ) -> dict[str, TensorSpec]:
-        """The tensors that hold one shard's state; ``"weight"`` is the rows.
+        """The tensors that hold one shard's state. ``"weight"`` holds the rows.
 
-        Their first dimensions are stacked over ranks in ``state_dict``, so they must depend on
-        nothing but the shard.
+        A ``state_dict`` concatenates them over ranks along the first dimension, so their shapes
+        must depend on the shard only.
         """
 
     @abc.abstractmethod
@@ -552,13 +565,14 @@ class Backend(abc.ABC):
         optimizer: OptimizerSpec | None,
         device: torch.device,
     ) -> GroupLookup:
-        """Makes the tables of a group.
+        """Creates the tables of a group.
 
         Args:
-            shards: this rank's part of each table; all share dtype and pooling.
-            feature_tables: for each feature of the group, in order, the index of its table.
-            optimizer: None when the tables are not trained (no optimizer was applied).
-            device: where the tables live.
+            shards: this rank's part of each table; all have the same dtype and pooling.
+            feature_tables: index of the table of each feature of the group.
+            optimizer: the fused optimizer; None if no optimizer was applied, so that the tables
+                are not trained.
+            device: device of the tables.
         """
 
     def describe(self, options: BackendOptions) -> str:

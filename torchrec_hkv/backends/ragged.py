@@ -1,4 +1,4 @@
-"""Lookups whose features differ in their numbers of bags, made of lookups whose features agree."""
+"""Lookups whose features differ in their number of bags, made from lookups of equal numbers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-#: ``(offsets, batch_size) -> [batch_size, sum of dims]``: a lookup of the same ids.
+#: ``(offsets, batch_size) -> [batch_size, sum of dims]``: a lookup with a fixed set of ids.
 UniformLookup = Callable[[Tensor, int], Tensor]
 
 
 def ragged_lookup(
     lookup: UniformLookup, offsets: Tensor, bags: Sequence[int], dims: Sequence[int]
 ) -> Tensor:
-    """Fills every feature up with empty bags to the number that the longest has, and cuts them off.
+    """Pads every feature with empty bags to the largest number of bags, then drops their outputs.
 
-    It costs the memory of the empty bags' outputs. For backends without kernels that take ragged
-    bags: ``hkv`` has such.
+    The outputs of the empty bags take memory. Only backends without kernels for ragged bags use
+    this; ``hkv`` has such kernels.
 
     Args:
-        lookup: of bags, of which every feature has the same number.
+        lookup: a lookup in which all features have the same number of bags.
         offsets: int64 ``[sum of bags + 1]`` into the ids, feature-major.
         bags: number of bags of each feature.
-        dims: of each feature.
+        dims: number of columns of each feature.
 
     Returns:
-        ``[sum of bags * dims]``: features one after the other, each as ``[bags, dim]``.
+        ``[sum of bags * dims]``: one feature after the other, each as ``[bags, dim]``.
     """
     batch_size = max(bags, default=0)
     if all(count == batch_size for count in bags):
         pooled = lookup(offsets, batch_size)
     else:
-        # The bag that each bag of the filled batch begins at; an empty one where the next begins.
+        # For each padded bag: the first of its offsets. Empty bags begin where the next one does.
         starts, first = [], 0
         for count in bags:
             starts.append(torch.arange(first, first + batch_size).clamp_(max=first + count))

@@ -1,4 +1,4 @@
-"""The backends known by name: what a table's ``compute_kernels`` may say besides TorchRec's own."""
+"""The backends by name. ``compute_kernels`` of a table's constraints may name any of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torchrec_hkv.backends.protocol import Backend
 
 _BACKENDS: dict[str, Backend] = {}
 
-# Those of this package, which are there from the start.
+# The backends of this package, which are always registered.
 _OWN = (("hkv", "HKVBackend"), ("tt", "TTBackend"))
 
 _STOCK_KERNELS: frozenset[str] = frozenset(kernel.value for kernel in EmbeddingComputeKernel)
 
 
 def register(backend: Backend) -> None:
-    """Makes a backend known under its name.
+    """Registers a backend under its name.
 
     Args:
-        backend: one object for the whole process; TorchRec's side asks it for every table.
+        backend: one object for the whole process; it serves every table that names it.
 
     Raises:
-        ValueError: the name is taken, by another backend or by a compute kernel of TorchRec's.
+        ValueError: a backend or a compute kernel of TorchRec already has this name.
     """
     _add_own()
     _add(backend)
@@ -33,7 +33,8 @@ def register(backend: Backend) -> None:
 def _add(backend: Backend) -> None:
     if backend.name in _STOCK_KERNELS:
         raise ValueError(
-            f"A backend can't be named {backend.name!r}: that is a compute kernel of TorchRec's."
+            f"A backend can't be named {backend.name!r}: this is the name of a compute kernel of "
+            "TorchRec."
         )
     if backend.name in _BACKENDS:
         raise ValueError(
@@ -62,8 +63,8 @@ def names() -> list[str]:
 
 @functools.cache
 def _add_own() -> None:
-    """Registers the backends of this package, once. Not when this module is imported: theirs import
-    this one."""
+    """Registers the backends of this package, once. It runs at first use, not at import, because
+    their modules import this one."""
     for module_name, class_name in _OWN:
         module = importlib.import_module(f"torchrec_hkv.backends.{module_name}")
         _add(getattr(module, class_name)())

@@ -1,4 +1,4 @@
-"""Rows that come by number, in batches."""
+"""Reads and writes rows of dense tables by row number, in batches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 def put_row_numbers(
     weight: Tensor, batches: Iterable[tuple[Tensor, Tensor]], first_row: int, first_column: int
 ) -> None:
-    """Writes the rows of a shard.
+    """Writes rows into a shard. Rows and columns of other shards are skipped.
 
     Args:
-        weight: ``[rows, columns]``, the shard's.
-        batches: row numbers, int64 ``[n]``, and whole rows.
-        first_row: of the shard.
-        first_column: of the shard.
+        weight: ``[rows, columns]``, the rows of the shard; written in place.
+        batches: pairs of row numbers, int64 ``[n]``, and whole rows, ``[n, embedding_dim]``.
+        first_row: number of the shard's first row.
+        first_column: number of the shard's first column.
     """
     for numbers, rows in batches:
         mine = (numbers >= first_row) & (numbers < first_row + weight.shape[0])
@@ -29,10 +29,10 @@ def put_row_numbers(
 def collect_rows(
     table: str, num_rows: int, dim: int, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """All rows of a table, float32 ``[num_rows, dim]``.
+    """Gathers all rows of a table, float32 ``[num_rows, dim]``, on the CPU.
 
     Raises:
-        ValueError: a row number is none of the table's, or a row doesn't come.
+        ValueError: a row number is outside the table, or a row is missing.
     """
     dense = torch.empty(num_rows, dim)
     has_come = torch.zeros(num_rows, dtype=torch.bool)
@@ -50,10 +50,10 @@ def collect_rows(
 
 
 def check_row_numbers(table: str, numbers: Tensor, num_rows: int) -> None:
-    """Refuses ids that are no rows.
+    """Checks that ids are row numbers of a table.
 
     Raises:
-        ValueError: naming one.
+        ValueError: an id is outside ``[0, num_rows)``; the message names the first one.
     """
     outside = (numbers < 0) | (numbers >= num_rows)
     if outside.any():

@@ -1,4 +1,4 @@
-"""What backends and checkpoints say to each other of saved tables."""
+"""Types that backends and checkpoints exchange about saved tables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import torch
 from torchrec_hkv.hash_table.files.zstd_files import zstandard
 from torchrec_hkv.write_behind import SaveHandle
 
-#: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
-#: belong to shards of the first column.
+#: Prefix of the names of state tensors that hold no entries. Such tensors are one-dimensional
+#: uint8, and only shards that hold the first column have them.
 COUNTS = "counts_"
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedShard:
-    """A shard of a table in a checkpoint, whatever the sharding of the table was.
+    """A shard of a table in a checkpoint. The saved table may have been sharded in any way.
 
     Attributes:
-        folder: that :meth:`GroupLookup.save_files` wrote.
-        owners: first owner bucket of the ids that the shard was asked for, and the one past the
-            last; of 65,536.
-        earlier: where the folder holds only what changed since an earlier save: the folders of
-            earlier ones, the newest first, the last one whole.
+        folder: the folder that :meth:`GroupLookup.save_files` wrote.
+        owners: range ``[first, end)`` of owner buckets, of 65,536, whose ids the shard held.
+        earlier: for a folder that holds only the changes since an earlier save: the folders of
+            the earlier saves, the newest first. The last one is whole.
     """
 
     folder: Path
@@ -37,15 +36,16 @@ class SavedShard:
 
 @dataclasses.dataclass(frozen=True)
 class SavedFolder:
-    """What the folder of a saved shard says of itself.
+    """What the manifest of a saved shard's folder says.
 
     Attributes:
-        save: the id of the save, as :attr:`FileOptions.save` was.
-        entries: in all of its files.
-        crc32: checksum of what names all of its files with theirs.
-        columns: the first column, and the one past the last.
+        save: id of the save, :attr:`FileOptions.save`.
+        entries: number of entries in all files.
+        crc32: checksum of the manifest, which lists all files with their checksums.
+        columns: range ``[first, end)`` of columns.
         files: names of the files.
-        is_whole: whether they hold the whole shard, or only what changed since an earlier save.
+        is_whole: True if the files hold the whole shard, False if they hold only what changed
+            since an earlier save.
     """
 
     save: str
@@ -61,21 +61,23 @@ class FileOptions:
     """How files of tables are written and read.
 
     Attributes:
-        batch_bytes: memory it may take, on the host and on the device.
-        threads: that write or read files at the same time.
-        allow_loss: load also into tables that have too little room; what ranks lowest is left out.
-            None: only where the table has as many rows as the saved one, over all ranks.
-        save: an id of the save, the same for all tables; None in a load.
+        batch_bytes: memory limit of the operation in bytes, on the host and on the device each.
+        threads: number of threads that write or read files.
+        allow_loss: True: load into smaller tables too and drop the entries that rank lowest.
+            False: raise when an entry finds no slot. None: drop entries only if the table has as
+            many rows over all ranks as the saved one.
+        save: id of the save, the same for all tables; None when loading.
         states: whether optimizer states are written.
-        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
-            None to write all bits.
-        compression: ``"zstd"`` to compress files of entries, or None.
-        handle: of a save that does not block: all that a table holds is copied when a backend's
-            method returns, and the handle's thread may write it (:meth:`SaveHandle.defer`).
+        row_dtype: float16 or bfloat16: rounds 32-bit rows to this dtype when writing. None: rows
+            are written as they are.
+        compression: ``"zstd"`` compresses the files of entries. None: no compression.
+        handle: the handle of a non-blocking save. The backend's method returns once the contents
+            of the table are copied; the handle's thread may write them later
+            (:meth:`SaveHandle.defer`). None: a blocking save.
 
     Raises:
-        ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,
-            or the package that compresses is not installed.
+        ValueError: a number is not positive, another field has a value that is not allowed, or the
+            package for the compression is not installed.
     """
 
     batch_bytes: int
@@ -108,11 +110,11 @@ class FileOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What became of the entries that a table was asked to load.
+    """How many entries a load read, and how many of them it dropped.
 
     Attributes:
-        entries: in the files.
-        lost: of these, how many found no place.
+        entries: entries in the files.
+        lost: entries that found no slot.
     """
 
     entries: int = 0
@@ -123,70 +125,74 @@ class Placed:
 
 
 class TablesLoad(abc.ABC):
-    """Tables of one group that are going to be replaced by saved ones."""
+    """A load that replaces tables of one group by saved ones."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Refuses what can't be loaded, before anything changes.
+        """Checks everything that can be checked before the tables change.
 
         Raises:
-            ValueError: one sentence naming the table, what is saved and what is needed.
+            ValueError: a table can't be loaded. The message names the table, what is saved and
+                what is needed.
         """
 
     @abc.abstractmethod
     def run(self) -> Mapping[str, Placed]:
-        """Loads them; returns what became of the entries, by the keys of shards.
+        """Loads the tables.
+
+        Returns:
+            What became of the entries, by shard key.
 
         Raises:
-            ValueError: files contradict themselves, or entries found no place that were expected
-                to; the table is left empty then.
+            ValueError: the files are inconsistent, or entries found no slot although none may be
+                lost. The table is empty afterwards.
         """
 
 
 class EntriesLoad(abc.ABC):
-    """A table that is going to be filled from the state of all shards of a saved one."""
+    """A load that fills a table from the state tensors of all shards of a saved table."""
 
     @abc.abstractmethod
     def check(self, table_state: torch.Tensor) -> None:
-        """Refuses a state before anything changes.
+        """Checks a state before the table changes.
 
         Args:
-            table_state: the tensor of that name, of the first shard.
+            table_state: the tensor ``"table_state"`` of the saved table's first shard.
 
         Raises:
-            ValueError: it can't be loaded.
+            ValueError: the state can't be loaded.
         """
 
     @abc.abstractmethod
     def load_same(self, table_state: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads the tensors of a shard of the same rows and columns, all of them."""
+        """Loads all tensors of a saved shard that has the same rows and columns as this one."""
 
     @abc.abstractmethod
     def begin(self, table_state: torch.Tensor) -> None:
-        """Empties the table, to be filled entry by entry."""
+        """Empties the table. Calls of :meth:`put` follow."""
 
     @abc.abstractmethod
     def put(self, entries: Mapping[str, torch.Tensor]) -> None:
-        """Takes those entries whose ids the table is asked for.
+        """Inserts the entries whose ids belong to this shard; skips all others.
 
         Args:
-            entries: by the names of its state, with the columns of the table's own shard.
+            entries: tensors of the state by name, with the columns of this shard.
         """
 
     @abc.abstractmethod
     def put_counts(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Takes a part of a tensor that holds no entries, after all entries.
+        """Takes a part of a tensor that holds no entries. Called after all :meth:`put`.
 
         Args:
-            name: of the tensor, which begins with :data:`COUNTS`.
-            first: the part's first byte in the tensor of a shard.
-            part: uint8 ``[n]``, a multiple of 128 bytes but for a tensor's last part.
+            name: name of the tensor; begins with :data:`COUNTS`.
+            first: offset of the part in the shard's tensor, in bytes.
+            part: uint8 ``[n]``. ``n`` is a multiple of 128, except in a tensor's last part.
         """
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Ends what :meth:`begin` began.
+        """Completes the load that :meth:`begin` started.
 
         Raises:
-            ValueError: entries found no place; the table is left empty.
+            ValueError: entries found no slot; the table is empty afterwards.
         """

@@ -1,4 +1,4 @@
-"""What a backend is told of tables and optimizers, and what it says of their memory."""
+"""Descriptions of tables, options and optimizers that a backend receives, and of their storage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class ScoreSource:
     """Where the scores of the ids of a training lookup come from.
 
     Attributes:
-        features: of the same KeyedJaggedTensor, one for each feature of the table: their values are
-            the scores, an int64 for each id. Empty: the weights of the table's features are, in
-            the order of :func:`torchrec_hkv.hash_table.scores_of_weights`.
+        features: features of the same KeyedJaggedTensor, one for each feature of the table. Their
+            values are the scores, one int64 for each id. If empty, the scores are the weights of
+            the table's features, mapped to int64 by
+            :func:`torchrec_hkv.hash_table.scores_of_weights`, which keeps their order.
     """
 
     features: tuple[str, ...] = ()
@@ -25,40 +26,42 @@ class ScoreSource:
 class BackendOptions:
     """Base of every backend's options.
 
-    Subclasses are frozen dataclasses of hashable fields (TorchRec hashes them to group tables) that
-    refuse impossible values in ``__post_init__`` with a ``ValueError`` of one sentence.
+    Subclasses are frozen dataclasses of hashable fields, because TorchRec hashes them to group
+    tables. ``__post_init__`` raises a ``ValueError`` for invalid values.
     """
 
     def rows_for(self, num_embeddings: int) -> int:
-        """Rows of a table over all ranks, whose config has so many; as many by default."""
+        """Rows over all ranks of a table whose config has ``num_embeddings``; the same number by
+        default."""
         return num_embeddings
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Data type of the rows of a table, whose config has this one; the same by default."""
+        """Data type of the rows of a table whose config has ``dtype``; the same by default."""
         return dtype
 
     @property
     def score_source(self) -> ScoreSource | None:
-        """Where the table's scores come from; None, the default: it takes none. Lookups of a group
-        with a table that takes scores get ``scores`` as a keyword argument in training."""
+        """Where the table's scores come from; None if it takes none, which is the default. If a
+        table of a group takes scores, training lookups of the group get a keyword argument
+        ``scores``."""
         return None
 
     @property
     def has_epochs(self) -> bool:
-        """Whether :meth:`GroupLookup.set_epoch` has an effect on the table; not by default."""
+        """Whether :meth:`GroupLookup.set_epoch` affects the table; False by default."""
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a table keeps of what a dense float32 row for each id would learn.
+    """An estimate of how much quality a table keeps, compared with a dense float32 row for each id.
 
     Attributes:
-        kind: what is given up. ``"compression"``: the table has fewer bytes than rows for all its
-            ids would take. ``"rows"``: some lookups are of ids that have no row.
-            ``"precision"``: rows have fewer bits than the table's config says.
-        share: what is kept, above 0 and below 1: bytes over dense bytes, the share of lookups that
-            find a row, or bits over the config's.
+        kind: what the table gives up. ``"compression"``: it has fewer bytes than rows for all its
+            ids would take. ``"rows"``: some lookups are of ids without a row. ``"precision"``:
+            rows have fewer bits than in the table's config.
+        share: the share that is kept, between 0 and 1: bytes over dense bytes, the share of
+            lookups that find a row, or bits over the config's bits.
         text: the same for the printed plan, such as ``"ranks 32 and 32 keep 0.3 % of the bytes"``.
     """
 
@@ -72,34 +75,35 @@ OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """A fused optimizer. The learning rate is not here: it is live.
+    """A fused optimizer without its learning rate, which may change in every step.
 
-    A backend uses the attributes that its optimizer of this name has; what sets them has checked
-    that the others are at their defaults. :mod:`torchrec_hkv.hash_table.optimizers` has formulas.
+    A backend reads the attributes that its optimizer of this name has. The caller has checked that
+    all others have their defaults. See :mod:`torchrec_hkv.hash_table.optimizers` for the formulas.
 
     Attributes:
-        name: which one.
-        eps: added to the square root of sums or means of squares.
-        momentum: of SGD.
-        nesterov: of SGD.
-        beta1: of Adam and its kin.
-        beta2: of Adam and its kin.
-        step_mode: whose number of updates corrects the bias of means: the table's (``"global"``)
-            or the row's own (``"row"``).
-        weight_decay: factor of the row.
-        weight_decay_mode: whether it is added to the gradient (``"coupled"``, L2) or subtracted
-            from the row (``"decoupled"``); LAMB has a way of its own.
-        initial_accumulator: what sums of squares start from.
-        beta: of FTRL.
-        l1: of FTRL.
-        l2: of FTRL.
-        clip_output: bound on the values of the pooled output's gradient (FBGEMM's
-            ``max_gradient``), None for none.
-        clip_value: bound on the values of a row's gradient, None for none.
-        clip_norm: bound on the norm of a row's gradient, None for none.
-        max_norm: bound on the norm of a row after its update, None for none; of row-wise Adagrad.
-        stochastic_rounding: of 16-bit rows.
-        rounding_seed: of that.
+        name: the optimizer.
+        eps: added to the square root of the sum or mean of squares.
+        momentum: momentum of SGD.
+        nesterov: Nesterov momentum of SGD.
+        beta1: decay of the first moment of Adam, row-wise Adam and LAMB.
+        beta2: decay of their second moment.
+        step_mode: the number of updates that corrects the bias of the moments: the table's
+            (``"global"``) or the row's own (``"row"``).
+        weight_decay: weight decay factor.
+        weight_decay_mode: ``"coupled"`` adds the decay to the gradient (L2); ``"decoupled"``
+            subtracts it from the row. LAMB uses its own rule.
+        initial_accumulator: initial value of the sum of squares.
+        beta: beta of FTRL.
+        l1: L1 regularization of FTRL.
+        l2: L2 regularization of FTRL.
+        clip_output: bound on the absolute values of the gradient of the pooled output (FBGEMM's
+            ``max_gradient``); None for no bound.
+        clip_value: bound on the absolute values of a row's gradient; None for no bound.
+        clip_norm: bound on the L2 norm of a row's gradient; None for no bound.
+        max_norm: bound on the L2 norm of a row after its update, for row-wise Adagrad; None for
+            no bound.
+        stochastic_rounding: whether updates of 16-bit rows are rounded stochastically.
+        rounding_seed: seed of the stochastic rounding.
     """
 
     name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl"]
@@ -124,7 +128,7 @@ class OptimizerSpec:
 
     @property
     def kind(self) -> str:
-        """The name, and what else decides which states there are."""
+        """The name, and every attribute that decides which states the optimizer has."""
         momentum = " with momentum" if self.momentum else ""
         return f"{self.name}{momentum}" + (" with steps by row" if self.step_mode == "row" else "")
 
@@ -135,21 +139,21 @@ class TableShard:
 
     Attributes:
         name: the table's name in its config.
-        capacity: rows this rank may hold.
-        dim: columns this rank holds.
-        num_embeddings: rows over all ranks, as in the table's config unless ``options`` have others
-            (:meth:`BackendOptions.rows_for`).
-        embedding_dim: columns over all ranks.
+        capacity: number of rows this rank may hold.
+        dim: number of columns this rank holds.
+        num_embeddings: number of rows over all ranks: the config's, unless ``options`` say
+            otherwise (:meth:`BackendOptions.rows_for`).
+        embedding_dim: number of columns over all ranks.
         row_offset: first row of this shard, for backends whose ids are row numbers.
         column_offset: first column of this shard.
-        dtype: of the rows.
-        pooling: how the ids of a bag are reduced. A row-wise sharded mean arrives as ``"sum"``;
-            TorchRec divides after the reduction over ranks.
+        dtype: data type of the rows.
+        pooling: how the rows of a bag are reduced. A mean under row-wise sharding arrives here as
+            ``"sum"``; TorchRec divides after the reduction over ranks.
         init_range: the config's ``weight_init_min`` and ``weight_init_max``, or TorchRec's default
             of plus and minus ``num_embeddings ** -0.5``.
         options: the backend's options for this table.
         full_name: the table's key in the model's ``state_dict`` without ``.weight``, for messages;
-            ``""`` where it is not known.
+            ``""`` if unknown.
     """
 
     name: str
@@ -167,24 +171,24 @@ class TableShard:
 
     @property
     def label(self) -> str:
-        """What messages call the table: its full name where that is known."""
+        """The table's name in messages: its full name if known."""
         return self.full_name or self.name
 
     @property
     def key(self) -> str:
-        """What tells the shards on one rank apart: the table's name, and behind it ``/`` and the
-        first column where that is not 0, as a rank may hold several columns' shards of a table."""
+        """Identifies a shard on its rank: the table's name, followed by ``/`` and the first column
+        if that is not 0. A rank may hold several column shards of one table."""
         return f"{self.name}/{self.column_offset}" if self.column_offset else self.name
 
     def options_as(self, kind: type[OptionsT], backend: str) -> OptionsT:
-        """The options, which must be those of a backend.
+        """The options, checked to be those of a backend.
 
         Args:
-            kind: the backend's options.
-            backend: its name.
+            kind: the options class of the backend.
+            backend: the name of the backend.
 
         Raises:
-            ValueError: they are another's.
+            ValueError: the options are not of type ``kind``.
         """
         if not isinstance(self.options, kind):
             raise ValueError(
@@ -204,7 +208,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StorageBytes:
-    """Bytes a table shard takes, apart for the two memories. On a CPU all of it is ``host``."""
+    """Bytes that a table shard takes in HBM and in host memory. On a CPU all of it is ``host``."""
 
     hbm: int
     host: int

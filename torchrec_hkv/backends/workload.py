@@ -1,4 +1,4 @@
-"""What a training step asks of a table: how many ids, how many different ones, how they repeat."""
+"""The work of a training step on a table: its number of ids, of unique ids, and their skew."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Sequence
 
 import torch
 
-#: Counts of a histogram that differ by less than this share are taken for one.
+#: Counts of a histogram that differ by less than this share are merged.
 _RESOLUTION = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class IdFrequencies:
-    """How often the ids of a table are looked up: a histogram, from a sample of a training's ids.
+    """How often the ids of a table are looked up, as a histogram of a sample of training ids.
 
     Attributes:
         histogram: pairs (number of ids, lookups of each of them in the sample), most frequent ids
             first.
-        lowest: the lowest id that was seen; None where only counts are known.
-        highest: the highest.
-        shares: pairs (rows of a table, share of lookups that then find their id's row), by rows,
-            where a replay has measured them; a row for each id stands for 1. Without them the most
-            frequent ids are taken to have the rows.
+        lowest: the lowest id of the sample; None if only counts are known.
+        highest: the highest id of the sample; None if only counts are known.
+        shares: pairs (rows of a table, share of lookups that find their row in it), sorted by
+            rows, as measured by a replay. A table with a row for each id has the share 1. If
+            empty, the most frequent ids are assumed to have the rows.
 
     Raises:
-        ValueError: there is no id, a number is not positive, shares don't rise, or ``lowest`` is
-            above ``highest``.
+        ValueError: the histogram is empty, a number is not positive, ``shares`` does not increase,
+            or ``lowest`` is above ``highest``.
     """
 
     histogram: tuple[tuple[int, float], ...]
@@ -75,13 +75,14 @@ class IdFrequencies:
 
     @classmethod
     def of_ids(cls, ids: torch.Tensor) -> IdFrequencies:
-        """From a sample of ids, as many as possible: ids that it lacks are not known of.
+        """Makes a histogram from a sample of ids. Use a large sample: ids that are not in it are
+        unknown to the planner.
 
         Args:
-            ids: of any integer dtype and shape, as batches have them.
+            ids: ids of batches, of any integer dtype and shape, with repetitions.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the sample is empty.
         """
         if ids.numel() == 0:
             raise ValueError("IdFrequencies: there are no ids, but at least one is needed.")
@@ -90,30 +91,30 @@ class IdFrequencies:
 
     @classmethod
     def of_counts(cls, counts: Sequence[int] | torch.Tensor) -> IdFrequencies:
-        """From the number of lookups of each id; zeros are left out.
+        """Makes a histogram from the number of lookups of each id. Zeros are skipped.
 
         Raises:
-            ValueError: no id was looked up.
+            ValueError: all counts are zero.
         """
         counts = torch.as_tensor(counts, dtype=torch.float64).flatten()
         return cls(_merged(counts[counts > 0]))
 
     @property
     def num_ids(self) -> int:
-        """Different ids."""
+        """Number of unique ids."""
         return sum(count for count, _ in self.histogram)
 
     @property
     def lookups(self) -> float:
-        """Lookups of the sample."""
+        """Number of lookups in the sample."""
         return sum(count * each for count, each in self.histogram)
 
     def distinct(self, lookups: float, beyond: float = 0) -> float:
-        """Different ids that are to be expected among so many lookups.
+        """Expected number of unique ids among ``lookups`` lookups.
 
         Args:
-            lookups: independent draws by these frequencies.
-            beyond: leaves out so many of the most frequent ids.
+            lookups: number of independent draws from these frequencies.
+            beyond: number of most frequent ids that are not counted.
         """
         total, expected, skipped = self.lookups, 0.0, float(beyond)
         for count, each in self.histogram:
@@ -124,8 +125,8 @@ class IdFrequencies:
         return expected
 
     def share_of(self, rows: float) -> float:
-        """The share of lookups that find a row where there are so many: as it was measured, or that
-        of the ``rows`` most frequent ids."""
+        """Share of lookups that find a row in a table of ``rows`` rows: as measured, or that of
+        the ``rows`` most frequent ids."""
         if self.shares:
             return self._measured_share(rows)
         held, left = 0.0, float(rows)
@@ -135,8 +136,8 @@ class IdFrequencies:
         return held / self.lookups
 
     def _measured_share(self, rows: float) -> float:
-        """Linear in the logarithm of rows between measured points and a row for each id; below the
-        first point in proportion to rows."""
+        """Interpolates linearly in the logarithm of rows, up to a row for each id. Below the first
+        measured point the share is proportional to rows."""
         points = [*self.shares, (max(self.num_ids, self.shares[-1][0] + 1), 1.0)]
         first, share = points[0]
         if rows <= first:
@@ -149,12 +150,12 @@ class IdFrequencies:
 
 
 def _chance(draws: float, share: float) -> float:
-    """That an id of this share of lookups is among so many draws."""
+    """Probability that an id with this share of lookups is among ``draws`` lookups."""
     return 1.0 if share >= 1.0 else -math.expm1(draws * math.log1p(-share))
 
 
 def _is_count_pair(pair: object) -> bool:
-    """Whether it is a whole number of ids and a number of lookups, both positive."""
+    """Whether ``pair`` is a positive whole number of ids and a positive number of lookups."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         return False
     if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in pair):
@@ -164,7 +165,7 @@ def _is_count_pair(pair: object) -> bool:
 
 
 def _merged(counts: torch.Tensor) -> tuple[tuple[int, float], ...]:
-    """Equal counts as one pair, and large ones that are nearly equal by their mean."""
+    """The histogram of counts. Nearly equal counts are merged into their mean."""
     values, ids = counts.double().unique(return_counts=True)
     groups: dict[int, list[float]] = {}
     for value, number in zip(values.tolist(), ids.tolist(), strict=True):
@@ -176,14 +177,14 @@ def _merged(counts: torch.Tensor) -> tuple[tuple[int, float], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one step asks of one shard of a table.
+    """The work of one step on one shard of a table.
 
     Attributes:
-        ids: lookups that reach the shard.
-        distinct: different ids among them.
-        bags: bags of all features; for sequences, ids.
-        frequencies: of all ids of the table; None where ids come alike.
-        share: of the table's ids that come to the shard: 1, or 1 / ranks where rows are spread.
+        ids: number of ids looked up in the shard.
+        distinct: number of unique ids among them.
+        bags: number of bags of all features; for sequences, number of ids.
+        frequencies: frequencies of all ids of the table; None if all ids are equally frequent.
+        share: share of the table's ids that this shard holds: 1, or 1 / ranks if rows are sharded.
     """
 
     ids: float
@@ -193,11 +194,11 @@ class Workload:
     share: float = 1.0
 
     def distinct_beyond(self, rows: float, of: float) -> float:
-        """Different ids of a step that are not among the ``rows`` most frequent ones of the shard.
+        """Number of unique ids of a step that are not among the shard's most frequent ids.
 
         Args:
-            rows: that are kept near.
-            of: rows of the shard, which ids are spread over where no frequencies are known.
+            rows: number of most frequent ids to leave out.
+            of: rows of the shard. Ids are spread evenly over them if no frequencies are known.
         """
         if self.frequencies is None:
             return self.distinct * max(0.0, 1.0 - rows / of)
@@ -207,18 +208,18 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Counts of what a step does, of which measured constants say how long each takes.
+    """Amounts of work in a step. A measured constant gives the time of each unit.
 
     Attributes:
-        forward: by name, such as ``ids`` or ``flop``.
-        backward: likewise; with the optimizer.
+        forward: amounts by name, such as ``ids`` or ``flop``.
+        backward: the same for the backward and the optimizer.
     """
 
     forward: dict[str, float]
     backward: dict[str, float]
 
     def times(self, count: int) -> Work:
-        """That of so many tables."""
+        """The work of ``count`` such tables."""
         return Work(
             {name: count * own for name, own in self.forward.items()},
             {name: count * own for name, own in self.backward.items()},
@@ -227,7 +228,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step's lookup, and of its backward with the optimizer."""
+    """Milliseconds of a step's lookup, and of its backward including the optimizer."""
 
     forward: float
     backward: float
@@ -240,12 +241,12 @@ NO_TIME = StepTime(0.0, 0.0)
 
 
 def row_work(load: Workload, dim: int, row_bytes: float) -> Work:
-    """Work of tables that read and write whole rows.
+    """The work of a table that reads and writes whole rows.
 
     Args:
-        load: of the shard.
-        dim: its columns.
-        row_bytes: of a row with its optimizer state.
+        load: the step's ids in the shard.
+        dim: number of columns of the shard.
+        row_bytes: bytes of a row with its optimizer state.
     """
     read = 4.0 * dim
     common = {"ids": load.ids, "id_bytes": load.ids * read, "bag_bytes": load.bags * read}

@@ -1,4 +1,4 @@
-"""What a verb gives back."""
+"""The result of a verb."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer, for people and for programs.
+    """A result as text and as JSON.
 
     Attributes:
-        text: for people.
+        text: text to print.
         content: what ``--json`` prints.
-        code: the exit code.
+        code: exit code.
     """
 
     text: str

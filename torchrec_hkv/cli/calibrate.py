@@ -1,14 +1,16 @@
-"""Times lookups and backwards on the device that is here, for the planner.
+"""Times lookups and backwards on this machine's device, for the planner.
 
     torchrec-hkv calibrate
     torchrec-hkv calibrate --device cpu --threads 8 --out constants.json
     torchrun --nproc_per_node 2 -m torchrec_hkv.cli calibrate
 
-Tables of each backend and of TorchRec's fused kernel are timed, in about a minute; they take up to
-16 GiB of a GPU, 2 GiB of a host. Nothing else should run on the device. Planners read the file in
-its default place: what TORCHREC_HKV_CALIBRATION names, else ~/.cache/torchrec_hkv/. Their argument
-`calibration` names another. Under torchrun rank 0 does this, and the exchange between the ranks is
-timed, too.
+Times tables of each backend and of TorchRec's fused kernel, in about a minute. They take up to 16
+GiB
+of a GPU, or 2 GiB of host memory. Nothing else should run on the device. Planners read the file in
+its default place: the path in TORCHREC_HKV_CALIBRATION, else ~/.cache/torchrec_hkv/. Their argument
+`calibration` names another file. Under torchrun, rank 0 measures the tables, and the exchange
+between
+the ranks is measured, too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ HELP = "measures this device for the planner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and where it is written."""
+    """Adds the arguments of the verb."""
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="(default: cuda where there is a GPU)"
     )
@@ -47,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a file that could not be written after all has been measured.
+    """Checks early that the result can be written.
 
     Raises:
-        ValueError: it is a folder, or its own can't be made or written to.
+        ValueError: the path is a folder, or its folder can't be created or written to.
     """
     if path.is_dir():
-        raise ValueError(f"--out is {path}, but that is a folder.")
+        raise ValueError(f"--out is {path}, but that is a folder: name a file.")
     there = next(p for p in path.absolute().parents if p.exists())
     try:
         tempfile.TemporaryFile(dir=there).close()
@@ -64,10 +66,10 @@ def check_writable(path: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Measures and writes.
+    """Measures the device, and writes the constants.
 
     Raises:
-        ValueError: bad input.
+        ValueError: an argument is invalid.
     """
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         torch.set_num_threads(parse_count("--threads", arguments.threads))
     path = arguments.out or default_path(device_type)
     if path is None:
-        raise ValueError(f"--out is missing, and {VARIABLE} is empty: one of them must say where.")
+        raise ValueError(f"--out is missing and {VARIABLE} is empty: set one of them to a file.")
     check_writable(path)
     has_ranks = "RANK" in os.environ and not dist.is_initialized()
     index = None
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         torch.cuda.set_device(index)
     if has_ranks:
         backend = "nccl" if device_type == "cuda" else "gloo"
-        # Rank 0 is busy for minutes before the others are needed.
+        # The other ranks wait for minutes while rank 0 measures.
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=1))
     try:
         measured = Calibration.measured(
@@ -97,8 +99,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         if leads:
             measured.save(path)
     finally:
-        # Sharded modules in reference cycles hold the process group, whose threads must not see the
-        # interpreter's end.
+        # Reference cycles of sharded modules keep the process group and its threads alive; these
+        # must end before the interpreter does.
         gc.collect()
         if has_ranks:
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Merges a base and its deltas into a whole checkpoint.
 
-torchrec-hkv compact deltas                          the chain gets it as its new base
+torchrec-hkv compact deltas                          becomes the new base of the chain
 torchrec-hkv compact deltas --into checkpoints/last
 """
 
@@ -15,7 +15,7 @@ HELP = "merges a chain of deltas into a whole checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The chain, and where its sum goes."""
+    """Adds the arguments of the verb."""
     parser.add_argument("folder", help="a DeltaWriter's folder, or the last delta to merge in it")
     parser.add_argument(
         "--into",

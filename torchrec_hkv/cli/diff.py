@@ -1,9 +1,9 @@
-"""How two checkpoints differ: ids that came, left or changed, and by how much.
+"""Compares two checkpoints: ids that were added, removed or changed, and by how much.
 
 torchrec-hkv diff monday tuesday
 torchrec-hkv diff deltas/delta-000003 deltas/delta-000004 --table user
 
-Exits with 1 where they differ.
+Exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELP = "how two checkpoints differ, id by id"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folders, and what of them."""
+    """Adds the arguments of the verb."""
     parser.add_argument("first", help=FOLDER)
     parser.add_argument("second", help="another")
     parser.add_argument("--table", help="this table alone: its full name, or its own")

@@ -1,4 +1,4 @@
-"""Versions, GPUs, and which kernels are built, with the reason where some are not.
+"""Prints versions, GPUs, and which kernels are built, with the reason if some are not.
 
 torchrec-hkv env
 torchrec-hkv env --json
@@ -24,11 +24,11 @@ _PACKAGES = ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "rich", "tenso
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """This verb has no arguments of its own."""
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Looks at this installation."""
+    """Inspects this installation."""
     content = {
         "versions": _versions(),
         "backends": registry.names(),
@@ -76,7 +76,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "runs_kernels": False,
     }
     if _C.has_cuda:
-        try:  # compiled for this architecture or not: the driver knows
+        try:  # only the driver knows whether kernels were compiled for this architecture
             ids = torch.zeros(1, dtype=torch.int64, device=f"cuda:{index}")
             initial_rows(ids, 1, table="env", initializer=Uniform(0.0, 1.0)).item()
             gpu["runs_kernels"] = True

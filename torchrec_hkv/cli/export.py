@@ -1,4 +1,4 @@
-"""Ids and rows of a saved table, for other programs.
+"""Exports ids and rows of a saved table to files for other programs.
 
 torchrec-hkv export checkpoints/last --table user --into user.parquet
 torchrec-hkv export checkpoints/last --table user --into user.safetensors --states
@@ -16,7 +16,7 @@ HELP = "ids and rows of a saved table as Parquet, .safetensors or .npy"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder, the table, and where it goes."""
+    """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
     parser.add_argument("--table", help="full name or own name; by default the only one")
     parser.add_argument(

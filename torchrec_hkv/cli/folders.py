@@ -1,4 +1,4 @@
-"""Arguments of the verbs that look into folders."""
+"""Common arguments of the verbs that read folders."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torchrec_hkv.cli.sizes import parse_bytes
 if TYPE_CHECKING:
     from torchrec_hkv.checkpoint.opened import Saved
 
-#: What a folder may be.
+#: Help text for a folder argument.
 FOLDER = "a checkpoint, a DeltaWriter's folder or one of the folders in it, or a saved HashTable"
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """The memory that a verb may take."""
+    """Adds the argument ``--memory``."""
     parser.add_argument(
         "--memory", default="512MiB", help="memory it may take for entries (default: 512MiB)"
     )
 
 
 def memory(arguments: argparse.Namespace) -> int:
-    """Bytes of :func:`add_memory`.
+    """Value of ``--memory`` in bytes.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
     """
     return parse_bytes("--memory", arguments.memory)
 
 
 def open_folder(path: str) -> Saved:
-    """What a folder holds.
+    """Opens a folder.
 
     Raises:
-        ValueError: it is none of those that :data:`FOLDER` says, or is damaged.
+        ValueError: it is not a folder as in :data:`FOLDER`, or is damaged.
     """
     from torchrec_hkv.checkpoint.opened import Saved
 

@@ -1,4 +1,4 @@
-"""Tables of a checkpoint: ids, fill, ages and counts, bytes, steps; or one id and its row.
+"""Describes the tables of a checkpoint: ids, load, ages, counts, bytes, steps; or one id's row.
 
 torchrec-hkv inspect checkpoints/last
 torchrec-hkv inspect deltas --table user
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder, and what of it."""
+    """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
     parser.add_argument("--table", help="this table alone: its full name, or its own")
     parser.add_argument("--id", help="where an id is, and its row; exits with 1 if it is nowhere")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Looks into a folder."""
+    """Inspects a folder."""
     from torchrec_hkv.checkpoint.inspection import bytes_to_look_at, find, look
     from torchrec_hkv.progress import reported
 
@@ -89,7 +89,7 @@ def _folder(saved: Saved) -> dict[str, Any]:
 
 
 def _by_number(table: SavedTable) -> dict[str, Any]:
-    """A table whose values are among the tensors."""
+    """A table whose values are stored as tensors by row number."""
     return {"name": table.name, "backend": table.backend, "identity": table.identity}
 
 
@@ -136,7 +136,7 @@ def _table_text(table: dict[str, Any], format_bytes: Any) -> list[str]:
 
 
 def _bars(rows: Sequence[dict[str, int]]) -> list[str]:
-    """A histogram of at most so many lines: neighbours are joined."""
+    """A histogram of at most ``_SHOWN`` lines; neighbouring bins are merged."""
     rows = list(rows)
     while len(rows) > _SHOWN:
         rows = [

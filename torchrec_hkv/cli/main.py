@@ -35,7 +35,7 @@ _VERBS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage."""
+    """Prints errors in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         sentence = message if message.endswith(".") else f"{message}."
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``torchrec-hkv``.
 
     Args:
-        arguments: those of the process by default.
+        arguments: command line; that of the process by default.
 
     Returns:
-        0; 1 where the answer is no (a plan that does not fit, a hit rate out of reach, a damaged
-        checkpoint). Bad input exits with 2, Ctrl-C with 130.
+        0, or 1 if the answer is negative (a plan that does not fit, a hit rate that is not reached,
+        a damaged checkpoint). Invalid input exits with 2, Ctrl-C with 130.
     """
     parser = _Parser(
         prog="torchrec-hkv",

@@ -1,14 +1,16 @@
-"""Whether tables with their optimizer states fit GPUs that need not be here.
+"""Plans tables with their optimizer states for GPUs that need not be present.
 
     torchrec-hkv plan --table user:1B:64 --optimizer adam --gpus 8 --hbm 141GiB --host 2TiB
     torchrec-hkv plan --table user:1B:64 --table page:10M:32 --gpus 2 --hbm-per-table 40GiB
     torchrec-hkv plan --table page:100M:64 --backend tt --gpus 2
     torchrec-hkv plan --table user::64 --replay replay.json --gpus 2 --hbm 24GiB
 
-The planner of the package plans the tables as it does for a training. Tables are sharded row-wise
-where the backend allows it; --sharding names other sharding types. With --replay, tables have the
-policy, the frequencies of ids and the hit rates that ``torchrec-hkv replay --out`` has found; the
-planner chooses the rows of those that name none. Exit code 0: it fits; 1: it does not.
+Uses the same planner as training. Tables are sharded row-wise if the backend supports it;
+--sharding
+names other sharding types. With --replay, tables get the policy, the frequencies of ids and the hit
+rates from ``torchrec-hkv replay --out``, and the planner chooses the rows of tables without a
+number.
+Exit code 0: the tables fit; 1: they do not.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
     "adam": torch.optim.Adam,
 }
 _DEFAULT_SHARDING = ShardingType.ROW_WISE.value
-# More memory than there is, to learn what tables take that do not fit.
+# Plenty of memory, to learn what tables that do not fit would take.
 _ENDLESS = 1 << 60
 _MOST_GPUS = 4096
-# Whose bytes in float32 are less than _ENDLESS.
+# Tables with fewer values take less than _ENDLESS bytes in float32.
 _MOST_VALUES = 1 << 58
 
 
@@ -63,9 +65,9 @@ class Table:
     """A table to plan.
 
     Attributes:
-        name: its name.
-        rows: that it has; None: what a replay says.
-        dim: its columns.
+        name: name of the table.
+        rows: number of rows; None to take it from a replay.
+        dim: number of columns.
     """
 
     name: str
@@ -75,11 +77,11 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """What the tables are to fit.
+    """The machines to plan for.
 
     Attributes:
-        gpus: ranks.
-        per_host: ranks of a host.
+        gpus: number of GPUs (ranks).
+        per_host: number of GPUs in a host.
         hbm: bytes of a GPU.
         host: bytes of a host.
     """
@@ -90,7 +92,7 @@ class Machines:
     host: int
 
     def topology(self, endless: bool = False) -> Topology:
-        """As TorchRec sees them."""
+        """The machines as a TorchRec topology."""
         return Topology(
             world_size=self.gpus,
             local_world_size=min(self.gpus, self.per_host),
@@ -101,7 +103,7 @@ class Machines:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is planned, and for what."""
+    """Adds the arguments of the verb."""
     parser.add_argument(
         "--table",
         action="append",
@@ -155,10 +157,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Plans.
+    """Plans the tables.
 
     Raises:
-        ValueError: bad input.
+        ValueError: an argument is invalid.
     """
     tables = [_table(text) for text in arguments.table]
     names = [table.name for table in tables]
@@ -188,11 +190,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     if endless is None:
         kinds = ", ".join(planning.sharding_types)
         raise ValueError(
-            f"No kernel {arguments.backend!r} of TorchRec's serves these tables sharded {kinds}."
+            f"TorchRec has no kernel {arguments.backend!r} for these tables sharded {kinds}: name "
+            "another --backend or --sharding."
         )
     plan = planning.plan(machines)
     fits = plan is not None
-    # Where the tables do not fit, the memory they would take is shown.
+    # If the tables do not fit, show the memory that they would take.
     shown = endless if plan is None else plan
     tables = {name: _described(report) for name, report in shown.plan[""].reports.items()}
     content: dict[str, Any] = {
@@ -228,7 +231,7 @@ def _table(text: str) -> Table:
     if len(parts) != 3 or not parts[0]:
         raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
     if "." in parts[0]:
-        raise ValueError(f"The name of table {parts[0]!r} has a dot, which no table's may have.")
+        raise ValueError(f"The name of table {parts[0]!r} has a dot: choose a name without one.")
     rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1]) if parts[1] else None
     dim = parse_count(f"The dim of table {parts[0]!r}", parts[2])
     return _checked(Table(parts[0], rows, dim))
@@ -248,7 +251,7 @@ def _with_rows(table: Table, replay: PlannedReplay | None) -> Table:
         return table
     if replay is None:
         raise ValueError(
-            f"--table {table.name!r} has no number of rows: say how many, as in "
+            f"--table {table.name!r} has no number of rows: give one, as in "
             f"{table.name}:1M:{table.dim}, or give --replay."
         )
     return _checked(dataclasses.replace(table, rows=replay.rows(table.name)))
@@ -258,7 +261,9 @@ def _replay(arguments: argparse.Namespace, names: list[str]) -> PlannedReplay | 
     if arguments.replay is None:
         return None
     if arguments.backend != "hkv":
-        raise ValueError(f"--replay is of backend 'hkv', not {arguments.backend!r}.")
+        raise ValueError(
+            f"--replay needs backend 'hkv', but --backend is {arguments.backend!r}: leave one out."
+        )
     try:
         return PlannedReplay.read(arguments.replay, names)
     except OSError as error:
@@ -276,7 +281,10 @@ def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
     options = None
     if arguments.hbm_per_table is not None:
         if arguments.backend != "hkv":
-            raise ValueError(f"--hbm-per-table is of backend 'hkv', not {arguments.backend!r}.")
+            raise ValueError(
+                f"--hbm-per-table needs backend 'hkv', but --backend is {arguments.backend!r}: "
+                "leave one out."
+            )
         options = HKVOptions(hbm_bytes=parse_bytes("--hbm-per-table", arguments.hbm_per_table))
     return ParameterConstraints(
         sharding_types=_sharding_types(arguments.backend, arguments.sharding),
@@ -286,7 +294,7 @@ def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
 
 
 def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
-    """What was asked for; row-wise where nothing was and the backend serves it."""
+    """The requested sharding types; by default row-wise if the backend supports it."""
     served = served_sharding_types(backend) if backend in registry.names() else _SHARDING_TYPES
     if asked is None:
         return [_DEFAULT_SHARDING] if _DEFAULT_SHARDING in served else served
@@ -301,7 +309,7 @@ def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """TorchRec warns of topologies and of dense models that are not here."""
+    """Suppresses TorchRec's warnings about topologies and dense models that are not present."""
     # TorchRec's warnings about data-parallel tables go to the root logger.
     loggers = [logging.getLogger("torchrec"), logging.getLogger()]
     before = [logger.level for logger in loggers]
@@ -317,7 +325,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Planning:
-    """Tables, planned for different machines."""
+    """Tables to plan for different machines."""
 
     def __init__(
         self,
@@ -346,7 +354,7 @@ class _Planning:
             apply_optimizer_in_backward(optimizer, self._model.parameters(), {"lr": 0.01})
 
     def plan(self, machines: Machines, endless: bool = False) -> ReportedPlan | None:
-        """A plan; None where none fits.
+        """A plan; None if none fits.
 
         Raises:
             ValueError: the backend can't serve a table.
@@ -367,7 +375,7 @@ class _Planning:
                 return None
 
     def enough_gpus(self, machines: Machines) -> int | None:
-        """The first power-of-two multiple of the GPUs that is enough, None beyond 4,096."""
+        """The first power-of-two multiple of the GPUs that fits; None above 4,096."""
         gpus = 2 * machines.gpus
         while gpus <= _MOST_GPUS:
             if self.plan(dataclasses.replace(machines, gpus=gpus)) is not None:
@@ -388,7 +396,7 @@ def _described(report: TableReport) -> dict[str, Any]:
 
 
 def _distinct_rows(table: dict[str, Any]) -> list[int]:
-    """Rows of the shards of a table that are not columns of the same rows."""
+    """Numbers of rows of a table's shards, without column shards of the same rows."""
     return table["rows"] if table["sharding"] == _DEFAULT_SHARDING else table["rows"][:1]
 
 

@@ -1,4 +1,4 @@
-"""What ``torchrec-hkv plan`` takes of a replay: rows, policies and frequencies of tables."""
+"""Rows, policies and frequencies from a replay, for ``torchrec-hkv plan``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PlannedReplay:
     """The tables of a replay that are planned.
 
     Attributes:
-        tables: by name.
-        path: of the replay.
+        tables: replayed tables by name.
+        path: path of the replay.
     """
 
     tables: dict[str, Replayed]
@@ -25,15 +25,15 @@ class PlannedReplay:
 
     @classmethod
     def read(cls, path: str, names: Sequence[str]) -> PlannedReplay:
-        """Those of a file.
+        """Reads the tables from a file.
 
         Args:
-            path: what ``torchrec-hkv replay --out`` wrote.
-            names: of the tables that are planned, in order.
+            path: a file of ``torchrec-hkv replay --out``.
+            names: names of the planned tables, in order.
 
         Raises:
             OSError: the file can't be read.
-            ValueError: it is something else, or has none of the tables.
+            ValueError: it is another file, or has none of the tables.
         """
         log = ReplayedLog.read(path)
         tables = {name: log.tables[name] for name in names if name in log.tables}
@@ -45,20 +45,20 @@ class PlannedReplay:
         return cls(tables, path)
 
     def rows(self, name: str) -> int:
-        """The most rows that a table may have: one for each id.
+        """The maximal number of rows of a table: one for each id.
 
         Raises:
             ValueError: the table was not replayed.
         """
         if name not in self.tables:
             raise ValueError(
-                f"--table {name!r} has no number of rows, and {self.path!r} has not the table: say "
-                "how many rows it has."
+                f"--table {name!r} has no number of rows, and {self.path!r} lacks the table: give "
+                "a number of rows."
             )
         return self.tables[name].distinct
 
     def _curve(self, name: str, rows: int | None) -> Curve:
-        """The hit-rate curve of the policy that the table gets."""
+        """The hit-rate curve of the table's policy."""
         table = self.tables[name]
         return table.best if rows is None else max(table.curves, key=lambda one: one.at(rows))
 
@@ -68,9 +68,9 @@ class PlannedReplay:
         """The constraint of a table.
 
         Args:
-            name: the table's.
-            base: what holds for tables that were not replayed.
-            rows: that the table has; None: the planner chooses.
+            name: name of the table.
+            base: constraint of tables that were not replayed.
+            rows: number of rows; None if the planner chooses it.
         """
         if name not in self.tables:
             return base
@@ -86,12 +86,12 @@ class PlannedReplay:
         )
 
     def expected(self, name: str, planned: int, rows: int | None) -> dict[str, Any]:
-        """What is said of a planned table, for JSON.
+        """The expected hit rate of a planned table, as JSON values.
 
         Args:
-            name: the table's.
-            planned: rows that it has in the plan, over all ranks.
-            rows: as :meth:`constraint` was given them.
+            name: name of the table.
+            planned: number of rows in the plan, over all ranks.
+            rows: the argument ``rows`` of :meth:`constraint`.
         """
         table, curve = self.tables[name], self._curve(name, rows)
         share = table.frequencies_with(curve).share_of(planned)
@@ -104,10 +104,10 @@ class PlannedReplay:
 
 
 def replay_lines(expected: dict[str, dict[str, Any]]) -> list[str]:
-    """The same in words.
+    """Lines of text about expected hit rates.
 
     Args:
-        expected: by table.
+        expected: results of :meth:`PlannedReplay.expected` by table.
     """
     return [
         f"{name}: about {told['hit_rate']:.2%} of lookups hit with {told['rows']:,} rows (with a "

@@ -1,14 +1,15 @@
-"""Which rows and which policy reach which hit rate, from a log of ids.
+"""Finds the hit rates of numbers of rows and eviction policies, from a log of ids.
 
     torchrec-hkv replay clicks.parquet --table user --table item=item_id,last_item \\
         --rows 100k,300k,1M --eviction lru,lfu --target 0.9
     zcat ids.gz | torchrec-hkv replay - --rows 10M --sample 1% --plot curve.svg --out replay.json
 
-The log goes through real hash tables on the CPU, one for each policy and number of rows, one call a
-step. --sample replays all lookups of a share of the ids, in tables of so many rows less. LOG is one
-file or several in order of time, in Parquet, CSV, .npy, .npz or Criteo's format, or - for the
-standard input. torchrec_hkv.replay.ReplayedLog reads what --out writes: frequencies for the
-planner, curves, and rows of the tables under a budget. Exit code 1: a target is out of reach.
+Replays the log in real hash tables on the CPU, one for each policy and number of rows, with one
+call for each step. --sample replays all lookups of a share of the ids, in proportionally smaller
+tables. LOG is one file, or several in order of time, in Parquet, CSV, .npy, .npz or Criteo's
+format, or - for the standard input. torchrec_hkv.replay.ReplayedLog reads the file of --out:
+frequencies for the planner, curves, and rows of the tables under a budget. Exit code 1: a target
+can't be reached.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ HELP = "hit rates over rows and policies, from a log of ids"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The log, what is tried, and what is wanted."""
+    """Adds the arguments of the verb."""
     add = parser.add_argument
     add("log", nargs="+", metavar="LOG", help="files in order of time, or -")
     add("--format", choices=FORMATS, help="(default: by the file's name)")
@@ -105,10 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Replays.
+    """Replays the log.
 
     Raises:
-        ValueError: bad input.
+        ValueError: an argument is invalid.
     """
     rows = parse_rows(arguments.rows)
     policies = parse_policies(arguments)
@@ -163,7 +164,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """What was asked for: a hit rate, and rows under a budget."""
+    """The requested hit rate, and the rows under the requested budget."""
 
     target: float | None
     capacities: dict[str, Capacity] | None
@@ -175,7 +176,7 @@ def _check_out(path: Path | None) -> None:
 
 
 class _Progress:
-    """A line with the samples so far, on a terminal."""
+    """A line on a terminal with the number of samples so far."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -192,7 +193,7 @@ class _Progress:
 
 
 def _content(log: ReplayedLog, answers: _Answers) -> dict[str, Any]:
-    """What is written, and besides what follows from it."""
+    """The content to write, with values derived from it."""
     content = log.content()
     for name, fields in content["tables"].items():
         table = log.tables[name]

@@ -1,4 +1,4 @@
-"""What ``torchrec-hkv replay`` is told, made into tables, policies and rows."""
+"""Parses the arguments of ``torchrec-hkv replay`` to tables, policies and numbers of rows."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows to try: so many, or a share of a table's different ids."""
+    """A number of rows to try, absolute or as a share of a table's unique ids."""
 
     count: int = 0
     share: float = 0.0
 
     def of(self, distinct: int) -> int:
-        """A number of rows.
+        """The number of rows.
 
         Args:
-            distinct: different ids of the table.
+            distinct: number of unique ids of the table.
         """
         return self.count or max(1, round(self.share * distinct))
 
 
 def parse_share(what: str, text: str) -> float:
-    """A share: ``0.01`` or ``1%``; above 0 and at most 1.
+    """Parses a share such as ``0.01`` or ``1%``, above 0 and at most 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a share.
     """
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -55,10 +55,10 @@ def parse_share(what: str, text: str) -> float:
 
 
 def parse_rows(text: str) -> list[Rows]:
-    """``100k,1M`` or ``10%,25%``, or both.
+    """Parses numbers of rows such as ``100k,1M`` or ``10%,25%``, or both.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: a number is invalid.
     """
     rows = []
     for part in text.split(","):
@@ -70,10 +70,11 @@ def parse_rows(text: str) -> list[Rows]:
 
 
 def parse_rule(text: str) -> Rule:
-    """``none``, ``frequency:3``, ``frequency:3:1M``, ``frequency:3:64MiB`` or ``probability:0.1``.
+    """Parses an admission rule: ``none``, ``frequency:3``, ``frequency:3:1M``,
+    ``frequency:3:64MiB`` or ``probability:0.1``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the rule is invalid.
     """
     name, *arguments = text.split(":")
     rule = None
@@ -91,7 +92,7 @@ def parse_rule(text: str) -> Rule:
             rule = Rule(count=count, sketch_bytes=parse_bytes(what, arguments[1]))
         else:
             rule = Rule(count=count, entries=parse_count(what, arguments[1]))
-        rule.admission(1)  # refuses what is impossible
+        rule.admission(1)  # raises for invalid values
         return rule
     raise ValueError(
         f"--admission is {text!r}, but must be none, frequency:COUNT, frequency:COUNT:ENTRIES, "
@@ -100,10 +101,10 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_policies(arguments: argparse.Namespace) -> tuple[Policy, ...]:
-    """Every eviction with every admission.
+    """All combinations of eviction policies and admission rules.
 
     Raises:
-        ValueError: one is unknown, or an epoch is missing or of no use.
+        ValueError: one is unknown, or an epoch is missing or useless.
     """
     names = None
     if arguments.eviction is not None:
@@ -137,10 +138,10 @@ def parse_policies(arguments: argparse.Namespace) -> tuple[Policy, ...]:
 
 
 def parse_tables(texts: Sequence[str] | None, log: Log) -> dict[str, tuple[str, ...]]:
-    """Columns by table: ``NAME`` or ``NAME=COLUMN,COLUMN``; by default a table for each column.
+    """Columns by table: ``NAME`` or ``NAME=COLUMN,COLUMN``; by default one table for each column.
 
     Raises:
-        ValueError: two tables have one name, or the log lacks a column.
+        ValueError: two tables have the same name, or the log lacks a column.
     """
     if texts is None:
         if not log.default_columns:
@@ -159,10 +160,10 @@ def parse_tables(texts: Sequence[str] | None, log: Log) -> dict[str, tuple[str, 
 
 
 def parse_dims(texts: Sequence[str] | None, tables: Sequence[str]) -> dict[str, int]:
-    """The dim of each table: ``64`` for all, ``NAME=64`` for one.
+    """The dim of each table: ``64`` for all tables, ``NAME=64`` for one.
 
     Raises:
-        ValueError: a dim is out of range, or of a table that there is not.
+        ValueError: a dim is out of range, or a table does not exist.
     """
     dims = dict.fromkeys(tables, 64)
     for text in texts or ():
@@ -184,13 +185,13 @@ def settings(
     rows: dict[str, tuple[int, ...]],
     policies: tuple[Policy, ...],
 ) -> dict[str, TableSettings]:
-    """What is replayed.
+    """The settings of the replay by table.
 
     Args:
-        arguments: of the command.
+        arguments: arguments of the command.
         tables: columns by table.
-        rows: to try, by table.
-        policies: to try.
+        rows: numbers of rows to try, by table.
+        policies: policies to try.
     """
     dims = parse_dims(arguments.dim, list(tables))
     optimizer = OPTIMIZERS[arguments.optimizer]

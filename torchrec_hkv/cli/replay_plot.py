@@ -1,4 +1,4 @@
-"""A picture of hit rates over rows."""
+"""Plots hit rates over numbers of rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Refuses a picture that could not be written after all has been replayed.
+    """Checks early that the plot can be written.
 
     Raises:
-        ValueError: matplotlib is missing, or the name or the folder is wrong.
+        ValueError: matplotlib is missing, or the path is invalid.
     """
     if path.suffix not in _FORMATS or not path.absolute().parent.is_dir():
         raise ValueError(
@@ -31,12 +31,12 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, tables: Mapping[str, Replayed], target: float | None) -> None:
-    """Writes the picture: one part a table, one line a policy, knees as rings.
+    """Writes the plot: one subplot for each table, one line for each policy, with rings at knees.
 
     Args:
-        path: its suffix tells the format.
-        tables: what was replayed.
-        target: hit rate to reach, a line.
+        path: path of the file; its suffix determines the format.
+        tables: replayed tables by name.
+        target: hit rate to mark by a line.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

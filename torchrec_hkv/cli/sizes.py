@@ -1,4 +1,4 @@
-"""Numbers and sizes as people write them."""
+"""Parses numbers and sizes with units."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 
 _ROWS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _BYTES = {"": 30, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
-# Below what 64 bits hold, with room for sums.
+# Far below the range of int64, so that sums do not overflow.
 _LIMIT = 1 << 60
 _PATTERN = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_count(what: str, text: str) -> int:
-    """A whole number, at least 1: ``1000``, ``1_000``, ``1e9``, ``1.5B`` (k, M and B).
+    """Parses a positive whole number: ``1000``, ``1_000``, ``1e9``, ``1.5B`` (units k, M and B).
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not such a number.
     """
     number = _scaled(text, {unit: float(factor) for unit, factor in _ROWS.items()})
     if number is None or number < 1 or not number.is_integer():
@@ -24,10 +24,10 @@ def parse_count(what: str, text: str) -> int:
 
 
 def parse_id(what: str, text: str) -> int:
-    """An int64, as ``4711``, ``-1`` or ``0x7fff``.
+    """Parses an int64: ``4711``, ``-1`` or ``0x7fff``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not an int64.
     """
     try:
         number = int(text, 0)
@@ -39,10 +39,10 @@ def parse_id(what: str, text: str) -> int:
 
 
 def parse_bytes(what: str, text: str) -> int:
-    """Bytes of a size: ``141GiB``, ``512MiB``, ``2TiB``; without a unit GiB.
+    """Parses a size in bytes: ``141GiB``, ``512MiB``, ``2TiB``; without a unit in GiB.
 
     Raises:
-        ValueError: it is none, or less than a byte.
+        ValueError: the text is not a size, or less than a byte.
     """
     number = _scaled(text, {unit: float(1 << bits) for unit, bits in _BYTES.items()})
     if number is None or number < 1:

@@ -1,8 +1,8 @@
-"""Reads all files of a checkpoint, and says which are damaged.
+"""Reads all files of a checkpoint and reports damaged ones.
 
 torchrec-hkv verify checkpoints/last
 
-Exits with 1 where a file is damaged, cut short or missing.
+Exits with 1 if a file is damaged, cut short or missing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ HELP = "whether all files of a checkpoint, a chain or a saved hash table are who
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder."""
+    """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
     add_memory(parser)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Reads a folder."""
+    """Verifies a folder."""
     from torchrec_hkv.backends.saved import FileOptions
     from torchrec_hkv.checkpoint.verification import verify
 

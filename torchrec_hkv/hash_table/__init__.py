@@ -1,6 +1,6 @@
-"""Hash tables that hold embedding rows: any 64-bit id, eviction, optimizer state beside the row.
+"""Hash tables for embedding rows: any 64-bit id, eviction, optimizer states beside the rows.
 
-Knows nothing of TorchRec.
+This package does not depend on TorchRec.
 """
 
 from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability

@@ -12,7 +12,7 @@ import math
 
 from torchrec_hkv import _C
 
-#: Cells that an id has to choose from.
+#: Number of cells in which an id can be counted.
 SET_ENTRIES = 8
 
 
@@ -24,15 +24,15 @@ class Admission:
 class MinFrequency(Admission):
     """Admits an id once training lookups and insertions have asked for it ``count`` times.
 
-    Every occurrence counts, also in the present call: an id that one call asks for ``count`` times
-    is admitted at once. Ids in the table are not counted. Pass exactly one of ``entries`` and
-    ``sketch_bytes``:
+    Every occurrence counts, including those in the current call: an id that occurs ``count`` times
+    in one call is admitted at once. Ids in the table are not counted. Pass exactly one of
+    ``entries`` and ``sketch_bytes``:
 
     - ``entries`` counts exactly, in cells of 16 bytes. An id has 8 possible cells. If all are
-      taken, the lowest count makes room (among equals the one asked for longest ago; never one of
-      the same call) and starts anew if its id comes back. So a rare id may be admitted late, never
-      early. Pass twice as many entries as ids wait at a time. A cell is free again when its id is
-      admitted.
+      taken, the lowest count is dropped (among equals the least recently requested one; never one
+      of the same call), and its id starts from zero if it returns. A rare id may therefore be
+      admitted late, but never early. Pass twice the number of ids that are counted at a time. A
+      cell is free again when its id is admitted.
     - ``sketch_bytes`` counts any number of ids in a count-min sketch of four rows. A count is never
       too low. It is too high by more than ``e * asked / width`` with a probability of at most 1.8 %
       (``e ** -4``). ``asked`` is the number of occurrences counted so far. ``width`` is the number
@@ -43,7 +43,7 @@ class MinFrequency(Admission):
     them.
 
     Attributes:
-        count: occurrences that admit an id, 2 to 65535.
+        count: number of occurrences after which an id is admitted, 2 to 65535.
         entries: number of ids that can be counted at a time, 1 to 2^32; rounded up to a multiple
             of 8.
         sketch_bytes: size of the sketch, 16 to 2^34; rounded down to a multiple of 16.
@@ -74,14 +74,14 @@ class MinFrequency(Admission):
 
 @dataclasses.dataclass(frozen=True)
 class Probability(Admission):
-    """Admits each missing id with a probability, in each call anew.
+    """Admits each missing id with a fixed probability, drawn again in each call.
 
-    The draw is a function of the table's seed and name, the id and the number of the call: the same
-    on every device, one for all occurrences of an id in a call. An id is admitted after ``1 / p``
-    calls on average.
+    The draw is a function of the table's seed and name, the id and the number of the call. It is
+    the same on every device and for all occurrences of an id in a call. On average an id is
+    admitted after ``1 / p`` calls.
 
     Attributes:
-        p: above 0, at most 1.
+        p: the probability, greater than 0 and at most 1.
     """
 
     p: float
@@ -93,10 +93,10 @@ class Probability(Admission):
 
 
 def admission_config(admission: Admission | None) -> _C.AdmissionConfig:
-    """What the kernels need to know of it.
+    """The admission rule as the kernels take it.
 
     Raises:
-        ValueError: it is none of this module's.
+        ValueError: ``admission`` is not a rule of this module.
     """
     config = _C.AdmissionConfig()
     if admission is None:
@@ -121,7 +121,7 @@ def admission_config(admission: Admission | None) -> _C.AdmissionConfig:
 
 
 def admission_bytes(admission: Admission | None) -> int:
-    """Bytes that a table's counts take."""
+    """Bytes of a table's admission counters."""
     return _C.admission_bytes(admission_config(admission))
 
 

@@ -1,4 +1,4 @@
-"""What memory there is, so that a table that can't be is refused before anything is allocated."""
+"""The available memory, so that a table that does not fit is refused before it is allocated."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-# A control group's limit, what it uses, and the lines of its statistics that count cached files,
-# which give way: version 2, and version 1.
+# For control groups version 2 and version 1: the files with the limit and the usage, and the
+# statistics that count cached files. Cached files can be evicted, so they do not count as used.
 _CONTROL_GROUPS = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -20,12 +20,10 @@ _CONTROL_GROUPS = (
 
 
 def host_memory(root: str | os.PathLike[str] = "/") -> tuple[int, int]:
-    """Host memory that is available, and all there is, in bytes.
-
-    Both count what a control group (a container) limits the process to.
+    """Available and total host memory in bytes, within the limits of a control group (container).
 
     Args:
-        root: folder that ``proc`` and ``sys`` are in.
+        root: folder that contains ``proc`` and ``sys``.
     """
     meminfo = _numbers(Path(root, "proc/meminfo"))
     if "MemAvailable:" in meminfo:
@@ -46,14 +44,15 @@ def host_memory(root: str | os.PathLike[str] = "/") -> tuple[int, int]:
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Memory of a GPU that is free or that PyTorch could give back, and all there is, in bytes."""
+    """Available and total memory of a GPU in bytes. Unused memory that PyTorch's allocator holds is
+    available."""
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + unused, total
 
 
 def _number(path: Path) -> int | None:
-    """The number that a file holds; None where there is no file, or no number in it ("max")."""
+    """The number in a file; None if the file is missing or holds something else, such as "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -62,7 +61,7 @@ def _number(path: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number in each line."""
+    """The numbers in a file with a name and a number on each line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Entries of a table, as its calls give them back."""
+"""Entries of tables, as calls return them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Evicted:
-    """The first ``count`` entries are what an insertion threw out, refused or did not admit.
+    """Entries that an insertion evicted, refused or did not admit: the first ``count`` of these.
 
     Attributes:
         ids: int64 ``[n]``.
         rows: ``[n, dim]``.
-        scores: int64 ``[n]``; under the epoch policies the bits of an unsigned number.
-        count: int64 ``[1]``, at most ``n``. Entries from there on are undefined.
+        scores: int64 ``[n]``; under the epoch policies, the bits of an unsigned number.
+        count: int64 ``[1]``, at most ``n``. Further entries are undefined.
     """
 
     ids: Tensor
@@ -26,12 +26,12 @@ class Evicted:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """Ids with all that a table keeps of them.
+    """Entries with everything a table stores of them.
 
     Attributes:
         ids: int64 ``[n]``.
         rows: ``[n, dim]``.
-        scores: int64 ``[n]``; under the epoch policies the bits of an unsigned number.
+        scores: int64 ``[n]``; under the epoch policies, the bits of an unsigned number.
         states: float32 ``[n, state_dim]``.
     """
 
@@ -43,7 +43,7 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True)
 class GroupEvicted(Evicted):
-    """The same of the tables of a group; rows are as wide as those of the widest table.
+    """:class:`Evicted` for the tables of a group; rows have the dim of the widest table.
 
     Attributes:
         tables: int32 ``[n]``: the index of each entry's table.
@@ -54,7 +54,7 @@ class GroupEvicted(Evicted):
 
 @dataclasses.dataclass(frozen=True)
 class GroupEntries(Entries):
-    """The same of the tables of a group; rows and states are as wide as the widest table's.
+    """:class:`Entries` for the tables of a group; rows and states have the widest table's width.
 
     Attributes:
         tables: int32 ``[n]``: the index of each entry's table.

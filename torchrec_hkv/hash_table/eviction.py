@@ -1,4 +1,4 @@
-"""Eviction policies, and which of them can read each other's files."""
+"""Eviction policies, and which of them can load each other's files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torchrec_hkv import _C
 
 @dataclasses.dataclass(frozen=True)
 class AgedLFU:
-    """LFU with aging: evicts the id of the lowest count, where a count is worth half as much after
-    each half-life in which its id is not looked up.
+    """LFU with aging counts: a count halves in each half-life in which its id is not looked up, and
+    the id of the lowest aged count is evicted.
 
-    It is between LRU and LFU, as LRFU is. LRFU also ages the count of an id that comes back; here a
-    hit adds to the whole count, so that it costs no more than under LFU. The victim is the id of
-    the lowest ``last lookup + half-life * log2(count)``.
+    The policy lies between LRU and LFU. Unlike LRFU, a hit adds to the full count, not to the aged
+    one, so that it costs no more than under LFU. The victim is the id with the lowest
+    ``last lookup + half-life * log2(count)``.
 
     Attributes:
-        c: the half-life, in lookups of the table for each of its slots: of a table with 1 M slots,
-            3 means 3 M lookups. 0 is LRU, infinity is LFU. Time is told in calls, whose mean number
-            of lookups the table measures.
+        c: the half-life, in lookups of the table per slot: in a table with 1 M slots, 3 means 3 M
+            lookups. 0 is LRU, infinity is LFU. The table measures time in calls, and the mean
+            number of lookups in a call.
 
     Raises:
-        ValueError: ``c`` is no number of at least 0.
+        ValueError: ``c`` is not a number of at least 0.
     """
 
     c: float = 3.0
@@ -35,11 +35,11 @@ class AgedLFU:
 
 EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
-#: The policies that are strings, and those of them that know epochs.
+#: The policies that are strings, and those of them that use epochs.
 POLICIES = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 EPOCH_POLICIES = ("epoch_lru", "epoch_lfu")
 
-#: As files name the policies, and as kernels do.
+#: Policies by their names in files.
 KINDS = {
     "lru": _C.Eviction.LRU,
     "lfu": _C.Eviction.LFU,
@@ -48,30 +48,30 @@ KINDS = {
     "customized": _C.Eviction.CUSTOMIZED,
     "aged_lfu": _C.Eviction.AGED_LFU,
 }
-#: Policies that know of an id when it was looked up last, and, but for LRU, how often.
+#: Policies that know when an id was looked up last and, except LRU, how often.
 _CONVERTIBLE = ("lru", "lfu", "aged_lfu")
 
 
 def check_c(where: str, c: object) -> None:
-    """Refuses what is no half-life.
+    """Checks that ``c`` is a half-life.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     if isinstance(c, bool) or not isinstance(c, (int, float)) or not c >= 0:
         raise ValueError(f"{where}: c is {c!r}, but must be a number of at least 0.")
 
 
 def check_eviction(where: str, eviction: object, allowed: tuple[str, ...]) -> None:
-    """Refuses what is no policy; :class:`AgedLFU` is one everywhere.
+    """Checks an eviction policy. An :class:`AgedLFU` is always allowed.
 
     Args:
-        where: begins the sentence.
-        eviction: what was given.
-        allowed: the policies that are strings.
+        where: start of the error message.
+        eviction: the value to check.
+        allowed: the allowed policies that are strings.
 
     Raises:
-        ValueError: the sentence names what is allowed.
+        ValueError: the policy is not allowed; the message lists the allowed ones.
     """
     if isinstance(eviction, AgedLFU) or eviction in allowed:
         return
@@ -82,28 +82,28 @@ def check_eviction(where: str, eviction: object, allowed: tuple[str, ...]) -> No
 
 
 def name_of(eviction: EvictionPolicy) -> str:
-    """A policy as files name it; they don't keep its parameters."""
+    """Name of a policy in files, which do not store its parameters."""
     return "aged_lfu" if isinstance(eviction, AgedLFU) or eviction == "adaptive" else eviction
 
 
 def policy_of(name: str) -> EvictionPolicy:
-    """The policy of a name."""
+    """The policy with this name in files."""
     return AgedLFU() if name == "aged_lfu" else name  # type: ignore[return-value]
 
 
 def keeps_scores(eviction: EvictionPolicy | str) -> bool:
-    """Whether a policy, or one that a file names, keeps 8 bytes of score a slot."""
+    """Whether a policy, or one named as in files, stores scores, 8 bytes a slot."""
     return eviction != "lru"
 
 
 def sums_scores(eviction: EvictionPolicy | str) -> bool:
-    """Whether the score of an id has its lookups, added up."""
+    """Whether the score of an id is, or includes, a sum of its lookups."""
     return name_of(eviction) in ("lfu", "aged_lfu", "epoch_lfu")  # type: ignore[arg-type]
 
 
 def reads_files_of(own: str, saved: str) -> bool:
-    """Whether a table of one policy loads what a table of another has saved.
+    """Whether a table with the policy ``own`` can load files of one with the policy ``saved``.
 
-    Where the saved one kept no counts, each id counts once.
+    If the saved table has no counts, each id gets the count 1.
     """
     return own == saved or (own in _CONVERTIBLE and saved in _CONVERTIBLE)

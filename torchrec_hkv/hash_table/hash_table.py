@@ -1,4 +1,4 @@
-"""One hash table by itself: any int64 id to a row, a score and optimizer state."""
+"""A single hash table that maps int64 ids to rows, scores and optimizer states."""
 
 from __future__ import annotations
 
@@ -21,85 +21,87 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 
 
 class HashTable(SavedTable):
-    """A table of rows by int64 id, with HierarchicalKV's operations.
+    """A hash table from int64 ids to rows, with the operations of HierarchicalKV.
 
-    Every int64 is a legal id. Calls take ids of any integer dtype of 8 to 64 bits; a uint64 id
-    stands for the int64 of the same bits. Ids may repeat within a call: they end as one entry. A
-    call on an id that is not there never fails.
+    Every int64 is a valid id. Calls accept ids of any integer dtype of 8 to 64 bits; a uint64 id
+    stands for the int64 with the same bits. An id may occur several times in a call and has one
+    entry. Calls never fail because an id is not in the table.
 
-    Operations that name a score take it where the policy takes scores from outside: counts to add
-    under ``"lfu"``, ``"epoch_lfu"``, ``AgedLFU`` and ``"adaptive"`` (1 where none is given), the
-    score itself, any int64, under ``"customized"``. A count below 0 is refused; on a GPU, where
-    looking would wait for the device, it counts as 0. Counts add up to at most 2^63 - 1. Scores of
-    the epoch policies are unsigned 64-bit numbers, given back as the int64 of the same bits.
-    Counted calls are insertions, ``find_or_insert`` among them, and ``assign`` and
+    Operations with an argument ``scores`` use it under policies that take scores from outside:
+    counts to add under ``"lfu"``, ``"epoch_lfu"``, ``AgedLFU`` and ``"adaptive"`` (1 by default),
+    and the score itself, any int64, under ``"customized"``. A negative count raises on a CPU. On a
+    GPU, where a check would synchronize, it counts as 0. Counts add up to at most 2^63 - 1. Scores
+    of the epoch policies are unsigned 64-bit numbers, returned as the int64 with the same bits.
+    Calls that are counted as steps are insertions, ``find_or_insert``, ``assign`` and
     ``assign_scores``.
 
-    Calls of several threads come out as if made one after the other. ``copy.deepcopy`` gives a
-    table of its own with all that this one holds. A table can't be pickled: use :meth:`save` and
+    Calls of several threads take effect one after the other. ``copy.deepcopy`` returns an
+    independent table with the same contents. Tables can't be pickled: use :meth:`save` and
     :meth:`from_file`.
 
     | policy | score of an id | on a hit |
     | --- | --- | --- |
     | ``"lru"`` | number of the call that last touched it | set |
-    | ``"lfu"`` | counts, added up | added |
-    | ``AgedLFU(c)``, ``"adaptive"`` | counts, added up | added |
+    | ``"lfu"`` | sum of counts | added |
+    | ``AgedLFU(c)``, ``"adaptive"`` | sum of counts | added |
     | ``"epoch_lru"`` | epoch in the high 32 bits, number of the call in the low | set |
     | ``"epoch_lfu"`` | epoch in the high 32 bits, counts in the low | epoch set, counts added |
     | ``"customized"`` | as given | set |
 
-    In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
-    same call has touched stays. Under :class:`torchrec_hkv.hash_table.AgedLFU` counts are compared
-    by what they are worth at their age; ``"adaptive"`` chooses its c while the table runs, by the
-    hit rates of miniatures of the table. An id whose own score is lower than all of those is
-    refused, and so is one whose buckets are full of ids of the same call. Of several scores given
-    for one id, all must be too low for that; counts add up, and of other scores one stays (on a CPU
-    the last).
+    Each id has two buckets. If both are full, the entry of the lowest score is evicted, among
+    equals
+    the one touched least recently. Entries touched by the same call are not evicted. Under
+    :class:`torchrec_hkv.hash_table.AgedLFU` aged counts are compared; ``"adaptive"`` chooses its c
+    while the table runs, by the hit rates of miniature tables. A new id is refused if its score is
+    lower than all scores in its buckets, or if its buckets are full of ids of the same call. If an
+    id is given several scores in a call, it is refused only if all are too low. Counts are added;
+    of other scores one is kept (on a CPU the last).
 
     Args:
-        dim: columns of a row, 1 to 2048.
-        capacity: rows the table must hold.
-        initial_capacity: rows it must hold at first. It doubles before it gets too full, so that
-            nothing is evicted before it has all its capacity; memory it takes as it grows. None:
-            all from the start.
+        dim: number of columns, 1 to 2048.
+        capacity: number of rows that the table must hold.
+        initial_capacity: number of rows that the table has memory for at first. It doubles before
+            it gets too full, and evicts nothing before it has its full capacity. None: the full
+            capacity.
         device: a CPU or CUDA device.
-        dtype: of rows: float32, float16 or bfloat16.
-        eviction: the policy.
-        state_dim: float32 values of state beside each row, zeros for a new id.
-        hbm_bytes: what the table may take of a GPU's memory, index included. A table whose rows
-            don't all fit there has all of them in host memory, and those of the highest score in
-            HBM too: insertions and ``find_or_insert`` bring them there. States go with their rows,
-            but for narrow ones (:class:`torchrec_hkv.hash_table.HbmShare`). None: all in HBM.
-        name: mixed into the seed of initial rows.
-        seed: of the initial rows.
-        initializer: distribution of the values of initial rows: a
+        dtype: data type of the rows: float32, float16 or bfloat16.
+        eviction: eviction policy.
+        state_dim: number of float32 state values beside each row; zeros for a new id.
+        hbm_bytes: limit of GPU memory in bytes, including the index. If not all rows fit, all of
+            them are in host memory, and HBM caches those of the highest scores; insertions and
+            ``find_or_insert`` bring rows into HBM. States are where their rows are, except for
+            narrow ones (:class:`torchrec_hkv.hash_table.HbmShare`). None: all in HBM.
+        name: name of the table, mixed into the seed of the initial rows.
+        seed: seed of the initial rows.
+        initializer: distribution of the initial values: a
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: zeros.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
-            ``Probability``. One that is not admitted fares as a refused one does, but is counted
-            apart. None: all are admitted.
-        expire_after: an entry that was last touched more than so many calls ago is forgotten, at
-            the latest ``min(64, expire_after)`` calls later: each call looks through a part of the
-            buckets before it does anything else. At least 1. None: never.
-        strict: a lookup or insertion that refuses an id for lack of a place raises. The other ids
-            of the call have been placed then, with their rows. Ids that are not admitted, or whose
-            score is too low, don't raise, and :meth:`insert_and_evict`, which gives refused ids
-            back, never does. A strict table waits for the device in each such call.
-        remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
-            :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
-        restore_counts: a new id that is remembered as evicted gets half of its count back, up to
-            65,535, under a policy that counts lookups. It takes 4 bytes for each id of
-            ``remember_evicted`` in place of 2, and on a GPU makes the table deterministic. False: a
-            new id starts with the count that it is given.
-        deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
-            calls alone, bit for bit, and is what a CPU would give: the order of ``ids`` decides who
-            gets a place, the last of several rows or scores for one id stays, and rows are added up
-            in order. Calls then take longer, where rows are written above all. So it is while
-            ``torch.use_deterministic_algorithms(True)`` holds.
+            ``Probability``. Ids that are not admitted are treated like refused ones, but counted
+            separately. None: all are admitted.
+        expire_after: number of calls after which an untouched entry is removed, at least 1. Removal
+            may take up to ``min(64, expire_after)`` further calls, because each call first scans a
+            part of the buckets. None: entries do not expire.
+        strict: True: a lookup or insertion that finds no slot for an id raises. The other ids of
+            the call have been inserted then. Ids that are not admitted, or whose score is too low,
+            do not raise. :meth:`insert_and_evict` never raises, because it returns refused ids.
+            A strict table synchronizes with the device in each such call.
+        remember_evicted: number of evicted ids to remember, 1 to 2^32, 2 bytes each, so that
+            :meth:`counters` includes how many returned (``returned``). None: not counted.
+        restore_counts: True: a new id that is remembered as evicted gets half of its count back, up
+            to 65,535, under a policy that counts lookups. Each remembered id then takes 4 bytes
+            instead of 2, and on a GPU the table is deterministic. False: a new id starts with the
+            given count.
+        deterministic: True: on a GPU, contents and results depend on the calls only, bit for bit,
+            and equal those of a CPU: the order of ``ids`` decides which ids get a slot, the last of
+            several rows or scores for an id is kept, and rows are added in order. Calls are slower,
+            most of all those that write rows. The table is also deterministic while
+            ``torch.use_deterministic_algorithms(True)`` is set.
 
     Raises:
-        ValueError: an argument is impossible.
-        RuntimeError: in calls of a strict table; it names the table, its load, and what to change.
+        ValueError: an argument has an invalid value.
+        RuntimeError: a call of a strict table found no slot for an id. The message names the table,
+            its load, and what to change.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class HashTable(SavedTable):
 
     def __copy__(self) -> HashTable:
         raise TypeError(
-            f"A {type(self).__name__} has no shallow copy, which would share its memory: use "
+            f"A {type(self).__name__} has no shallow copy, because it would share its memory: use "
             "copy.deepcopy."
         )
 
@@ -172,22 +174,22 @@ class HashTable(SavedTable):
 
     @property
     def device(self) -> torch.device:
-        """Where the table is."""
+        """Device of the table."""
         return self._group.device
 
     @property
     def group(self) -> TableGroup:
-        """The group that has this table alone."""
+        """The group that consists of this table only."""
         return self._group
 
     def set_aging(self, c: float) -> None:
-        """Sets the half-life of counts for the calls to come; does not wait for the device.
+        """Sets the half-life of counts for later calls. Does not synchronize.
 
         Args:
-            c: as of :class:`torchrec_hkv.hash_table.AgedLFU`.
+            c: see :class:`torchrec_hkv.hash_table.AgedLFU`.
 
         Raises:
-            ValueError: ``c`` is no number of at least 0, or the table has another policy.
+            ValueError: ``c`` is not a number of at least 0, or the table has another policy.
         """
         check_c("set_aging", c)
         self._group.set_aging(0, c)
@@ -195,7 +197,7 @@ class HashTable(SavedTable):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the calls to come, 0 to 2^32 - 1, for the epoch policies. To be set."""
+        """The epoch of later calls, 0 to 2^32 - 1, for the epoch policies. May be set."""
         return self._epoch
 
     @epoch.setter
@@ -210,62 +212,63 @@ class HashTable(SavedTable):
     # -- lookups ----------------------------------------------------------------------------------
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of ids; changes nothing, scores neither.
+        """Looks up rows. Changes nothing, not even scores.
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
 
         Returns:
-            ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
-            bool ``[n]``.
+            ``(rows, found)``: rows ``[n, dim]``, the initial row for ids that are not in the table,
+            and bool ``[n]``, whether each id is in the table.
         """
         return self._group.find_rows(ids, None, 1)
 
     def find_slots(self, ids: Tensor) -> Tensor:
-        """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
+        """Looks up slots, int64 ``[n]``; -1 for ids that are not in the table. Changes nothing.
 
         A slot is valid until its id is evicted or erased, or the table grows.
         """
         return self._group.find_slots(ids, None, 1)
 
     def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
+        """Ids that are not in the table, and their positions in ``ids``. Synchronizes with the
+        device."""
         return self._group.find_missing(ids, None, 1)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Whether ids are in the table, bool ``[n]``; changes nothing."""
+        """Whether ids are in the table, bool ``[n]``. Changes nothing."""
         return self._group.contains(ids, None, 1)
 
     def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of ids; those that are not there are inserted with their initial rows.
+        """Looks up rows, and inserts missing ids with their initial rows.
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
-            scores: int64 ``[n]``, see the class; not under policies that make their own.
+            scores: int64 ``[n]``, see the class; not allowed under ``"lru"`` and ``"epoch_lru"``.
 
         Returns:
-            ``(rows, found)``: ``[n, dim]`` (of an id that is refused or not admitted its initial
-            row), and bool ``[n]``: whether an id was there before the call.
+            ``(rows, found)``: rows ``[n, dim]``, the initial row for ids that are refused or not
+            admitted, and bool ``[n]``, whether each id was in the table before the call.
         """
         return self._group.find_or_insert_rows(ids, None, 1, scores)
 
     def find_or_insert_slots(
         self, ids: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`find_or_insert`, with slots instead of rows; -1 for ids without one."""
+        """Like :meth:`find_or_insert`, but returns slots, not rows; -1 for ids without one."""
         return self._group.find_or_insert_slots(ids, None, 1, scores)
 
     # -- insertions -------------------------------------------------------------------------------
 
     def insert_or_assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Sets rows and scores of ids, inserting those that are not there.
+        """Sets rows and scores of ids, and inserts missing ids.
 
-        Of several rows for one id, one is taken whole (on a CPU the last).
+        If an id has several rows, one of them is stored (on a CPU the last).
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
             rows: ``[n, dim]`` of the table's dtype.
-            scores: as in :meth:`find_or_insert`.
+            scores: see :meth:`find_or_insert`.
 
         Returns:
             bool ``[n]``: False for ids that were refused or not admitted.
@@ -275,51 +278,51 @@ class HashTable(SavedTable):
     def insert_and_evict(
         self, ids: Tensor, rows: Tensor, scores: Tensor | None = None, *, trim: bool = True
     ) -> Evicted:
-        """As :meth:`insert_or_assign`; gives back what it threw out, refused or did not admit.
+        """Like :meth:`insert_or_assign`, but returns the entries that were evicted, refused or not
+        admitted.
 
-        The table and what it gave back together are what was in the table and what was given, but
-        for entries that expire.
+        Except for expired entries, nothing is lost: each entry is in the table or in the result.
 
         Args:
-            ids: as in :meth:`insert_or_assign`.
-            rows: as in :meth:`insert_or_assign`.
-            scores: as in :meth:`insert_or_assign`.
-            trim: cut what is given back to its number of entries, which waits for the device.
-                Otherwise there is room for as many entries as ids, and only the device knows how
-                many there are.
+            ids: see :meth:`insert_or_assign`.
+            rows: see :meth:`insert_or_assign`.
+            scores: see :meth:`insert_or_assign`.
+            trim: True: cut the result to its number of entries, which synchronizes with the device.
+                False: the result has room for ``n`` entries, and ``count`` is on the device.
         """
         return self._group._insert_and_evict(ids, None, 1, rows, scores, trim)[0]
 
     def accum_or_assign(
         self, ids: Tensor, rows: Tensor, accumulate: Tensor, scores: Tensor | None = None
     ) -> None:
-        """Adds rows to ids that are there, assigns them to ids that are not.
+        """Adds rows to ids in the table, and assigns rows to missing ids.
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
             rows: ``[n, dim]`` of the table's dtype.
-            accumulate: bool ``[n]``, what the caller believes of each id: True that it is there,
-                False that it is not. Where the belief is wrong, nothing is done with the id.
-            scores: as in :meth:`find_or_insert`.
+            accumulate: bool ``[n]``: True if the caller expects the id in the table, False if it
+                expects it to be missing. Ids for which this is wrong are skipped.
+            scores: see :meth:`find_or_insert`.
         """
         self._group.accum_or_assign(ids, None, 1, rows, accumulate, scores)
 
     # -- changes of what is there -----------------------------------------------------------------
 
     def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
+        """Sets rows and scores of ids in the table; returns which were found, bool ``[n]``."""
         return self._group.assign(ids, None, 1, rows, scores)
 
     def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
+        """Sets rows, but not scores, of ids in the table; returns which were found, ``[n]``."""
         return self._group.assign_rows(ids, None, 1, rows)
 
     def assign_scores(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
+        """Updates scores, but not rows, of ids in the table as a hit does; returns which were
+        found, bool ``[n]``."""
         return self._group.assign_scores(ids, None, 1, scores)
 
     def erase(self, ids: Tensor) -> None:
-        """Forgets ids; those that are not there are passed over."""
+        """Removes ids; missing ids are skipped."""
         self._group.erase(ids, None, 1)
 
     def erase_if(
@@ -330,20 +333,20 @@ class HashTable(SavedTable):
         older_than: int | None = None,
         where: Callable[[Entries], Tensor] | None = None,
     ) -> int:
-        """Forgets all entries that meet every given condition; returns how many.
+        """Removes all entries that meet all given conditions; returns how many.
 
         Args:
-            score_below: score less than this: from -2^63 to 2^63 - 1 under ``"customized"``, from 0
-                to 2^64 - 1 under other policies.
-            score_at_least: score not less than this.
-            older_than: last touched more than this many calls ago.
-            where: a predicate on rows or whatever else a table keeps: it is given entries, a
-                bounded number at a time, and says which of them are meant, bool ``[n]``.
+            score_below: the score is less than this: -2^63 to 2^63 - 1 under ``"customized"``, 0 to
+                2^64 - 1 under other policies.
+            score_at_least: the score is at least this.
+            older_than: the entry was last touched more than this many calls ago.
+            where: a predicate, called with batches of entries; returns which of them match, bool
+                ``[n]``.
 
         Raises:
-            TypeError: ``where`` gives something else.
-            ValueError: so, or a bound is out of range, or an age is negative, or no condition is
-                given: :meth:`clear` erases all.
+            TypeError: ``where`` returns something else than a bool tensor.
+            ValueError: ``where`` returns another shape, a bound is out of range, an age is
+                negative, or no condition is given; :meth:`clear` removes all entries.
         """
         conditions = Conditions(
             score_below=score_below, score_at_least=score_at_least, older_than=older_than
@@ -352,34 +355,34 @@ class HashTable(SavedTable):
         return self._group.erase_if(where=where, **conditions)
 
     def expire(self) -> None:
-        """Forgets all entries that were last touched more than ``expire_after`` calls ago.
+        """Removes all entries that were last touched more than ``expire_after`` calls ago.
 
-        They would be forgotten in the next calls anyway. It does not count as a call.
+        Later calls would remove them anyway. This does not count as a call.
 
         Raises:
             ValueError: the table has no ``expire_after``.
         """
         if self._group.tables[0].expire_after is None:
             raise ValueError(
-                "expire_after is None, so that nothing expires: give it to a new table, or call "
-                "erase_if."
+                "expire_after is None, so no entry expires: create the table with expire_after, or "
+                "call erase_if."
             )
         self._group.expire()
 
     def clear(self) -> None:
-        """Forgets all, the counts of ids that are not admitted too."""
+        """Removes all entries and resets the admission counters."""
         self._group.clear_table(0)
 
     # -- exports ----------------------------------------------------------------------------------
 
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
-        """All entries, in batches of at most ``batch_size`` (bounded memory).
+        """Yields all entries in batches of at most ``batch_size``, in bounded memory.
 
-        The entries are those of the first batch's moment, each with the row and the score that it
-        has when its batch is given. Entries that have been given may be erased.
+        The ids are those at the time of the first batch; row and score of an entry are those at the
+        time of its batch. Entries that have been yielded may be erased.
 
         Raises:
-            RuntimeError: an entry that was still to be given has left, or the table has grown.
+            RuntimeError: an entry left the table before it was yielded, or the table has grown.
         """
         yield from self.export_if(batch_size=batch_size)
 
@@ -392,7 +395,7 @@ class HashTable(SavedTable):
         where: Callable[[Entries], Tensor] | None = None,
         batch_size: int = 1 << 20,
     ) -> Iterator[Entries]:
-        """Entries that meet every given condition; see :meth:`erase_if`."""
+        """Yields entries that meet all conditions; see :meth:`erase_if` and :meth:`export`."""
         for part in self._group.export_if(
             score_below=score_below,
             score_at_least=score_at_least,
@@ -406,26 +409,26 @@ class HashTable(SavedTable):
 
     @property
     def size(self) -> int:
-        """Entries (waits for the device)."""
+        """Number of entries. Synchronizes with the device."""
         return self._group.sizes()[0]
 
     @property
     def capacity(self) -> int:
-        """Slots when it has grown: the capacity asked for, rounded up.
+        """Number of slots at full size: the requested capacity, rounded up.
 
-        Rounded by less than one slot a bucket where the table has all from the start.
+        Without ``initial_capacity`` it is rounded up by less than one slot for each bucket.
         """
         return self._group.num_slots
 
     @property
     def num_slots(self) -> int:
-        """Slots at present; the table grows up to its capacity."""
+        """Number of slots now; grows up to the capacity."""
         return self._group.present_slots(0)
 
     def reserve(self, rows: int) -> None:
-        """Grows the table now, so that it takes ``rows`` rows in all without growing.
+        """Grows the table now, so that ``rows`` rows in all fit without further growth.
 
-        Slots that were found before are not valid any more. Waits for the device.
+        Slots found before become invalid. Synchronizes with the device.
 
         Raises:
             ValueError: ``rows`` is negative, or more than the capacity.
@@ -437,13 +440,15 @@ class HashTable(SavedTable):
 
     @property
     def load_factor(self) -> float:
-        """Entries over capacity (waits for the device)."""
+        """Number of entries over capacity. Synchronizes with the device."""
         return self.size / self.capacity
 
     def counters(self) -> dict[str, int]:
-        """Counts since the table was made, its size and its capacity (waits for the device).
+        """Counts since the table was created, its size and its capacity. Synchronizes with the
+        device.
 
-        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
-        ``size`` and ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
+        The keys are ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``,
+        ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``, ``size`` and
+        ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """
         return self._group.counters()[0]

@@ -1,11 +1,11 @@
-"""Ids of any integer type as the int64 that tables take."""
+"""Conversion of ids of any integer dtype to int64."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-#: What ids may be.
+#: Allowed dtypes of ids.
 ID_DTYPES = (
     torch.int64,
     torch.int32,
@@ -19,17 +19,17 @@ ID_DTYPES = (
 
 
 def int64_ids(ids: Tensor, what: str = "ids") -> Tensor:
-    """The ids as int64; a uint64 id becomes the int64 of the same bits.
+    """Converts ids to int64; a uint64 id becomes the int64 with the same bits.
 
     Args:
-        ids: of any shape and any dtype of :data:`ID_DTYPES`.
-        what: names them in the sentence that refuses others.
+        ids: ids of any shape, with a dtype of :data:`ID_DTYPES`.
+        what: name of the argument in the error message.
 
     Returns:
-        ``ids`` itself where it is int64.
+        ``ids`` itself if it is int64.
 
     Raises:
-        TypeError: it is no tensor of integers of 8 to 64 bits.
+        TypeError: ``ids`` is not a tensor of integers of 8 to 64 bits.
     """
     if isinstance(ids, Tensor):
         if ids.dtype == torch.int64:

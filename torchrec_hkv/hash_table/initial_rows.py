@@ -1,4 +1,4 @@
-"""The row an id starts from: a pure function of seed, table name, id and column."""
+"""Initial rows: a pure function of seed, table name, id and column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _signed(value: int) -> int:
 
 
 def table_seed(seed: int, table: str) -> int:
-    """Mixes a seed with a table's name, so that equal ids of two tables start from different rows.
+    """Mixes a seed with a table's name, so that equal ids of two tables get different rows.
 
     Args:
         seed: any int64.
@@ -28,7 +28,7 @@ def table_seed(seed: int, table: str) -> int:
         An int64.
 
     Raises:
-        ValueError: the seed is no int64.
+        ValueError: the seed is not an int64.
     """
     if not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed is {seed}, but must be from -2^63 to 2^63 - 1.")
@@ -46,26 +46,26 @@ def initial_rows(
     initializer: Initializer | None,
     column_offset: int = 0,
 ) -> Tensor:
-    """Rows that ids start from when a table first meets them.
+    """The rows that ids get when they are inserted.
 
-    A value follows from 32 random bits, which two SplitMix64 mixes of (seed, table, id, block of
-    four columns) make: scaled from 24 of them where rows are uniform, by the normal's quantile
-    function in double precision where they are normal. The same bits on a CPU and on a GPU.
+    Each value is computed from 32 random bits, made by two SplitMix64 mixes of (seed, table, id,
+    block of four columns). Uniform rows scale 24 of these bits; normal rows apply the normal
+    quantile function in double precision. CPU and GPU use the same bits.
 
     Args:
         ids: integers ``[n]`` of 8 to 64 bits.
-        dim: columns to make, at least 1.
+        dim: number of columns, at least 1.
         table: the table's name.
         seed: the table's seed (``HKVOptions.seed``).
         initializer: distribution of the values. None: zeros.
-        column_offset: first column, where columns are sharded.
+        column_offset: first column, if columns are sharded.
 
     Returns:
         float32 ``[n, dim]`` on the device of ``ids``.
 
     Raises:
         TypeError: ids are not integers.
-        ValueError: another argument is not as above.
+        ValueError: another argument has an invalid value.
     """
     seed = table_seed(seed, table)
     distribution = op_arguments(initializer)

@@ -1,6 +1,6 @@
-"""Distributions that new rows are drawn from.
+"""Distributions of the initial rows.
 
-Each draw is a pure function of seed, table name, id and column; see
+Each value is a pure function of seed, table name, id and column; see
 :func:`torchrec_hkv.hash_table.initial_rows`.
 """
 
@@ -20,7 +20,7 @@ _MAX = torch.finfo(torch.float32).max
 
 
 def _check_numbers(initializer: Initializer) -> None:
-    """Makes all fields floats."""
+    """Checks all fields and converts them to float."""
     for field in dataclasses.fields(initializer):
         value = getattr(initializer, field.name)
         real = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -49,11 +49,11 @@ def _check_std(initializer: Normal | TruncatedNormal) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Uniform over ``[low, high)``; constant where the two are equal.
+    """Uniform distribution over ``[low, high)``; constant if the bounds are equal.
 
     Raises:
-        ValueError: a number or the distance of the two is not finite in float32, or ``low`` is
-            larger than ``high``.
+        ValueError: a bound or their distance is not finite in float32, or ``low`` is larger than
+            ``high``.
     """
 
     low: float
@@ -71,9 +71,9 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Normal with a mean and a standard deviation.
+    """Normal distribution.
 
-    One draw of 32 bits a value: values lie within 6.34 standard deviations of the mean.
+    Each value uses 32 random bits, so values lie within 6.34 standard deviations of the mean.
 
     Raises:
         ValueError: a number is not finite in float32, or ``std`` is not positive.
@@ -89,11 +89,11 @@ class Normal:
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal with a mean and a standard deviation, given that it lies from ``low`` to ``high``.
+    """Normal distribution, truncated to ``[low, high]``.
 
     Raises:
         ValueError: a number is not finite in float32, ``std`` is not positive, ``low`` is larger
-            than ``high``, or less than 1e-9 of the probability lies between the two.
+            than ``high``, or the interval holds less than 1e-9 of the probability.
     """
 
     mean: float
@@ -116,7 +116,7 @@ class TruncatedNormal:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """One value for all columns of all rows.
+    """The same value for all columns of all rows.
 
     Raises:
         ValueError: the value is not finite in float32.
@@ -128,14 +128,14 @@ class Constant:
         _check_numbers(self)
 
 
-#: What a table takes.
+#: The initializers that tables accept.
 Initializer: TypeAlias = Uniform | Normal | TruncatedNormal | Constant
 
 _BY_NAME = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
 def initializer_from_fields(fields: Mapping[str, str | float]) -> Initializer:
-    """An initializer of the class that ``fields["type"]`` names, from its other fields.
+    """Makes an initializer of the class ``fields["type"]`` from the other fields.
 
     Raises:
         ValueError: no initializer has this name.
@@ -148,13 +148,13 @@ def initializer_from_fields(fields: Mapping[str, str | float]) -> Initializer:
 
 
 def op_arguments(initializer: Initializer | None) -> dict[str, str | float]:
-    """An initializer as the extension takes it.
+    """An initializer as arguments of the ops.
 
     Args:
         initializer: None for zeros.
 
     Raises:
-        ValueError: it is no initializer.
+        ValueError: ``initializer`` has another type.
     """
     distribution, mean, std = "uniform", 0.0, 1.0
     match initializer:

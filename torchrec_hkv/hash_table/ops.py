@@ -1,7 +1,7 @@
-"""The dispatcher ops ``torch.ops.torchrec_hkv.*``: their fakes, and functions over some of them.
+"""Fake implementations of the ops ``torch.ops.torchrec_hkv.*``, and functions that call some ops.
 
-Schemas and kernels are in ``csrc/bindings``. A group of tables is named by its handle, since the
-dispatcher takes no other objects; :class:`torchrec_hkv.hash_table.TableGroup` calls them.
+Schemas and kernels are in ``csrc/bindings``. The dispatcher only takes tensors and numbers, so ops
+identify a group of tables by its handle. :class:`torchrec_hkv.hash_table.TableGroup` calls them.
 """
 
 from __future__ import annotations
@@ -378,15 +378,15 @@ def _(ids: Tensor, world_size: int) -> Tensor:
 def owner_rank(ids: Tensor, world_size: int) -> Tensor:
     """The rank that owns each id of a hashed table under row-wise sharding.
 
-    An id belongs to one of 65,536 owner buckets, the top 16 bits of a mix of the id; ranks own
-    contiguous ranges of buckets. So an id's owner depends on nothing but the id and the world size.
+    Each id belongs to one of 65,536 owner buckets, the top 16 bits of a mix of the id. Ranks own
+    contiguous ranges of buckets. The owner therefore depends on the id and the world size only.
 
     Args:
-        ids: int64, any shape, on any device; the result is computed on the CPU.
+        ids: int64 of any shape and device; the ranks are computed on the CPU.
         world_size: number of ranks, at least 1.
 
     Returns:
-        int64, of the shape and on the device of ``ids``.
+        int64 ranks, with the shape and device of ``ids``.
     """
     return _ops.owner_ranks(ids.cpu(), world_size).to(ids.device)
 
@@ -398,25 +398,25 @@ def bucketize(
     world_size: int,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Splits the ids of all features by the rank that owns them.
+    """Sorts the ids of all features by the rank that owns them.
 
     Args:
         lengths: int32 or int64 ``[features * batch_size]``, feature-major.
         values: int64 ids, bag after bag.
-        block_sizes: int64 ``[features]``. 0: hashed routing (:func:`owner_rank`), ids stay as they
-            are. Otherwise TorchRec's contiguous blocks: row ``r`` goes to rank ``r // block`` as
-            ``r % block``.
+        block_sizes: int64 ``[features]``. 0: hashed routing (:func:`owner_rank`), ids are not
+            changed. Otherwise TorchRec's contiguous blocks: row ``r`` goes to rank ``r // block``
+            as ``r % block``.
         world_size: number of ranks.
         weights: float32, one for each id, or None.
 
     Returns:
-        ``(lengths, values, weights, unbucketize_permute)``; lengths are rank-major
-        ``[world_size * features * batch_size]``, ids of a bag keep their order, and
+        ``(lengths, values, weights, unbucketize_permute)``. Lengths are rank-major
+        ``[world_size * features * batch_size]``. Ids of a bag keep their order.
         ``unbucketize_permute[i]`` is the new position of id ``i``.
 
     Raises:
-        TypeError: a dtype is not as above.
-        ValueError: a length is not as above.
+        TypeError: an argument has another dtype.
+        ValueError: an argument has another length.
     """
     out = _ops.bucketize(lengths, values, block_sizes, world_size, weights)
     return out[0], out[1], None if weights is None else out[2], out[3]

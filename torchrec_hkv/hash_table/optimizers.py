@@ -85,7 +85,7 @@ class Optimizer:
     def _check_positive(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            # What float32 takes for 0 would divide 0 by 0.
+            # Smaller values are 0 in float32, and 0 / 0 would be NaN.
             if not (_is_number(value) and 1e-38 <= value < math.inf):
                 self._refuse(name, "a finite positive number (at least 1e-38)")
 
@@ -116,17 +116,18 @@ def _decay(weight_decay: float, mode: WeightDecayMode) -> dict[str, float]:
 class SGD(Optimizer):
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
-    State of a row: nothing; with momentum, the velocity ``[dim]``.
+    State of a row: none without momentum; with momentum the velocity ``[dim]``.
 
     Attributes:
-        momentum: factor of the velocity.
-        nesterov: Nesterov's momentum.
-        weight_decay: factor of the row, added to the gradient (``"coupled"``, L2) or subtracted
-            from the row at the learning rate (``"decoupled"``).
-        weight_decay_mode: which of the two.
+        momentum: decay factor of the velocity.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: factor of the row that is added to the gradient (``"coupled"``, L2) or
+            subtracted from the row at the learning rate (``"decoupled"``).
+        weight_decay_mode: ``"coupled"`` or ``"decoupled"``.
 
     Raises:
-        ValueError: an argument is impossible; the sentence names it. So for all optimizers.
+        ValueError: an attribute has an invalid value; the message names it. This holds for all
+            optimizers.
     """
 
     momentum: float = 0.0
@@ -140,7 +141,7 @@ class SGD(Optimizer):
         self._check_flags("nesterov")
         self._check_decay()
         if self.nesterov and self.momentum == 0:
-            self._refuse("nesterov", "False where momentum is 0")
+            self._refuse("nesterov", "False if momentum is 0")
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -158,10 +159,10 @@ class Adagrad(Optimizer):
     State of a row: the sums of squares ``[dim]``, without ``initial_accumulator``.
 
     Attributes:
-        eps: added to the root of the sums, positive.
-        weight_decay: as in :class:`SGD`.
-        weight_decay_mode: as in :class:`SGD`.
-        initial_accumulator: what sums of squares start from.
+        eps: added to the square root of the sums; positive.
+        weight_decay: see :class:`SGD`.
+        weight_decay_mode: see :class:`SGD`.
+        initial_accumulator: initial value of the sums of squares.
     """
 
     eps: float = 1e-8
@@ -186,14 +187,15 @@ class Adagrad(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
-    """Adagrad with one sum a row, of the mean of squares; FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
+    """Adagrad with one sum for each row, that of the mean of squares; FBGEMM's
+    ``EXACT_ROWWISE_ADAGRAD``.
 
-    State of a row: the sum ``[1]``. Other attributes as in :class:`Adagrad`.
+    State of a row: the sum ``[1]``. See :class:`Adagrad` for the other attributes.
 
     Attributes:
-        max_norm: bound on the L2 norm of a row. A row whose norm is larger after its update is
-            scaled down to it, as FBGEMM's GPU kernels do. None for no bound. The norm is that of
-            the float32 values, before rows of 16 bits are rounded.
+        max_norm: bound on the L2 norm of a row. If the norm is larger after an update, the row is
+            scaled to the bound, as FBGEMM's GPU kernels do. None for no bound. The norm is computed
+            from float32 values, before 16-bit rows are rounded.
     """
 
     max_norm: float | None = dataclasses.field(default=None, kw_only=True)
@@ -212,14 +214,13 @@ class RowWiseAdagrad(Adagrad):
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Optimizer):
-    """Optimizers with means of gradients and of their squares.
+    """Base of the optimizers with means of gradients and of their squares.
 
     Attributes:
-        betas: factors of the old mean of gradients, and of the old mean of squares.
-        eps: added to the root of the mean of squares, positive.
-        step_mode: which number of updates corrects the bias of the means: ``"global"``, the
-            table's, or ``"row"``, the row's own since its id came, which is one more value of its
-            state.
+        betas: decay rates of the mean of gradients and of the mean of squares.
+        eps: added to the square root of the mean of squares; positive.
+        step_mode: the number of updates that corrects the bias of the means: ``"global"``, the
+            table's, or ``"row"``, the row's own since its insertion, which is one more state value.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -254,13 +255,12 @@ class Adam(_Moments):
     ``step_mode="row"`` the number of the row's updates ``[1]``.
 
     Attributes:
-        betas: factors of the old mean of gradients, and of the old mean of squares.
-        eps: added to the root of the mean of squares, positive.
-        weight_decay: as in :class:`SGD`. FBGEMM's ``ADAM`` has the decoupled one.
-        weight_decay_mode: as in :class:`SGD`.
-        step_mode: which number of updates corrects the bias of the means: ``"global"``, the
-            table's, or ``"row"``, the row's own since its id came, which is one more value of its
-            state.
+        betas: decay rates of the mean of gradients and of the mean of squares.
+        eps: added to the square root of the mean of squares; positive.
+        weight_decay: see :class:`SGD`. FBGEMM's ``ADAM`` uses decoupled weight decay.
+        weight_decay_mode: see :class:`SGD`.
+        step_mode: the number of updates that corrects the bias of the means: ``"global"``, the
+            table's, or ``"row"``, the row's own since its insertion, which is one more state value.
     """
 
     weight_decay: float = 0.0
@@ -282,7 +282,7 @@ class Adam(_Moments):
 class AdamW(_Moments):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW`` and FBGEMM's ``ADAM``.
 
-    State and attributes as in :class:`Adam`.
+    See :class:`Adam` for state and attributes.
     """
 
     weight_decay: float = 0.01
@@ -301,11 +301,11 @@ class AdamW(_Moments):
 
 @dataclasses.dataclass(frozen=True)
 class RowWiseAdam(_Moments):
-    """Adam with one mean of squares a row; FBGEMM's ``PARTIAL_ROWWISE_ADAM``.
+    """Adam with one mean of squares for each row; FBGEMM's ``PARTIAL_ROWWISE_ADAM``.
 
     State of a row: the means of gradients ``[dim]``, the mean of the mean of squares ``[1]``, and
-    under ``step_mode="row"`` the number of the row's updates ``[1]``. Attributes as in
-    :class:`Adam`, but that weight decay is decoupled by default, as FBGEMM's.
+    under ``step_mode="row"`` the number of the row's updates ``[1]``. See :class:`Adam` for the
+    attributes. Weight decay is decoupled by default, as in FBGEMM.
     """
 
     weight_decay: float = 0.0
@@ -325,17 +325,17 @@ class RowWiseAdam(_Moments):
 
 @dataclasses.dataclass(frozen=True)
 class LAMB(_Moments):
-    """LAMB by row; FBGEMM's ``LAMB``.
+    """LAMB applied to each row; FBGEMM's ``LAMB``.
 
-    Adam's step, with weight decay, is scaled by the ratio of the row's norm to its own. Where one
-    of the two norms is 0 the ratio is 1, as in the published algorithm; FBGEMM's is 0 or NaN there,
-    so that a row of zeros never moves. State as in :class:`Adam`.
+    Adam's step, with weight decay, is scaled by the norm of the row over the norm of the step. If
+    one of the norms is 0, the ratio is 1, as in the published algorithm. FBGEMM's ratio is 0 or NaN
+    then, so that a row of zeros never moves. State of a row: see :class:`Adam`.
 
     Attributes:
-        betas: as in :class:`Adam`.
-        eps: as in :class:`Adam`.
-        weight_decay: factor of the row, added to the step before it is scaled.
-        step_mode: as in :class:`Adam`.
+        betas: see :class:`Adam`.
+        eps: see :class:`Adam`.
+        weight_decay: factor of the row that is added to the step before it is scaled.
+        step_mode: see :class:`Adam`.
     """
 
     weight_decay: float = 0.0
@@ -361,19 +361,19 @@ class FTRL(Optimizer):
         z   += g - (sqrt(n + g^2) - sqrt(n)) / lr * row
         row  = 0 if |z| <= l1 else -(z - sign(z) * l1) / ((beta + sqrt(n + g^2)) / lr + l2)
 
-    The published algorithm starts from z = 0, whatever the row is, and so forgets the initial row
-    as far as ``beta`` and ``initial_accumulator`` weigh. Here z starts from
+    The published algorithm starts from z = 0 for any row, so that ``beta`` and
+    ``initial_accumulator`` make it forget the initial row. Here z starts from
     ``-(beta + sqrt(n)) / lr * initial row``, which is the same for initial rows of zeros. Without
-    ``beta``, ``l1`` and ``l2`` it is Adagrad, as long as the learning rate does not change. At a
-    learning rate of 0 nothing changes.
+    ``beta``, ``l1`` and ``l2`` the optimizer equals Adagrad as long as the learning rate does not
+    change. A learning rate of 0 changes nothing.
 
     State of a row: z ``[dim]``, and the sums of squares ``[dim]`` without ``initial_accumulator``.
 
     Attributes:
-        beta: of the paper, not negative.
-        l1: L1 regularisation: how far z must be from 0 for a value that is not 0.
-        l2: L2 regularisation, as in the paper; TensorFlow's is half of it.
-        initial_accumulator: what sums of squares start from.
+        beta: beta of the paper, not negative.
+        l1: L1 regularization: a value is 0 unless ``|z|`` exceeds it.
+        l2: L2 regularization as in the paper; TensorFlow's is half of it.
+        initial_accumulator: initial value of the sums of squares.
     """
 
     beta: float = 0.0

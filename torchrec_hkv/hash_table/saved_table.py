@@ -1,4 +1,4 @@
-"""A table by itself to a folder and back."""
+"""Saves a hash table to a folder and loads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, 
 
 
 class SavedTable:
-    """Files of a table. Part of ``HashTable``, which has the rest."""
+    """Saving and loading of a table; a base of ``HashTable``."""
 
     _group: TableGroup
     _make: Callable[[TableSpec, int, torch.device | str], None]
@@ -33,29 +33,28 @@ class SavedTable:
         blocking: bool = True,
         staging_bytes: int = STAGING_BYTES,
     ) -> SaveHandle | None:
-        """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
+        """Saves the table: ids, rows, scores, last steps, states, admission counters and clock.
 
-        ``docs/reference/file_format.md`` has the format. A save that is killed leaves the last one
-        whole.
-        What is saved is of one moment: calls of other threads that change the table wait until the
-        files are written. Counts of ids that are not admitted are saved, too.
+        The format is in ``docs/reference/file_format.md``. If the save is killed, the previous one
+        stays complete. The saved contents are consistent: calls of other threads that change the
+        table wait until the files are written.
 
         Args:
-            path: a folder; an earlier save in it is replaced.
-            batch_bytes: memory the save may take, on the host and as much on the device.
-            blocking: whether the call ends when all is on the disk. Otherwise it ends when all has
-                been copied, and a thread writes while the table changes: what is saved is of the
-                moment of the call. Another save waits for that.
-            staging_bytes: with ``blocking=False``, host memory that copies may take besides
-                ``batch_bytes``. Where they don't fit, the call waits for the disk.
+            path: a folder. An earlier save in it is replaced.
+            batch_bytes: memory limit of the save in bytes, on the host and on the device each.
+            blocking: True: the call returns when everything is on the disk. False: it returns when
+                everything is copied; a thread then writes the contents of the moment of the call
+                while the table may change. Another save waits for that thread.
+            staging_bytes: for ``blocking=False``, additional host memory for the copies in bytes.
+                If they don't fit, the call waits for the disk.
 
         Returns:
             With ``blocking=False`` a handle (``wait()``, ``done()``, ``progress``); else None.
 
         Raises:
-            ValueError: ``path`` is something else than a saved table, or ``staging_bytes`` is not a
+            ValueError: ``path`` exists and is not a saved table, or ``staging_bytes`` is not a
                 positive integer.
-            OSError: writing failed; the last save is whole.
+            OSError: writing failed; the previous save is complete.
         """
         check_staging(staging_bytes)
         wait_for_saves()
@@ -82,27 +81,26 @@ class SavedTable:
         allow_loss: bool = False,
         batch_bytes: int = files.BATCH_BYTES,
     ) -> int:
-        """Replaces all that the table holds by what was saved.
+        """Replaces the contents of the table by saved ones.
 
-        Where the tables have the same capacity, all is as it was, to the slot of each id. In a
-        table of another capacity ids are placed anew. Calls of other threads wait meanwhile, once
-        the files have been verified. Counts of ids that are not admitted come
-        where the table counts as the saved one did: in cells, or in a sketch of the same size.
+        If the capacities are equal, each id gets the slot it had. Otherwise ids are placed again.
+        Calls of other threads wait, from the moment the files are verified. Admission counters are
+        loaded if both tables count in cells, or in sketches of the same size.
 
         Args:
-            path: as it was saved to.
-            allow_loss: load also where there is less room: an id stays out where those in both of
-                its buckets rank higher.
-            batch_bytes: memory the load may take, on the host and as much on the device.
+            path: the folder of a saved table.
+            allow_loss: True: load into a table with too little room, too; an id is left out if all
+                ids in its two buckets rank higher.
+            batch_bytes: memory limit of the load in bytes, on the host and on the device each.
 
         Returns:
-            How many ids found no place.
+            Number of ids that found no slot.
 
         Raises:
-            ValueError: the files are damaged or of a table of another dim, dtype, policy, state
-                width, name, seed or initialisation, or there is too little room; nothing has
-                changed then. Where a table of another capacity turns out too small although less
-                than 95 % of it are needed, it is left empty.
+            ValueError: the files are damaged, or of a table of another dim, dtype, policy, state
+                width, name, seed or initializer, or there is too little room. Nothing has changed
+                then, except that a table of another capacity is left empty if ids find no slot
+                although less than 95 % of its slots are needed.
         """
         wait_for_saves()
         loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
@@ -127,28 +125,28 @@ class SavedTable:
         deterministic: bool = False,
         allow_loss: bool = False,
     ) -> Self:
-        """A table as it was saved.
+        """Makes a table from a saved one.
 
         Args:
-            path: as it was saved to.
-            capacity: by default that of the saved table.
-            initial_capacity: as for a new table; by default that of the saved table, where
-                ``capacity`` is, too. The table grows at once as far as the files need it.
-            eviction: by default that of the saved table, ``AgedLFU`` with the default c. A table
-                under LRU, LFU or AgedLFU can be read as one under another of these; an id whose
-                count is not known counts once.
-            device: as for a new table.
-            hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next five.
-            expire_after: as for a new table.
-            strict: as for a new table.
-            remember_evicted: as for a new table.
-            restore_counts: as for a new table.
-            deterministic: as for a new table.
-            allow_loss: as for :meth:`load`.
+            path: the folder of a saved table.
+            capacity: capacity of the new table; that of the saved one by default.
+            initial_capacity: see :class:`HashTable`; that of the saved table by default, if
+                ``capacity`` is not given. The table grows as far as the files require.
+            eviction: eviction policy; that of the saved table by default, with the default c for
+                ``AgedLFU``. Tables under LRU, LFU and AgedLFU can be loaded under another of these
+                policies; an id whose count is unknown gets the count 1.
+            device: see :class:`HashTable`.
+            hbm_bytes: see :class:`HashTable`.
+            admission: see :class:`HashTable`. Files do not store this and the next five arguments.
+            expire_after: see :class:`HashTable`.
+            strict: see :class:`HashTable`.
+            remember_evicted: see :class:`HashTable`.
+            restore_counts: see :class:`HashTable`.
+            deterministic: see :class:`HashTable`.
+            allow_loss: see :meth:`load`.
 
         Raises:
-            ValueError: as for :meth:`load`.
+            ValueError: an argument has an invalid value, or as in :meth:`load`.
         """
         spec, state_dim = files.saved_spec(path)
         changes: dict[str, Any] = {

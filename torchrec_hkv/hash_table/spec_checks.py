@@ -1,4 +1,4 @@
-"""What a table's spec may say of expiry and strictness, and what a strict table says."""
+"""Checks of a table's options, and the message of a strict table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torchrec_hkv.hash_table.eviction import EvictionPolicy, sums_scores
 
 
 def check_expire_after(where: str, expire_after: object) -> None:
-    """Refuses what is no number of calls.
+    """Checks that ``expire_after`` is a number of calls or None.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     if expire_after is None:
         return
@@ -22,10 +22,10 @@ def check_expire_after(where: str, expire_after: object) -> None:
 
 
 def check_remember_evicted(where: str, remember_evicted: object) -> None:
-    """Refuses what is no number of ids.
+    """Checks that ``remember_evicted`` is a number of ids or None.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     if remember_evicted is None:
         return
@@ -40,16 +40,16 @@ def check_remember_evicted(where: str, remember_evicted: object) -> None:
 def check_restore_counts(
     where: str, restore_counts: object, remember_evicted: int | None, eviction: EvictionPolicy
 ) -> None:
-    """Refuses counts that nothing would give back.
+    """Checks that ``restore_counts`` can have an effect if it is set.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it can't; the message starts with ``where``.
     """
     check_flag(where, "restore_counts", restore_counts)
     if restore_counts and remember_evicted is None:
         raise ValueError(
-            f"{where}: restore_counts is True and remember_evicted is None, but counts come back "
-            "for remembered ids only: say how many."
+            f"{where}: restore_counts is True and remember_evicted is None, but only counts of "
+            "remembered ids are restored: set remember_evicted to a number of ids."
         )
     if restore_counts and not sums_scores(eviction):
         raise ValueError(
@@ -59,20 +59,20 @@ def check_restore_counts(
 
 
 def check_flag(where: str, name: str, value: object) -> None:
-    """Refuses what is no truth value.
+    """Checks that ``value`` is a bool.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{where}: {name} is {value!r}, but must be True or False.")
 
 
 def check_integer(where: str, name: str, value: object, *, or_none: bool = False) -> None:
-    """Refuses what is no integer.
+    """Checks that ``value`` is an integer.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     check_number(f"{where}: {name}", value, or_none=or_none)
 
@@ -80,10 +80,10 @@ def check_integer(where: str, name: str, value: object, *, or_none: bool = False
 def check_range(
     where: str, name: str, value: object, least: int, most: int, *, or_none: bool = False
 ) -> None:
-    """Refuses what is no integer from ``least`` to ``most``.
+    """Checks that ``value`` is an integer from ``least`` to ``most``.
 
     Raises:
-        ValueError: its sentence starts with ``where``.
+        ValueError: it is not; the message starts with ``where``.
     """
     if value is None and or_none:
         return
@@ -95,15 +95,15 @@ def check_range(
 
 
 def bound(number: int) -> str:
-    """A bound as a sentence names it: those of int64 as powers of two."""
+    """A bound as text; bounds of int64 as powers of two."""
     return {-(1 << 63): "-2^63", (1 << 63) - 1: "2^63 - 1"}.get(number, str(number))
 
 
 def check_number(what: str, value: object, *, or_none: bool = False) -> None:
-    """Refuses what is no integer.
+    """Checks that ``value`` is an integer.
 
     Raises:
-        ValueError: its sentence starts with ``what``.
+        ValueError: it is not; the message starts with ``what``.
     """
     if value is None and or_none:
         return
@@ -113,17 +113,17 @@ def check_number(what: str, value: object, *, or_none: bool = False) -> None:
 
 
 def crowded_message(name: str, number: int, size: int, slots: int) -> str:
-    """Why a strict table raises.
+    """The message of a strict table that found no slot for some ids.
 
     Args:
-        name: of the table.
-        number: ids that found no place.
-        size: entries of the table.
-        slots: that it has.
+        name: name of the table.
+        number: number of ids without a slot.
+        size: number of entries in the table.
+        slots: number of slots of the table.
     """
     return (
         f"Table {name!r} is strict and had no place for {number} of this call's new ids: both "
-        "buckets of each are full of ids of this call or of calls whose backward is still to come. "
+        "buckets of each are full of ids of this call or of calls whose backward has not run. "
         f"Its load is {size / slots:.3f} ({size} of {slots} slots): give it a larger capacity, use "
         "smaller batches, or keep fewer of them in flight."
     )

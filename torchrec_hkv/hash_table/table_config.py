@@ -1,4 +1,4 @@
-"""A table's spec as the kernels' side takes it."""
+"""Converts a table's spec to the configuration that the C++ runtime takes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ROW_TYPES = {
 
 
 def check_types(spec: TableSpec) -> None:
-    """Refuses a name that is no string, and numbers that are none.
+    """Checks the types of a spec's name and numbers.
 
     Raises:
-        ValueError: the sentence names the table.
+        ValueError: a type is wrong; the message names the table.
     """
     if not isinstance(spec.name, str):
         raise ValueError(f"A table's name is {spec.name!r}, but must be a string.")
@@ -41,15 +41,15 @@ def check_types(spec: TableSpec) -> None:
 
 
 def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.TableConfig:
-    """What the kernels' side takes of a table.
+    """The configuration of a table for the C++ runtime.
 
     Args:
         spec: the table.
-        state_dim: float32 values of state that a row keeps.
-        device: of the table.
+        state_dim: number of float32 state values of a row.
+        device: device of the table.
 
     Raises:
-        ValueError: the spec is impossible; the sentence names the table.
+        ValueError: the spec is invalid; the message names the table.
     """
     check_eviction(f"table '{spec.name}'", spec.eviction, POLICIES)
     if spec.dtype not in _ROW_TYPES:

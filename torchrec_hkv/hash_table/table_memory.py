@@ -1,4 +1,4 @@
-"""What a table takes in HBM and in host memory, known before it is made."""
+"""Memory of a table in HBM and on the host, known before the table is created."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores
 
 @dataclasses.dataclass(frozen=True)
 class TableMemory:
-    """Memory of a table of a given capacity, when it has grown to that.
+    """Memory of a table at its full capacity.
 
     Attributes:
-        num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
-        initial_slots: slots it begins with.
-        bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps, scores, the miniatures of an ``"adaptive"`` table, the
-            counts of ids that are not admitted and the marks of evicted ones; always in HBM on a
-            GPU. A large table that is alone in its group may take a little less there.
-        row_bytes: one row with its optimizer state.
-        state_bytes: of these, the state.
+        num_slots: number of slots: the capacity, rounded up by less than one slot for each bucket.
+        initial_slots: number of slots at first.
+        bucket_slots: number of slots in a bucket, at most 64.
+        index_bytes: bytes of digests, ids, steps, scores, miniature tables of an ``"adaptive"``
+            table, admission counters and marks of evicted ids. On a GPU they are always in HBM. A
+            large table that is alone in its group may take slightly less there.
+        row_bytes: bytes of a row with its optimizer state.
+        state_bytes: bytes of the optimizer state of a row.
     """
 
     num_slots: int
@@ -33,12 +33,12 @@ class TableMemory:
 
     @property
     def bytes(self) -> int:
-        """All the table takes."""
+        """Bytes of the whole table."""
         return self.index_bytes + self.num_slots * self.row_bytes
 
     @property
     def least_hbm_bytes(self) -> int:
-        """HBM without which a table can't be: its index, and one bucket with its rows."""
+        """Least HBM with which the table can be created: its index, and one bucket of rows."""
         bucket = self.bucket_slots * self.row_bytes + self.index_bytes * self.bucket_slots // (
             self.num_slots
         )
@@ -56,18 +56,18 @@ def table_memory(
     remember_evicted: int | None = None,
     restore_counts: bool = False,
 ) -> TableMemory:
-    """Memory of a table.
+    """Computes the memory of a table.
 
     Args:
-        capacity: rows it must hold, at least 1.
-        dim: values a row.
-        state_width: fp32 values of optimizer state a row.
-        eviction: the policy; all but ``"lru"`` keep 8 bytes of score a slot.
-        element_bytes: of a value of a row.
-        admission: which new ids get a slot; what it counts takes memory.
-        initial_capacity: rows it must hold before it grows; None: all from the start.
-        remember_evicted: evicted ids that it remembers, 2 bytes each.
-        restore_counts: whether their counts come back, for 2 bytes more each.
+        capacity: number of rows that the table must hold, at least 1.
+        dim: number of columns.
+        state_width: number of float32 optimizer state values of a row.
+        eviction: eviction policy. All but ``"lru"`` store scores, 8 bytes a slot.
+        element_bytes: bytes of one value of a row.
+        admission: admission rule; its counters take memory.
+        initial_capacity: number of rows before the table grows; None for the full capacity.
+        remember_evicted: number of evicted ids that the table remembers, 2 bytes each.
+        restore_counts: whether counts of remembered ids are restored, for 2 more bytes each.
     """
     buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
     return TableMemory(
@@ -85,15 +85,15 @@ def table_memory(
 
 @dataclasses.dataclass(frozen=True)
 class HbmShare:
-    """What of a table's rows and states is in HBM.
+    """The part of a table's rows and states that is in HBM.
 
     Attributes:
-        slots: those of the table where all rows fit; otherwise the number of frames that rows from
-            host memory come into, 0 where these would be fewer than a four-thousandth of the slots.
-        sets: of the frames.
-        all_states: whether the states of all slots are in HBM, though not all rows. They are where
-            a state takes at most 16 bytes, and those of all slots at most half of the HBM that
-            there is beside the index. Other states are where their rows are.
+        slots: if all rows fit, the table's number of slots. Otherwise the number of frames in HBM
+            that cache rows of host memory; 0 if less than 1 / 4000 of the slots would have one.
+        sets: number of sets of the frames.
+        all_states: whether HBM holds the states of all slots, though not all rows. It does if a
+            state takes at most 16 bytes, and all states at most half of the HBM beside the index.
+            Otherwise states are where their rows are.
     """
 
     slots: int
@@ -102,7 +102,7 @@ class HbmShare:
 
 
 def hbm_share_for(memory: TableMemory, hbm_bytes: int | None) -> HbmShare:
-    """What is in HBM when the table may take ``hbm_bytes`` there (None: all)."""
+    """The part of a table that is in HBM under the limit ``hbm_bytes`` (None: all of it)."""
     if hbm_bytes is None:
         return HbmShare(memory.num_slots, sets=0, all_states=False)
     slots, sets, all_states = _C.share_that_fits(
@@ -116,17 +116,17 @@ def hbm_share_for(memory: TableMemory, hbm_bytes: int | None) -> HbmShare:
 
 
 def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
-    """Rows that can be in HBM when the table may take ``hbm_bytes`` there (None: all).
+    """Number of rows that can be in HBM under the limit ``hbm_bytes`` (None: all of them).
 
-    ``slots`` of :func:`hbm_share_for`.
+    Equals ``slots`` of :func:`hbm_share_for`.
     """
     return hbm_share_for(memory, hbm_bytes).slots
 
 
 def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, int]:
-    """Bytes of HBM and of host memory of a table on a GPU that may take ``hbm_bytes`` of HBM.
+    """Bytes of HBM and of host memory of a table on a GPU under the limit ``hbm_bytes`` of HBM.
 
-    A table whose rows don't all fit in HBM has all of them in host memory, and some in frames.
+    If not all rows fit in HBM, all of them are in host memory and some are cached in frames.
     """
     share = hbm_share_for(memory, hbm_bytes)
     if share.slots == memory.num_slots:

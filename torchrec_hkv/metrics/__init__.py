@@ -1,4 +1,4 @@
-"""What tables do and hold, from counters on the device, read without making a step wait."""
+"""Metrics of tables, read from counters on the device without blocking a step."""
 
 from torchrec_hkv.metrics.console import ConsoleLine, describe
 from torchrec_hkv.metrics.table_metrics import TableMetrics

@@ -1,4 +1,4 @@
-"""Progress that is redrawn on a terminal, and printed once at the end elsewhere."""
+"""A progress line: redrawn on a terminal, printed once at the end elsewhere."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torchrec_hkv.metrics.table_metrics import TableMetrics
 def describe(
     metrics: Mapping[str, TableMetrics], before: Mapping[str, TableMetrics] | None = None
 ) -> str:
-    """Metrics of all tables together, in a few words.
+    """Summarizes the metrics of all tables in one line.
 
     Args:
-        metrics: by table.
-        before: of an earlier time; the hit rate is that since then.
+        metrics: metrics by table name.
+        before: metrics of an earlier reading. If given, the hit rate covers the time since then.
 
     Returns:
-        Hit rate, load factor, evictions, the mean c of tables whose counts age, and what else there
-        was; where rows lie in HBM and in host
-        memory, the hit rate of each, and the bytes; "" without tables.
+        Hit rate, load factor, evictions, the mean half-life c of tables with aging counts, and
+        nonzero counts of other events. If rows are in HBM and in host memory, also the hit rate
+        and the bytes of each. ``""`` without tables.
     """
     if not metrics:
         return ""
@@ -54,16 +54,17 @@ def _gib(size: int) -> str:
 
 
 class ConsoleLine:
-    """A line of progress with figures and the metrics of tables.
+    """A progress line with figures and the metrics of tables.
 
-    On a terminal the line is redrawn, with a bar where rich is installed; elsewhere only the last
-    state is printed, by :meth:`close` or at the end of a ``with`` block.
+    On a terminal the line is redrawn, with a progress bar if rich is installed. Elsewhere only the
+    final state is printed, by :meth:`close` or at the end of a ``with`` block.
 
     Args:
-        title: at its beginning.
-        steps: how many there will be; None where that is not known.
-        shown: False prints nothing, as on ranks other than the first.
-        file: standard error by default for the live line; the final one goes to standard output.
+        title: text at the beginning of the line.
+        steps: total number of steps; None if unknown.
+        shown: False to print nothing, for ranks other than 0.
+        file: stream for the live line, standard error by default. The final line goes to standard
+            output.
 
     Raises:
         ValueError: ``steps`` is negative.
@@ -100,7 +101,8 @@ class ConsoleLine:
         self.close()
 
     def __call__(self, step: int, metrics: Mapping[str, TableMetrics]) -> None:
-        """A sink of :class:`torchrec_hkv.metrics.Watch`; the hit rate is that since the last.
+        """Shows metrics; makes the line a sink of :class:`torchrec_hkv.metrics.Watch`. The hit rate
+        covers the time since the previous call.
 
         Raises:
             ValueError: the line is closed.
@@ -114,9 +116,9 @@ class ConsoleLine:
         """Redraws the line.
 
         Args:
-            step: how many are done.
-            samples: how many were trained on since the line began.
-            figures: such as ``loss``, by name.
+            step: number of steps done.
+            samples: number of samples processed since the line was created.
+            figures: values to show by name, such as ``loss``.
 
         Raises:
             ValueError: the line is closed.
@@ -133,7 +135,7 @@ class ConsoleLine:
             self._live.update(step, self.line)
 
     def close(self) -> None:
-        """Prints the last state; another call does nothing. A :class:`Watch` is closed before."""
+        """Prints the final state. Further calls do nothing. Close a :class:`Watch` first."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -144,7 +146,7 @@ class ConsoleLine:
             print(_wrapped(text) if sys.stdout.isatty() else text, flush=True)
 
     def _show(self) -> None:
-        """Begins the live line where there is a terminal."""
+        """Starts the live line if the stream is a terminal."""
         if self._live is None and self._shown and self._file.isatty():
             self._live = _live_progress(self.title, self._steps, self._file)
 
@@ -156,7 +158,7 @@ class ConsoleLine:
 
 
 def _wrapped(text: str) -> str:
-    """Lines of the terminal's width, the second and others indented."""
+    """Wraps text at the terminal's width, with an indentation from the second line on."""
     return textwrap.fill(
         text, shutil.get_terminal_size().columns, subsequent_indent="  ", break_on_hyphens=False
     )
@@ -172,7 +174,7 @@ def _live_progress(title: str, steps: int | None, file: TextIO) -> Any:
         return _PlainLine(title, file)
 
     class Lines(Progress):
-        """The bar, and below it the figures, which may need several lines."""
+        """A progress bar, and below it the figures on one or more lines."""
 
         def get_renderables(self) -> Iterator[Any]:
             yield self.make_tasks_table(self.tasks)
@@ -207,8 +209,8 @@ class _RichLine:
 
 
 class _PlainLine:
-    """Where rich is not installed. What is wider than the terminal is cut: a line that wraps can't
-    be redrawn."""
+    """A live line without rich. It is cut at the terminal's width, because a wrapped line can't be
+    redrawn."""
 
     def __init__(self, title: str, file: TextIO) -> None:
         self._title = title

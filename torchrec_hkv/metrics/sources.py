@@ -1,4 +1,4 @@
-"""Finds the tables in what a user has: a model, a module, a table."""
+"""Finds the tables in a model, a module or a hash table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchrec_hkv.nn.table_module import TableModule
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 from torchrec_hkv.sharding.state.names import joined, named_modules
 
-#: Fields of a TableMetrics that the device counts, in its order, and those that the host knows.
+#: Fields of TableMetrics that are counted on the device, in the order of its counters; the fields
+#: after them are known on the host.
 DEVICE_FIELDS = DEVICE_COUNTS
 HOST_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[len(DEVICE_FIELDS) :]
 
@@ -25,13 +26,13 @@ Source = nn.Module | HashTable
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Tables that are counted together.
+    """Tables whose counters are read together.
 
     Attributes:
-        names: of the tables, in full.
-        counts: gives int64 ``[tables, 20]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
-            without a wait, where the backend can.
-        sizes: gives for each table what :data:`HOST_FIELDS` are.
+        names: full names of the tables.
+        counts: returns int64 ``[tables, 20]``, in the order of :data:`DEVICE_FIELDS`; does not
+            synchronize with a GPU if the backend supports that.
+        sizes: returns the values of :data:`HOST_FIELDS` for each table.
     """
 
     names: tuple[str, ...]
@@ -40,17 +41,17 @@ class Probe:
 
 
 def probes_of(source: Source) -> list[Probe]:
-    """Those of all tables of this package in a model; what this rank holds of them.
+    """The probes of all tables of this package in a model, for the shards on this rank.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``source`` has another type.
     """
     if isinstance(source, HashTable):
         return [_group_probe(["table"], source.group)]
     if not isinstance(source, nn.Module):
         raise TypeError(
-            f"Metrics are of a model, a module of torchrec_hkv.nn or a HashTable, but were asked "
-            f"of a {type(source).__name__}."
+            f"Metrics need a model, a module of torchrec_hkv.nn or a HashTable, but the source is "
+            f"a {type(source).__name__}."
         )
     probes = []
     for path, module in named_modules(source):
@@ -71,7 +72,7 @@ def _group_probe(names: Sequence[str], group: TableGroup) -> Probe:
 
 
 def _module_probe(names: Sequence[str], module: TableModule) -> Probe:
-    # Its group is another one after it was moved or given to an optimizer.
+    # The module replaces its group when it is moved or attached to an optimizer.
     return Probe(
         tuple(names), lambda: module.group.device_counters(), lambda: _group_sizes(module.group)
     )

@@ -9,34 +9,33 @@ from torchrec_hkv.hash_table.groups.counters import MINIATURE_CS
 
 @dataclasses.dataclass(frozen=True)
 class TableMetrics:
-    """Counts of a table, over all ranks where several hold it. They add up.
+    """Counters of a table. Those of several ranks and tables can be added.
 
     Attributes:
-        lookups: ids of training lookups and insertions.
-        hits: of these, ids that were there.
-        inserted: ids that got a slot.
-        evicted: ids that left for others.
-        refused: ids for which there was no place.
+        lookups: ids in training lookups and insertions.
+        hits: lookups whose id was in the table.
+        inserted: ids that were inserted.
+        evicted: ids that were evicted.
+        refused: ids for which no slot was found.
         unadmitted: ids that were not admitted.
-        expired: ids that left for their age.
-        fetched: rows that came from host memory into a GPU's.
-        written_home: rows that went back because others took their place.
-        host_hits: hits whose row was in host memory; on a CPU all of them.
-        returned: ids that got a slot after they had been evicted, of a table with
+        expired: ids that were removed because of their age.
+        fetched: rows copied from host memory to HBM.
+        written_home: rows copied from HBM back to host memory.
+        host_hits: hits whose row was in host memory; on a CPU all hits.
+        returned: ids that were inserted again after an eviction, in tables with
             ``remember_evicted``.
         size: ids in the table.
-        aged: 1 where counts age, that is under ``AgedLFU`` or ``"adaptive"``; so many shards.
-        c_hundredths: of these, the sum of c in hundredths.
-        miniature_lookups: ids that the miniatures of an adaptive table have looked up lately; so
-            the next.
-        miniature_hits_0: hits of the miniature with c = 0, LRU.
-        miniature_hits_1: with c = 1.
-        miniature_hits_2: with c = 2.
-        miniature_hits_4: with c = 4.
-        miniature_hits_16: with c = 16.
-        capacity: ids it may hold.
-        hbm_bytes: what it takes of GPUs' memory, index included.
-        host_bytes: what it takes of host memory.
+        aged: number of shards with aging counts (``AgedLFU`` or ``"adaptive"``).
+        c_hundredths: sum of their half-lives c, in hundredths.
+        miniature_lookups: recent lookups in the miniature tables of an adaptive table.
+        miniature_hits_0: recent hits of the miniature table with c = 0, LRU.
+        miniature_hits_1: recent hits with c = 1.
+        miniature_hits_2: recent hits with c = 2.
+        miniature_hits_4: recent hits with c = 4.
+        miniature_hits_16: recent hits with c = 16.
+        capacity: maximal number of ids.
+        hbm_bytes: bytes in GPUs' memory, including the index.
+        host_bytes: bytes in host memory.
     """
 
     lookups: int = 0
@@ -65,33 +64,34 @@ class TableMetrics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the lookups whose id was there; NaN without any."""
+        """Share of lookups that are hits; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
 
     @property
     def hbm_hit_rate(self) -> float:
-        """Share of the lookups whose row was in a GPU's memory; NaN without any."""
+        """Share of lookups whose row was in HBM; NaN without lookups."""
         return (self.hits - self.host_hits) / self.lookups if self.lookups else float("nan")
 
     @property
     def host_hit_rate(self) -> float:
-        """Share of the lookups whose row was in host memory; NaN without any."""
+        """Share of lookups whose row was in host memory; NaN without lookups."""
         return self.host_hits / self.lookups if self.lookups else float("nan")
 
     @property
     def load_factor(self) -> float:
-        """Share of the slots that are taken; NaN without any."""
+        """Share of slots in use; NaN without slots."""
         return self.size / self.capacity if self.capacity else float("nan")
 
     @property
     def c(self) -> float:
-        """The half-life of counts in use, as ``AgedLFU`` has it: the mean of the shards; NaN under
-        policies that have none."""
+        """The half-life c of counts, see :class:`torchrec_hkv.AgedLFU`: the mean over shards; NaN
+        under policies without one."""
         return self.c_hundredths / 100 / self.aged if self.aged else float("nan")
 
     @property
     def miniature_hit_rates(self) -> dict[float, float]:
-        """Hit rates of the miniatures of an adaptive table lately, by their c; {} without any."""
+        """Recent hit rates of an adaptive table's miniature tables by their c; ``{}`` without
+        lookups."""
         if not self.miniature_lookups:
             return {}
         hits = {c: getattr(self, f"miniature_hits_{c:g}") for c in MINIATURE_CS}
@@ -102,12 +102,12 @@ class TableMetrics:
         return TableMetrics(*(a + b for a, b in zip(mine, others, strict=True)))
 
     def since(self, before: TableMetrics) -> TableMetrics:
-        """Counts since another time; size, capacity and bytes as they are now."""
+        """Counts since an earlier reading; size, capacity and bytes at this reading."""
         return dataclasses.replace(
             self, **{name: getattr(self, name) - getattr(before, name) for name in COUNTED}
         )
 
 
-#: Fields that only grow.
+#: Fields that never decrease.
 COUNTED = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted", "expired")
 COUNTED += ("fetched", "written_home", "host_hits", "returned")

@@ -1,4 +1,4 @@
-"""Metrics of tables as scalars of TensorBoard."""
+"""Metrics of tables as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ _BY_MEMORY = ("host_hits", "hbm_hit_rate", "host_hit_rate")
 
 
 class Writer(Protocol):
-    """What is needed of a ``torch.utils.tensorboard.SummaryWriter``."""
+    """The methods of ``torch.utils.tensorboard.SummaryWriter`` that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Writes one value."""
+        """Writes one scalar."""
 
     def close(self) -> Any:
-        """Writes all to the file."""
+        """Flushes and closes the file."""
 
 
 class TensorBoard:
-    """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
+    """A sink of :class:`torchrec_hkv.metrics.Watch` that writes TensorBoard scalars.
 
-    For each table ``{table}/{metric}``: counts and the hit rates since the last time; size, load
-    factor, bytes, c and the hit rates of miniatures as they are. A table has only the metrics that
-    it uses: a count is written from the first reading on in which it is not zero, evictions from
-    the first insertion on, and hits by memory where the table has rows in HBM and in host memory.
+    The tags are ``{table}/{metric}``. Counts and hit rates cover the time since the previous
+    reading; size, load factor, bytes, c and the hit rates of miniature tables are current values.
+    A table has only the metrics that it uses: a count is written from the first reading in which it
+    is not zero, evictions from the first insertion on, and hits by memory only for tables with rows
+    in HBM and in host memory.
 
     Args:
-        log_dir: a folder for the files; None where ``writer`` is given.
-        writer: one that is there already, which :meth:`close` leaves open.
+        log_dir: folder for the files; None if ``writer`` is given.
+        writer: an existing writer; :meth:`close` does not close it.
 
     Raises:
         ImportError: the package ``tensorboard`` can't be imported.
-        ValueError: neither or both are given.
+        ValueError: both or neither of the arguments are given.
     """
 
     def __init__(
         self, log_dir: str | os.PathLike[str] | None = None, writer: Writer | None = None
     ) -> None:
         if (log_dir is None) == (writer is None):
-            raise ValueError("Either a log_dir or a writer must be given.")
+            raise ValueError("TensorBoard needs a log_dir or a writer: give exactly one of them.")
         self._own = writer is None
         if writer is None:
             writer = summary_writer_class()(str(log_dir))
         self.writer: Writer = writer
         self._before: dict[str, TableMetrics] = {}
-        # What each table has used so far, in order.
+        # The metrics that each table has used so far, in order.
         self._used: dict[str, dict[str, None]] = {}
 
     def __enter__(self) -> TensorBoard:
@@ -60,7 +61,7 @@ class TensorBoard:
         self.close()
 
     def __call__(self, step: int, metrics: Mapping[str, TableMetrics]) -> None:
-        """Writes the metrics of a step."""
+        """Writes the metrics of a reading."""
         for table, now in metrics.items():
             recent = now.since(self._before[table]) if table in self._before else now
             used = self._used.setdefault(table, {})
@@ -70,7 +71,7 @@ class TensorBoard:
                     value = getattr(now, name)
                 elif name in COUNTED or recent.lookups:
                     value = getattr(recent, name)
-                else:  # a rate of no lookups
+                else:  # a rate without lookups
                     continue
                 self.writer.add_scalar(f"{table}/{name}", value, step)
             for c, rate in now.miniature_hit_rates.items():
@@ -78,18 +79,18 @@ class TensorBoard:
         self._before = dict(metrics)
 
     def scalars(self, step: int, **figures: float) -> None:
-        """Writes other figures, such as ``loss``, by name."""
+        """Writes other scalars by name, such as ``loss``."""
         for name, value in figures.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes all to the files."""
+        """Flushes and closes a writer that this object created."""
         if self._own:
             self.writer.close()
 
 
 def _used(now: TableMetrics) -> list[str]:
-    """The metrics that a table uses, as far as its counts tell."""
+    """The metrics that a table uses, judged by its counts."""
     names = [name for name in COUNTED if getattr(now, name) and name not in _BY_MEMORY]
     if now.inserted:
         names.append("evicted")
@@ -104,7 +105,7 @@ def _used(now: TableMetrics) -> list[str]:
 
 
 def summary_writer_class() -> Callable[[str], Writer]:
-    """``torch.utils.tensorboard.SummaryWriter``.
+    """The class ``torch.utils.tensorboard.SummaryWriter``.
 
     Raises:
         ImportError: the package ``tensorboard`` is not installed, or PyTorch can't use it.

@@ -1,4 +1,4 @@
-"""Periodic metrics that do not make a step wait."""
+"""Periodic readings of metrics that do not block a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.metrics.sources import DEVICE_FIELDS, HOST_FIELDS, Source, pro
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 
 Metrics = dict[str, TableMetrics]
-#: Receives the number of a step and its metrics.
+#: A callable that receives the number of a step and the metrics at that step.
 Sink = Callable[[int, Mapping[str, TableMetrics]], None]
 
 
@@ -71,15 +71,15 @@ class Watch:
         for sink in self._sinks:
             if not callable(sink):
                 raise TypeError(
-                    f"A sink is {sink!r}, but must be called with a step and its metrics, as a "
-                    "ConsoleLine is."
+                    f"A sink is {sink!r}, but must be callable with a step and its metrics, such "
+                    "as a ConsoleLine."
                 )
         self._reader = _Reader(source, group)
         self._steps = 0
-        # The step of the last reading that was begun.
+        # Step at which the last reading was started.
         self._begun = 0
         self._open: list[_Reading] = []
-        #: The last reading that was done, empty before the first.
+        #: The last completed reading; empty before the first.
         self.latest: Metrics = {}
 
     def __enter__(self) -> Watch:
@@ -89,19 +89,19 @@ class Watch:
         if error is None:
             self.close()
         else:
-            # Other ranks may not come to another reading, and would be waited for.
+            # Do not start a reading: other ranks may not take part, and it would block.
             self._hand_on_done()
 
     def step(self) -> None:
-        """Counts a step; every so many times begins a reading, and hands on what is done."""
+        """Counts a step. Starts a reading if due, and hands completed readings to the sinks."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._begin()
         self._hand_on_done()
 
     def close(self) -> None:
-        """Hands on all readings, with one of the last step; waits for the device. Another call
-        does nothing."""
+        """Starts a reading of the last step, waits for all readings and hands them to the sinks.
+        Further calls do nothing."""
         if self._steps > self._begun:
             self._begin()
         while self._open:
@@ -125,7 +125,7 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Metrics on their way to the host."""
+    """Metrics that are being copied to the host."""
 
     step: int
     names: tuple[str, ...]
@@ -148,7 +148,8 @@ class _Reading:
 
 
 class _Reader:
-    """Begins readings. All ranks know all names, since tables may lie on some ranks only."""
+    """Starts readings. All ranks know the names of all tables, because some tables may be on some
+    ranks only."""
 
     def __init__(self, source: Source, group: dist.ProcessGroup | None) -> None:
         self._probes = probes_of(source)
@@ -164,7 +165,7 @@ class _Reader:
             raise ValueError("There are no tables of this package to watch.")
 
     def begin(self, step: int) -> _Reading:
-        """A reading of this step."""
+        """Starts the reading of a step."""
         parts = [probe.counts() for probe in self._probes]
         device = parts[0].device if parts else self._backend_device()
         host = torch.tensor([row for probe in self._probes for row in probe.sizes()])
@@ -189,6 +190,6 @@ class _Reader:
         return _Reading(step, self._names, result, event)
 
     def _backend_device(self) -> torch.device:
-        """Of a rank without tables."""
+        """The device for collectives on a rank without tables."""
         nccl = self._group is not None and dist.get_backend(self._group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

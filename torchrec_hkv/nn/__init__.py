@@ -1,4 +1,4 @@
-"""Embeddings and their optimizers as modules by themselves, without TorchRec."""
+"""Standalone embedding modules and their optimizers; TorchRec is not required."""
 
 from torchrec_hkv.nn.embedding import HierarchicalHashEmbedding, MultiTableHKVEmbedding
 from torchrec_hkv.nn.optimizers import (

@@ -1,4 +1,4 @@
-"""How many rows tables may hold, from what a user allows and what memory there is."""
+"""The number of rows that tables can hold under the user's limits and the free memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchrec_hkv.hash_table import EvictionPolicy, TableMemory, gpu_table_bytes
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 
 GIB = 1 << 30
-# What the tables may take of the memory that is free.
+# Share of the free memory that tables may take.
 _SHARE = 0.9
 
 
 def gib_to_bytes(what: str, size: float | None) -> int | None:
-    """Bytes of a number of GiB.
+    """Converts GiB to bytes.
 
     Raises:
-        ValueError: it is neither None nor a positive finite number.
+        ValueError: ``size`` is neither None nor a positive finite number.
     """
     if size is None:
         return None
@@ -30,27 +30,27 @@ def gib_to_bytes(what: str, size: float | None) -> int | None:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free now: of the GPU's memory, 0 on a CPU, and of host memory."""
+    """Free bytes of the GPU's memory (0 on a CPU) and of host memory."""
     return gpu_memory(device)[0] if device.type == "cuda" else 0, host_memory()[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class HbmLimits:
-    """What one table may take of a GPU's memory.
+    """Limits of one table's GPU memory.
 
-    Rows and optimizer states share slots and, but for narrow states, go from one memory to the
-    other together: so where both limits are given, the two together are within their sum.
+    Rows and optimizer states share slots and move between the memories together, except for narrow
+    states. If both limits are given, rows and states together stay within the sum of the limits.
 
     Attributes:
-        rows: bytes of index and rows, None for no limit.
-        states: bytes of optimizer states; None: they count as rows.
+        rows: bytes of index and rows; None for no limit.
+        states: bytes of optimizer states; None if they count as rows.
     """
 
     rows: int | None = None
     states: int | None = None
 
     def hbm_bytes(self, memory: TableMemory, state_width: int) -> int | None:
-        """Of a table, index included; None for no limit."""
+        """Limit for a table in bytes, including the index; None for no limit."""
         if self.states is None or state_width == 0:
             return self.rows
         if self.rows is not None:
@@ -59,18 +59,18 @@ class HbmLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Tables of one shape.
+class TableShape:
+    """Several tables of equal shape.
 
     Attributes:
-        tables: how many.
-        dim: of their rows.
-        state_width: float32 values of optimizer state a row.
-        eviction: their policy.
-        limits: of each.
-        device: of all.
-        initial_capacity: rows that each has memory for at first, which tells how it is rounded.
-        remember_evicted: evicted ids that each remembers.
+        tables: number of tables.
+        dim: number of columns.
+        state_width: number of float32 optimizer state values of a row.
+        eviction: eviction policy.
+        limits: limits of each table's GPU memory.
+        device: device of the tables.
+        initial_capacity: number of rows that each table has memory for at first.
+        remember_evicted: number of evicted ids that each table remembers.
     """
 
     tables: int
@@ -83,7 +83,7 @@ class Shape:
     remember_evicted: int | None = None
 
     def memory(self, capacity: int) -> TableMemory:
-        """Of one table."""
+        """Memory of one table."""
         first = min(capacity, self.initial_capacity)
         return table_memory(
             capacity,
@@ -95,16 +95,16 @@ class Shape:
         )
 
     def hbm_bytes(self, capacity: int) -> int | None:
-        """What one table may take of a GPU's memory; None: all that it needs."""
+        """Limit of one table's GPU memory in bytes; None for no limit."""
         return self.limits.hbm_bytes(self.memory(capacity), self.state_width)
 
     def most_rows(self, capacity: int, hbm_free: int, host_free: int) -> int:
-        """Rows that each can hold, at most ``capacity``; 0 where not even one fits.
+        """Number of rows that each table can hold, at most ``capacity``; 0 if not even one fits.
 
         Args:
-            capacity: rows asked for.
-            hbm_free: bytes of the GPU's memory, of which all together may take nine tenths.
-            host_free: the same of host memory.
+            capacity: requested number of rows.
+            hbm_free: free bytes of GPU memory. All tables together may take 90 % of them.
+            host_free: free bytes of host memory. All tables together may take 90 % of them.
         """
         on_gpu = self.device.type == "cuda"
         hbm, host = _SHARE * hbm_free, _SHARE * host_free
@@ -121,7 +121,7 @@ class Shape:
 
         if fits(capacity):
             return capacity
-        low, high = 0, capacity  # the first fits, or is 0; the last does not
+        low, high = 0, capacity  # low is 0 or fits, high does not fit
         while high - low > max(1, low >> 10):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

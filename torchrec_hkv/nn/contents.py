@@ -1,4 +1,4 @@
-"""All that a table holds, in host memory: to save it, and to move it to another table."""
+"""The contents of a table in host memory, to save it or to move it to another table."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BATCH = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Entries of one table, in the order of their slots.
+    """Entries of one table in slot order.
 
     Attributes:
         ids: int64 ``[n]``.
         rows: float32 ``[n, dim]``.
-        last_steps: int32 ``[n]``, when each was last looked up.
+        last_steps: int32 ``[n]``, the step of each id's last lookup.
         scores: int64 ``[n]``; ``[0]`` under LRU.
         states: float32 ``[n, state width]``.
     """
@@ -34,16 +34,16 @@ class Contents:
     states: Tensor
 
     def split(self, size: int) -> Iterator[Contents]:
-        """Parts of so many entries."""
+        """Splits the entries into parts of at most ``size``."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         for first in range(0, len(self.ids), size):
             yield Contents(*(t[first : first + size] if len(t) else t for t in fields))
 
     def with_states(self, ids: Tensor, states: Tensor) -> Contents:
-        """The same entries with the states of these ids, and zeros for others.
+        """The same entries with new optimizer states; zeros for ids that are not in ``ids``.
 
         Args:
-            ids: int64 ``[m]``, distinct.
+            ids: int64 ``[m]``, unique.
             states: float32 ``[m, width]``.
         """
         found, at = positions(ids, self.ids)
@@ -53,14 +53,15 @@ class Contents:
 
 
 def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where ids are.
+    """Finds ids in a list of ids.
 
     Args:
-        ids: int64 ``[m]``, distinct.
-        wanted: int64 ``[n]``.
+        ids: int64 ``[m]``, unique.
+        wanted: int64 ``[n]``, the ids to find.
 
     Returns:
-        Whether each wanted id is there, bool ``[n]``, and where, int64 ``[n]``.
+        Whether each wanted id was found, bool ``[n]``, and its position, int64 ``[n]``; positions
+        of ids that were not found are undefined.
     """
     if ids.numel() == 0:
         return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
@@ -70,7 +71,7 @@ def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take(group: TableGroup, table: int) -> Contents:
-    """What a table of a group holds, all of one moment (waits for the device)."""
+    """A consistent copy of a table's contents. Synchronizes with the device."""
     with group.unchanged():
         slots = group.select_slots(table)
         parts = [
@@ -81,12 +82,12 @@ def take(group: TableGroup, table: int) -> Contents:
 
 
 def put(group: TableGroup, table: int, contents: Contents) -> None:
-    """Adds entries to a table that holds none of them.
+    """Inserts entries into a table that holds none of their ids.
 
-    The group's clock must not be before their last steps.
+    The group's clock must not be before the entries' last steps.
 
     Raises:
-        ValueError: they have no room; the table is left empty.
+        ValueError: an entry found no slot. The table is empty afterwards.
     """
     width = _C.table_layout(group.handle, table)[2]
     try:
@@ -94,7 +95,7 @@ def put(group: TableGroup, table: int, contents: Contents) -> None:
         lost = sum(_put_part(group, table, part, width) for part in contents.split(_BATCH))
         if lost:
             raise ValueError(
-                f"{lost} of {len(contents.ids)} rows find no place in table "
+                f"{lost} of {len(contents.ids)} rows found no slot in table "
                 f"{group.tables[table].name!r} of {group.full_slots(table)} slots: give it a "
                 "larger max_capacity."
             )
@@ -105,7 +106,7 @@ def put(group: TableGroup, table: int, contents: Contents) -> None:
 
 
 def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
-    """How many entries found no place."""
+    """Inserts entries; returns how many found no slot."""
     states = part.states
     if states.shape[1] != width:
         states = torch.zeros(len(part.ids), width)
@@ -118,6 +119,6 @@ def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
         )
         again, refused = counts.tolist()
         lost += refused
-        # What another entry took the place of may still have one in its other bucket.
+        # A displaced entry may still find a slot in its other bucket.
         entries = tuple(tensor[:again] for tensor in displaced)
     return lost

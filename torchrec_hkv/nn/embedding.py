@@ -1,4 +1,4 @@
-"""Embeddings for any int64 id, as modules by themselves."""
+"""Standalone embeddings for any int64 id."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ from torchrec_hkv.nn.table_module import TableModule
 
 
 class HierarchicalHashEmbedding(TableModule):
-    """An embedding whose rows are in a hash table: any int64 is an id, and nothing is known ahead.
+    """An embedding in a hash table: any int64 is a valid id, and no vocabulary is needed.
 
-    In training (``train()`` mode, gradients enabled) an id that is not there is inserted, with an
-    initial row that follows from the seed and the id. A full table throws out an id with its
-    optimizer states: by default the one that was looked up longest ago. In ``eval()`` mode, under
-    ``torch.no_grad()`` and after ``requires_grad_(False)`` a lookup changes nothing, its result
-    needs no gradient, and an id that is not there has its initial row.
+    A training lookup (``train()`` mode, gradients enabled) inserts missing ids. Their initial rows
+    depend only on the seed and the id. A full table evicts an id together with its optimizer
+    states, by default the least recently looked up one. In ``eval()`` mode, under
+    ``torch.no_grad()`` and after ``requires_grad_(False)``, a lookup changes nothing, its output
+    does not require grad, and a missing id has its initial row.
 
-    Backwards hold their gradients in a buffer on the device; ``step()`` of an HKV optimizer over
-    this module adds up those of equal ids, updates their rows once, and empties it. Rows that have
-    a gradient held stay in the table until then. ``zero_grad()`` of the optimizer, this module or a
-    parent drops what is held.
+    The backward stores gradients in a buffer on the device. ``step()`` of an HKV optimizer over
+    this module sums the gradients of equal ids, updates each row once, and empties the buffer. Rows
+    with a stored gradient are not evicted before that. ``zero_grad()`` of the optimizer, of this
+    module or of a parent module drops the stored gradients.
 
-    The rows are no parameters. ``parameters()`` gives one with one value, ``anchor``, which stands
-    for them: other optimizers may have it and don't train the rows. What is done to its gradient
-    by ``GradScaler`` or ``clip_grad_norm_`` (whose norm the rows are not part of) is done to the
-    gradients held. ``state_dict()`` has ids and rows; the states of an optimizer are in its own.
+    Rows are not parameters. ``parameters()`` yields one parameter with one value, ``anchor``, that
+    stands for them. Other optimizers accept it but do not train the rows. Operations of
+    ``GradScaler`` and ``clip_grad_norm_`` on its gradient apply to the stored gradients; the norm
+    does not include them. ``state_dict()`` holds ids and rows; optimizer states are in the
+    ``state_dict()`` of the optimizer.
 
     Args:
-        embedding_dim: columns of a row, 1 to 2048.
-        max_capacity: most ids that it holds; fewer where the memory that is there, or allowed,
-            holds fewer (a warning says so, :attr:`capacity` how many).
-        init_capacity: rows that it has memory for at first; it doubles as it fills up. None:
-            65,536, or ``max_capacity`` where that is less.
-        max_hbm_gb: GiB of a GPU's memory for index and rows; rows that exceed it lie in host
-            memory, the hottest in HBM too. None: no limit. On a CPU the table is in host memory
-            whatever this says.
-        learning_rate: of the built-in SGD (:meth:`apply_gradients`), and of :class:`HKVOptimizer`
-            where it is not given one.
-        weight_decay: L2 regularisation of the rows that an update touches, by the built-in SGD and
-            by optimizers that are not given one of their own.
-        grad_buffer_hbm_gb: GiB for the gradients held: 4 * ``embedding_dim`` + 24 bytes for each id
-            looked up. Where it gets full, those of equal ids are added up first; if that is not
-            enough, the backward raises.
-        padding_idx: an id whose row is zeros and is not trained (in training it takes a slot).
-        eviction: which id leaves a full table: ``"lru"``, the one looked up longest ago; ``"lfu"``,
-            the one looked up least often; an :class:`torchrec_hkv.AgedLFU` or ``"adaptive"``,
-            between the two; ``"epoch_lru"`` or ``"epoch_lfu"``, one of the earliest :attr:`epoch`;
-            ``"customized"``, the one of the lowest score, which each lookup in training is given.
-        initializer: of new rows: a ``Uniform``, ``Normal``, ``TruncatedNormal`` or ``Constant`` of
-            :mod:`torchrec_hkv.hash_table`. None: uniform up to ``embedding_dim ** -0.5``.
-        seed: of new rows, any int64. None: drawn by torch's generator.
-        device: of the table. None: the current GPU where there is one, else the CPU.
-        remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
-            :meth:`counters` tells how many came back (``returned``). None: not counted.
+        embedding_dim: number of columns, 1 to 2048.
+        max_capacity: maximal number of ids. If free memory or ``max_hbm_gb`` allow fewer, the
+            module warns, and :attr:`capacity` is the actual number.
+        init_capacity: number of rows to allocate memory for at first; the table doubles as it
+            fills up. None: 65,536, or ``max_capacity`` if that is less.
+        max_hbm_gb: limit of GPU memory for index and rows in GiB. If rows exceed it, all of them
+            are in host memory, and HBM caches the hottest. None: no limit. Ignored on a CPU.
+        learning_rate: learning rate of the built-in SGD (:meth:`apply_gradients`), and default of
+            :class:`HKVOptimizer`.
+        weight_decay: L2 regularization of the rows that an update touches; used by the built-in
+            SGD, and the default of the optimizers.
+        grad_buffer_hbm_gb: size of the gradient buffer in GiB. Each looked up id takes
+            4 * ``embedding_dim`` + 24 bytes. If the buffer is full, gradients of equal ids are
+            summed; if it is still full, the backward raises.
+        padding_idx: an id whose row is zeros and is not trained. It takes a slot in training.
+        eviction: which id leaves a full table: ``"lru"``, the least recently looked up one;
+            ``"lfu"``, the least frequently looked up one; an :class:`torchrec_hkv.AgedLFU` or
+            ``"adaptive"``, LFU with aging counts; ``"epoch_lru"`` or ``"epoch_lfu"``, one of the
+            earliest :attr:`epoch`; ``"customized"``, the one of the lowest score, where each
+            training lookup is given scores.
+        initializer: initializer of new rows: a ``Uniform``, ``Normal``, ``TruncatedNormal`` or
+            ``Constant`` of :mod:`torchrec_hkv.hash_table`. None: uniform between plus and minus
+            ``embedding_dim ** -0.5``.
+        seed: seed of new rows, any int64. None: drawn from torch's default generator.
+        device: device of the table. None: the current GPU if there is one, else the CPU.
+        remember_evicted: number of evicted ids to remember, 2 bytes each, so that
+            :meth:`counters` includes how many of them returned. None: not counted.
 
     Raises:
-        ValueError: an argument is impossible, or ``init_capacity`` rows find no room.
+        ValueError: an argument has an invalid value, or ``init_capacity`` rows don't fit in memory.
     """
 
     def __init__(
@@ -98,46 +100,48 @@ class HierarchicalHashEmbedding(TableModule):
         )
 
     def forward(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Rows of ids.
+        """Looks up rows.
 
         Args:
             ids: int64 or int32 of any shape, on the table's device.
-            scores: int64 of the same shape, under ``"customized"``; only training reads them, and
-                needs them. A new id of a full table takes the place of the lowest score even where
-                its own is lower, since it is to be trained.
+            scores: int64 of the same shape; required in training under ``"customized"``, not
+                allowed under other policies. A new id is inserted into a full table even if its
+                score is lower than all others, because it has to be trained.
 
         Returns:
             float32 ``[*ids.shape, embedding_dim]``.
 
         Raises:
-            TypeError: ids or scores of another dtype.
-            ValueError: ids on another device; scores of another shape, missing, or under a policy
-                that takes none.
+            TypeError: ids or scores have another dtype.
+            ValueError: ids are on another device; scores are missing, have another shape, or are
+                given under another policy.
         """
         return self._lookup([ids], None if scores is None else [scores])[0]
 
 
 class MultiTableHKVEmbedding(TableModule):
-    """Several tables of :class:`HierarchicalHashEmbedding`'s kind, looked up in one call.
+    """Several hash table embeddings of equal shape, looked up in one call.
 
-    One lookup and one update serve all tables. It is made for fields of equal numbers of ids: where
-    they differ, memory is taken as if each had as many as the largest.
+    One lookup and one update serve all tables. It suits fields with equal numbers of ids: outputs
+    take memory as if each field had as many ids as the largest. See
+    :class:`HierarchicalHashEmbedding` for the behaviour of each table.
 
     Args:
-        num_tables: how many.
-        embedding_dim: as there, for all.
-        max_capacity_per_table: as ``max_capacity`` there.
-        max_hbm_gb_per_table: as ``max_hbm_gb`` there.
-        init_capacity_per_table: as ``init_capacity`` there.
-        learning_rate: as there.
-        weight_decay: as there.
-        grad_buffer_hbm_gb: as there, for all tables together.
-        padding_idx: as there, for all.
-        eviction: as there.
-        initializer: as there.
-        seed: as there; rows of equal ids in two tables differ.
-        device: as there.
-        remember_evicted: as there, of each table.
+        num_tables: number of tables.
+        embedding_dim: number of columns, 1 to 2048.
+        max_capacity_per_table: maximal number of ids of each table.
+        max_hbm_gb_per_table: limit of GPU memory of each table in GiB; None for no limit.
+        init_capacity_per_table: number of rows that each table has memory for at first. None:
+            65,536, or ``max_capacity_per_table`` if that is less.
+        learning_rate: learning rate of the built-in SGD.
+        weight_decay: L2 regularization of the rows that an update touches.
+        grad_buffer_hbm_gb: size in GiB of the gradient buffer that all tables share.
+        padding_idx: an id whose row is zeros and is not trained, in all tables.
+        eviction: eviction policy of all tables.
+        initializer: initializer of new rows; None for the default.
+        seed: seed of new rows. Equal ids in different tables have different rows.
+        device: device of the tables. None: the current GPU if there is one, else the CPU.
+        remember_evicted: number of evicted ids that each table remembers; None for none.
     """
 
     def __init__(
@@ -182,23 +186,23 @@ class MultiTableHKVEmbedding(TableModule):
     def forward(
         self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Rows of each field's ids.
+        """Looks up rows in each table.
 
         Args:
-            ids: for each table a tensor as :class:`HierarchicalHashEmbedding` takes it; shapes may
-                differ.
-            scores: likewise.
+            ids: list or tuple of one tensor for each table, int64 or int32; shapes may differ.
+            scores: list or tuple of one int64 tensor for each table, of the shape of its ids;
+                required in training under ``"customized"``, not allowed under other policies.
 
         Returns:
-            For each table float32 ``[*its shape, embedding_dim]``.
+            For each table float32 ``[*shape of its ids, embedding_dim]``.
 
         Raises:
-            TypeError: no list or tuple of tensors of ids.
-            ValueError: another number of tensors, or another device.
+            TypeError: ids are not a list or tuple of integer tensors.
+            ValueError: the number of tensors is not ``num_tables``, or a device differs.
         """
         if not isinstance(ids, (list, tuple)):
             raise TypeError(
-                f"ids must be a list of one tensor a table, but are {type(ids).__name__}."
+                f"ids must be a list of one tensor for each table, but are {type(ids).__name__}."
             )
         if len(ids) != self.num_tables:
             raise ValueError(

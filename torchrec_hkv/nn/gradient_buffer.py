@@ -1,4 +1,4 @@
-"""Gradients of several backwards, held on the device until a step applies them."""
+"""Gradients of several backwards, stored on the device until a step applies them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.groups.accumulation import Round, slots_at_present
+from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, slots_at_present
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    round: Round
+    round: PendingGradient
     sizes: tuple[int, ...]  # ids of each table
-    task: int | None  # of autograd's that gave it; None of several
+    task: int | None  # id of the autograd graph task; None for a sum of several
 
     @property
     def bytes(self) -> int:
@@ -25,15 +25,16 @@ class _Held:
 
 
 class GradientBuffer:
-    """What backwards have given since the last step, in bounded memory.
+    """The gradients of the backwards since the last step, in bounded memory.
 
-    A backward's gradient is held as it is. Where the buffer gets too small, gradients of equal ids
-    are added up; that waits for the device. The gradient that autograd itself makes is not counted.
+    The gradient of each backward is stored as it is. If the buffer is full, gradients of equal ids
+    are summed, which synchronizes with the device. The limit does not include the gradient tensor
+    that autograd itself allocates.
 
     Args:
-        limit: bytes it may take.
-        group: of the tables; one feature a table, all of one dim.
-        dim: of the tables.
+        limit: maximal bytes of the buffer.
+        group: group of the tables; each table has one feature, and all have the same dim.
+        dim: number of columns of the tables.
     """
 
     def __init__(self, limit: int, group: TableGroup, dim: int) -> None:
@@ -47,19 +48,20 @@ class GradientBuffer:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Bytes of the stored gradients."""
         return sum(held.bytes for held in self._held)
 
-    def add(self, backward: Round, sizes: tuple[int, ...], task: int) -> None:
-        """Holds one more.
+    def add(self, backward: PendingGradient, sizes: tuple[int, ...], task: int) -> None:
+        """Stores a gradient.
 
         Args:
-            backward: with one id a bag, see :class:`torchrec_hkv.nn.lookup.Found`.
-            sizes: ids of each table.
-            task: of autograd's that it is of.
+            backward: the gradient, with one id in each bag, see
+                :class:`torchrec_hkv.nn.lookup.SlotLookup`.
+            sizes: number of ids of each table.
+            task: id of the autograd graph task.
 
         Raises:
-            RuntimeError: there is no room; what was held is held still.
+            RuntimeError: the buffer is full. The gradients stored before are kept.
         """
         held = [*self._held, _Held(backward, sizes, task)]
         if sum(each.bytes for each in held) > self.limit:
@@ -73,44 +75,44 @@ class GradientBuffer:
         self._held = held
 
     def scale(self, factor: Tensor) -> None:
-        """Multiplies all that is held."""
+        """Multiplies all stored gradients by a factor."""
         for held in self._held:
             held.round.grad.mul_(factor)
 
     def finite(self) -> Tensor:
-        """Whether all values are finite, bool ``[]`` on the device."""
+        """Whether all stored values are finite, bool ``[]`` on the device."""
         return torch.stack([held.round.grad.isfinite().all() for held in self._held]).all()
 
-    def take(self) -> list[Round]:
-        """All that is held, with slots as they are at present; nothing is held any more."""
+    def take(self) -> list[PendingGradient]:
+        """Removes and returns all stored gradients, with current slots."""
         held, self._held = self._held, []
         return [self._present(each.round) for each in held]
 
     def drop_tasks(self, tasks: set[int]) -> None:
-        """Forgets those of some tasks of autograd's, where they have not been added to others."""
+        """Drops gradients of some autograd graph tasks, unless they are part of a sum."""
         self._held = [held for held in self._held if held.task not in tasks]
 
     def drop(self) -> None:
-        """Forgets all."""
+        """Drops all gradients."""
         self._held = []
 
-    def _present(self, held: Round) -> Round:
+    def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
         slots, growths = slots_at_present(self._group, *args)
         return dataclasses.replace(held, slots=slots, growths=growths)
 
     def _added_up(self, all_held: Sequence[_Held]) -> _Held:
-        """One backward that is the sum of several."""
+        """Sums several gradients into one."""
         rounds = [self._present(held.round) for held in all_held]
         tables = torch.cat([_tables(held) for held in all_held])
         grads = torch.cat([self._by_id(held) for held in all_held])
         ids, slots = (torch.cat([getattr(r, name) for r in rounds]) for name in ("ids", "slots"))
         kept = slots >= 0
         ids, slots, tables, grads = (t[kept] for t in (ids, slots, tables, grads))
-        # Slots are numbered through the tables, so that this is in the order of tables, too.
+        # Slots are numbered consecutively over the tables, so sorted slots are sorted by table.
         distinct, where = slots.unique(return_inverse=True)
         positions = torch.arange(len(ids), device=ids.device)
-        first = torch.zeros_like(distinct).scatter_(0, where, positions)  # any one of equal ids
+        first = torch.zeros_like(distinct).scatter_(0, where, positions)  # any position of the id
         sizes = tuple(tables[first].bincount(minlength=self._group.num_features).tolist())
         batch_size = max(sizes)
         starts = torch.tensor([0, *sizes]).cumsum(0)[:-1].to(slots.device)
@@ -118,7 +120,7 @@ class GradientBuffer:
         bag = torch.arange(len(distinct), device=slots.device) - starts[of]
         grad = grads.new_zeros(batch_size * len(sizes), self._dim)
         grad.index_add_(0, (bag * len(sizes) + of)[where], grads)
-        summed = Round(
+        summed = PendingGradient(
             grad=grad.view(batch_size, len(sizes) * self._dim),
             ids=ids[first],
             offsets=bag_offsets(sizes, slots.device),
@@ -132,23 +134,24 @@ class GradientBuffer:
         return _Held(summed, sizes, None)
 
     def _by_id(self, held: _Held) -> Tensor:
-        """Gradients by position, ``[n, dim]``."""
+        """Gradients in the order of the ids, ``[n, dim]``."""
         grad = held.round.grad.view(-1, len(held.sizes), self._dim)
         return torch.cat([grad[:size, table] for table, size in enumerate(held.sizes)])
 
 
 def _tables(held: _Held) -> Tensor:
-    """The table of each position."""
+    """The table of each id."""
     sizes = torch.tensor(held.sizes)
     return torch.arange(len(sizes)).repeat_interleave(sizes).to(held.round.ids.device)
 
 
 def bag_offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Offsets of bags of one id, with empty ones after those of each table.
+    """Offsets of bags with one id each. Empty bags follow the bags of each table up to the largest
+    number.
 
     Args:
-        sizes: ids of each table.
-        device: of the offsets.
+        sizes: number of ids of each table.
+        device: device of the offsets.
 
     Returns:
         int64 ``[len(sizes) * max(sizes) + 1]``.

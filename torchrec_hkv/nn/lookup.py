@@ -1,4 +1,4 @@
-"""Rows of ids as a tensor of autograd's, whose backward holds the gradient."""
+"""The autograd function of a lookup. Its backward stores the gradient for the optimizer."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Interval:
-    """The lookups from one step of the optimizer to the next.
+class PinScope:
+    """The lookups between two steps of the optimizer.
 
-    They share one pin, that of their first lookup: rows that were touched since stay where they
-    are, as long as a graph or a held gradient refers to this.
+    They share the pin of their first lookup: rows touched since then stay in their slots while a
+    graph or a stored gradient refers to this object.
 
     Attributes:
-        pin: a :class:`torchrec_hkv.hash_table.groups.table_group.Pin`; None once its rows may go.
+        pin: a :class:`torchrec_hkv.hash_table.groups.table_group.Pin`; None after its release.
     """
 
     pin: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """Where the rows of a lookup are. One id a bag: bag ``b`` of a table is its ``b``-th id, and
-    the bags past its last id are empty.
+class SlotLookup:
+    """Slots of the ids of a lookup. Each bag holds one id: bag ``b`` of a table holds its ``b``-th
+    id, and bags after its last id are empty.
 
     Attributes:
-        ids: int64 ``[n]``, those of the first table, then of the second, ...
+        ids: int64 ``[n]``, those of the first table, then of the second, and so on.
         offsets: int64 ``[tables * batch_size + 1]``.
-        weights: float32 ``[n]``, 0 for padding; None where no id is.
-        slots: int64 ``[n]``, -1 where an id has none or is padding.
-        sizes: ids of each table.
-        batch_size: the largest of them.
-        growths: of the group, when the slots were found.
-        interval: None in evaluation.
+        weights: float32 ``[n]``, 0 for padding and 1 for other ids; None without padding.
+        slots: int64 ``[n]``, -1 for padding and for ids without a slot.
+        sizes: number of ids of each table.
+        batch_size: the largest of ``sizes``.
+        growths: number of growths of the group when the slots were found.
+        interval: the lookups it belongs to; None in evaluation.
     """
 
     ids: Tensor
@@ -51,31 +51,31 @@ class Found:
     sizes: tuple[int, ...]
     batch_size: int
     growths: int
-    interval: Interval | None
+    interval: PinScope | None
 
 
 class Lookup(torch.autograd.Function):
-    """Rows of ids; its backward gives them to the tables, which hold them until a step."""
+    """Looks up rows. The backward hands the gradient to the tables, which store it until a step."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: Found) -> Tensor:
-        """Rows, ``[batch_size, tables * dim]``."""
+    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: SlotLookup) -> Tensor:
+        """Returns rows, ``[batch_size, tables * dim]``."""
         ctx.tables, ctx.handle, ctx.found = tables, tables.group.handle, found
         return tables.rows(found)
 
     @staticmethod
     @once_differentiable(
-        "The gradients of hash tables can't be differentiated: leave the anchors of these modules "
-        "out of what is derived twice.",
+        "Gradients of hash tables can't be differentiated again: remove the anchors of these "
+        "modules from the tensors to differentiate twice.",
         linear=True,
     )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the anchor, see :mod:`torchrec_hkv.nn.marker`."""
+        """Returns the gradient of the anchor, see :mod:`torchrec_hkv.nn.marker`."""
         tables: Tables = ctx.tables
         if ctx.handle != tables.group.handle:
             raise RuntimeError(
-                "The backward of a lookup came after its table was moved, loaded, or given to "
-                "another optimizer: look up again."
+                "The backward of a lookup ran after its table was moved, loaded, or attached to "
+                "another optimizer: repeat the lookup."
             )
         found, ctx.found = ctx.found, dataclasses.replace(ctx.found, interval=None)
         tables.hold(grad, found)

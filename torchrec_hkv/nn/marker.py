@@ -1,10 +1,11 @@
-"""What PyTorch sees of gradients that are held: the gradient of a parameter with one value.
+"""The parameter through which PyTorch sees the stored gradients of a module of hash tables.
 
-Optimizers, ``GradScaler``, ``clip_grad_norm_`` and ``zero_grad`` know gradients as ``.grad`` of
-parameters. So a module of tables has one parameter, the anchor, whose gradient is a constant for
-each backward, :data:`MARK`: what is done to it is done to the held gradients. It is so small that
-it adds nothing to a norm (its square is 0 in float32), and a power of two, so that factors can be
-read from it exactly.
+Optimizers, ``GradScaler``, ``clip_grad_norm_`` and ``zero_grad`` access gradients as ``.grad`` of
+parameters. A module of tables therefore has one parameter, the anchor. Each backward adds the
+constant :data:`MARK` to its gradient, and whatever scales this gradient scales the stored
+gradients.
+The constant is so small that it adds nothing to a norm (its square is 0 in float32). It is a power
+of two, so that scale factors can be recovered exactly.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ MARK = 2.0**-80
 
 
 class Marker:
-    """The anchor of a module, and what has been done to its gradient.
+    """The anchor of a module, and a record of the operations on its gradient.
 
     Attributes:
-        checks: whether backwards look for values that are not finite, as a ``GradScaler`` needs it.
+        checks: whether backwards check for values that are not finite, for a ``GradScaler``.
     """
 
     def __init__(self, anchor: nn.Parameter) -> None:
         self.checks = False
-        self._backwards = 0  # that the gradient is the sum of
-        self._pending: dict[int, int] = {}  # by graph task, whose gradients autograd has yet to add
-        self._version = 0  # of the gradient, when autograd last wrote it
+        self._backwards = 0  # number of backwards that the gradient is the sum of
+        self._pending: dict[int, int] = {}  # number of gradients not accumulated yet, by graph task
+        self._version = 0  # version of the gradient when autograd last wrote it
         self.bind(anchor)
 
     def bind(self, anchor: nn.Parameter) -> None:
-        """Takes another anchor."""
+        """Replaces the anchor."""
         self.anchor = anchor
         anchor.register_post_accumulate_grad_hook(self._accumulated)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """The anchor's gradient of one backward: NaN where it looks and ``grad`` is not finite."""
+        """The anchor's gradient of one backward; NaN if ``checks`` and ``grad`` is not finite."""
         task = graph_task()
         self._pending[task] = self._pending.get(task, 0) + 1
         mark = grad.new_full((1,), MARK)
@@ -48,9 +49,10 @@ class Marker:
         self._version = anchor.grad._version
 
     def never_added(self) -> set[int]:
-        """Graph tasks that have ended without adding their gradient: those of
-        ``torch.autograd.grad``, unless somebody has put what it gave into ``.grad``, and those that
-        an error ended. Not to be called in a backward.
+        """The graph tasks that ended without accumulating their gradient, because of an error or
+        because ``torch.autograd.grad`` ran them. If the caller has assigned the result of
+        ``torch.autograd.grad`` to ``.grad``, they count as accumulated. Must not be called in a
+        backward.
         """
         pending, self._pending = self._pending, {}
         if pending and self._backwards == 0 and self.anchor.grad is not None:
@@ -61,30 +63,30 @@ class Marker:
 
     @property
     def was_dropped(self) -> bool:
-        """Whether somebody took the gradient away, as ``Module.zero_grad`` does."""
+        """Whether the gradient was removed, as ``Module.zero_grad`` does."""
         return self._backwards > 0 and self.anchor.grad is None
 
     @property
     def was_written(self) -> bool:
-        """Whether somebody wrote to the gradient; ``GradScaler.unscale_`` does it unseen."""
+        """Whether the gradient was modified. Does not detect ``GradScaler.unscale_``."""
         grad = self.anchor.grad
         return self._backwards > 0 and grad is not None and grad._version != self._version
 
     def factor(self) -> Tensor | None:
-        """What the gradient was multiplied by since autograd wrote it, float32 ``[1]``, often 1.
+        """The factor by which the gradient was multiplied since autograd wrote it, float32 ``[1]``.
 
-        None where there is no gradient.
+        None without a gradient.
         """
         if self._backwards == 0 or self.anchor.grad is None:
             return None
         return self.anchor.grad.detach() / (self._backwards * MARK)
 
     def clear(self) -> None:
-        """Takes the gradient away."""
+        """Removes the gradient."""
         self.anchor.grad = None
         self._backwards = 0
 
 
 def graph_task() -> int:
-    """The backward that runs; one within another has a number of its own."""
+    """Id of the running backward. Nested backwards have different ids."""
     return torch._C._current_graph_task_id()

@@ -1,7 +1,7 @@
-"""Optimizers of the rows of :mod:`torchrec_hkv.nn`'s embeddings.
+"""Optimizers for the rows of the embeddings in :mod:`torchrec_hkv.nn`.
 
-Each trains the rows that have gradients, once a step; others, and their states, stay as they are.
-States live in the table beside the rows, and go when their row is evicted.
+A step updates each row that has gradients once. Other rows and their states do not change. States
+are stored in the table beside the rows and are evicted with them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ Embeddings = TableModule | Iterable[TableModule] | Iterable[dict[str, Any]]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """What the optimizers of rows have in common.
+    """Base of the optimizers for rows.
 
-    A ``torch.optim.Optimizer`` over embeddings in place of parameters; ``param_groups`` hold their
-    anchors. ``lr`` of a group may change, as schedulers do it, and be a tensor; other values are
-    fixed.
+    A ``torch.optim.Optimizer`` over embeddings instead of parameters; ``param_groups`` hold the
+    anchors of the embeddings. ``lr`` of a group may be a tensor and may change, for example by a
+    scheduler. Other values of a group must not change.
 
     Args:
-        embeddings: a module of :mod:`torchrec_hkv.nn`, several, or dicts with the key ``params``
-            for them and with other values of ``defaults``.
-        defaults: by name.
-        state_hbm_gb_per_embedding: GiB of a GPU's memory for the states of each table.
+        embeddings: a module of :mod:`torchrec_hkv.nn`, several modules, or dicts with the modules
+            under the key ``params`` and values that override ``defaults``.
+        defaults: default values of the groups by name.
+        state_hbm_gb_per_embedding: limit of GPU memory for the states of each table in GiB; None
+            to count states as rows.
     """
 
-    #: ``GradScaler`` hands over its scale, and step() skips what is not finite without a wait.
+    #: Makes ``GradScaler`` pass its scale to ``step()``, which skips updates that are not finite
+    #: without a synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -45,8 +47,10 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = _groups(embeddings)
         modules = [module for group in groups for module in group["params"]]
         if len({id(module) for module in modules}) != len(modules):
-            raise ValueError("An embedding was given to the optimizer more than once.")
-        for group in groups:  # all are checked before any is attached
+            raise ValueError(
+                "embeddings hold a module more than once: give the optimizer each embedding once."
+            )
+        for group in groups:  # check all modules before attaching any
             for module in group["params"]:
                 self._optimizer(_values(defaults, group, module))
         self._modules = {module.anchor: module for module in modules}
@@ -62,15 +66,16 @@ class RowOptimizer(torch.optim.Optimizer):
             self._fixed.append(_fixed(group))
 
     def _optimizer(self, values: dict[str, Any]) -> Optimizer:
-        """What kernels take."""
+        """The optimizer of the kernels."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch calls it at construction; embeddings are all given there."""
+        """Called by PyTorch in the constructor; later calls raise, because all embeddings must be
+        given to the constructor."""
         if len(self.param_groups) == len(self._fixed) and self._fixed:
             raise ValueError(
-                f"{type(self).__name__} takes its embeddings at construction: make another "
-                "optimizer for more."
+                f"{type(self).__name__} takes its embeddings at construction only: create another "
+                "optimizer for further embeddings."
             )
         lr = param_group.get("lr", self.defaults.get("lr"))
         check_rate("lr", lr, or_tensor=True)
@@ -78,14 +83,17 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the rows by the gradients held, once; nothing is held any more.
+        """Updates the rows by the stored gradients, each row once, and drops the gradients.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The result of ``closure``, or None.
 
         Raises:
             RuntimeError: an embedding was given to another optimizer since.
-            ValueError: a value of a group has changed that is fixed.
+            ValueError: a value of a group other than ``lr`` has changed.
         """
         loss = None
         if closure is not None:
@@ -99,14 +107,14 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _scale(self, anchor: Tensor) -> Tensor | None:
-        """What a GradScaler that calls has scaled the loss by; 1 where it has undone that."""
+        """The scale of a calling GradScaler; 1 if it has already unscaled; None without one."""
         if not hasattr(self, "found_inf"):
             return None
         scale = self.grad_scale
         return torch.ones_like(anchor) if scale is None else scale.to(anchor.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients held, whatever ``set_to_none`` says."""
+        """Drops the stored gradients, for any ``set_to_none``."""
         for module in self._modules.values():
             module.zero_grad()
 
@@ -121,24 +129,25 @@ class RowOptimizer(torch.optim.Optimizer):
         for anchor in group["params"]:
             if self._modules[anchor].owner is not self:
                 raise RuntimeError(
-                    f"{type(self).__name__}: an embedding of it was given to another optimizer "
-                    "since, or its optimizer states are gone: use the newer one."
+                    f"{type(self).__name__}: one of its embeddings was given to another optimizer "
+                    "since, or was copied or loaded without its states: use the newer optimizer."
                 )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{type(self).__name__} can't be copied or pickled, since it belongs to embeddings: "
-            "make one over the copied embedding, and load the state_dict of this one."
+            f"{type(self).__name__} can't be copied or pickled, because it is bound to its "
+            "embeddings: create one over the copied embeddings, and load this one's state_dict."
         )
 
     # -- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``param_groups`` as PyTorch's, and as ``state`` for each embedding ids with their states.
+        """``param_groups`` as in PyTorch, and in ``state`` the ids of each embedding with their
+        optimizer states.
 
         Returns:
-            ``state[i]`` is of the ``i``-th embedding, and for each table has ``ids`` int64 ``[n]``,
-            ``states`` float32 ``[n, width]`` and ``step`` int64 ``[]``, in host memory.
+            ``state[i]`` belongs to the ``i``-th embedding. For each table it has ``ids`` int64
+            ``[n]``, ``states`` float32 ``[n, width]`` and ``step`` int64 ``[]``, on the CPU.
         """
         saved = super().state_dict()
         saved["state"] = {
@@ -148,11 +157,11 @@ class RowOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over states and learning rates; the embeddings' own contents must be loaded before.
+        """Loads states and learning rates. Load the ``state_dict`` of the embeddings before.
 
         Raises:
-            ValueError: it is of another optimizer, or has states of ids that an embedding has not.
-                Nothing has changed then.
+            ValueError: the ``state_dict`` is of another optimizer, or has states of ids that an
+                embedding does not hold. Nothing has changed then.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -178,17 +187,19 @@ class RowOptimizer(torch.optim.Optimizer):
         for module, state in zip(modules, by_module, strict=True):
             module.load_optimizer_states(state)
         for saved, group in zip(groups, self.param_groups, strict=True):
-            # Copied: a scheduler writes a tensor in place, and the other optimizer has it, too.
+            # Copied, because schedulers write into a tensor in place, which both optimizers share.
             group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
 
 
 class HKVOptimizer(RowOptimizer):
-    """Stochastic gradient descent of rows, as ``torch.optim.SGD``. It keeps no states.
+    """Stochastic gradient descent of rows, like ``torch.optim.SGD`` without momentum. It has no
+    states.
 
     Args:
         embeddings: a module of :mod:`torchrec_hkv.nn`, or several.
-        lr: learning rate; None: each group's first embedding's ``learning_rate``.
-        weight_decay: factor of the row, added to its gradient; None: each embedding's own.
+        lr: learning rate. None: for each group, the ``learning_rate`` of its first embedding.
+        weight_decay: L2 regularization: this factor of the row is added to its gradient. None: each
+            embedding's ``weight_decay``.
     """
 
     def __init__(
@@ -205,22 +216,23 @@ class HKVOptimizer(RowOptimizer):
 
 
 class HKVAdamOptimizer(RowOptimizer):
-    """Adam of rows: one count of steps corrects all means, as in ``torch.optim.SparseAdam``.
+    """Adam of rows with one step count for all rows of a table, as in ``torch.optim.SparseAdam``.
 
-    The formula is that of ``torch.optim.Adam``. ``SparseAdam`` adds ``eps`` before the correction,
-    which tells only where gradients are not much larger than ``eps``.
+    The formula is that of ``torch.optim.Adam``. ``SparseAdam`` adds ``eps`` before the bias
+    correction, which makes a difference only if gradients are not much larger than ``eps``.
 
-    States of a row: means of its gradients and of their squares, 8 bytes a column.
+    The states of a row are the means of its gradients and of their squares, 8 bytes a column.
 
     Args:
         embeddings: a module of :mod:`torchrec_hkv.nn`, or several.
         lr: learning rate.
-        betas: factors of the old means.
-        eps: added to the root of the mean of squares.
-        weight_decay: factor of the row, added to its gradient; None: each embedding's own.
-        state_hbm_gb_per_embedding: GiB of a GPU's memory for the states of each table. A row and
-            its states lie in the same memory, so where the embedding has a ``max_hbm_gb``, the two
-            together are within the sum. None: states count as rows.
+        betas: decay rates of the means.
+        eps: added to the square root of the mean of squares.
+        weight_decay: L2 regularization: this factor of the row is added to its gradient. None: each
+            embedding's ``weight_decay``.
+        state_hbm_gb_per_embedding: limit of GPU memory for the states of each table in GiB. A row
+            and its states are in the same memory, so with ``max_hbm_gb`` of the embedding, both
+            together stay within the sum. None: states count as rows.
     """
 
     _step_mode = "global"
@@ -248,27 +260,28 @@ class HKVAdamOptimizer(RowOptimizer):
 
 
 class HKVSparseAdam(HKVAdamOptimizer):
-    """Adam that counts the steps of each row: one more value of its state corrects its means.
+    """Adam with a step count for each row, stored in its state, that corrects the bias.
 
-    An id that comes late, or again after it was evicted, so starts as the first ones did. Arguments
-    as for :class:`HKVAdamOptimizer`.
+    An id that appears late, or again after an eviction, is therefore corrected like the first ids.
+    The arguments are those of :class:`HKVAdamOptimizer`.
     """
 
     _step_mode = "row"
 
 
 class HKVAdagrad(RowOptimizer):
-    """Adagrad of rows, as ``torch.optim.Adagrad``.
+    """Adagrad of rows, like ``torch.optim.Adagrad``.
 
-    State of a row: the sums of squares of its gradients, 4 bytes a column.
+    The state of a row is the sum of squares of its gradients, 4 bytes a column.
 
     Args:
         embeddings: a module of :mod:`torchrec_hkv.nn`, or several.
         lr: learning rate.
-        eps: added to the root of the sum.
-        initial_accumulator_value: what sums start from.
-        weight_decay: factor of the row, added to its gradient; None: each embedding's own.
-        state_hbm_gb_per_embedding: as for :class:`HKVAdamOptimizer`.
+        eps: added to the square root of the sum.
+        initial_accumulator_value: initial value of the sums.
+        weight_decay: L2 regularization: this factor of the row is added to its gradient. None: each
+            embedding's ``weight_decay``.
+        state_hbm_gb_per_embedding: see :class:`HKVAdamOptimizer`.
     """
 
     def __init__(
@@ -297,10 +310,11 @@ class HKVAdagrad(RowOptimizer):
 
 
 def _groups(embeddings: Embeddings) -> list[dict[str, Any]]:
-    """Groups whose ``params`` are lists of modules.
+    """Parameter groups whose ``params`` are lists of modules.
 
     Raises:
-        TypeError: something else than modules of tables.
+        TypeError: ``embeddings`` holds something other than modules of tables.
+        ValueError: ``embeddings`` is empty.
     """
     if isinstance(embeddings, TableModule):
         embeddings = [embeddings]
@@ -308,7 +322,7 @@ def _groups(embeddings: Embeddings) -> list[dict[str, Any]]:
         _refuse(embeddings)
     given = list(embeddings)
     if not given:
-        raise ValueError("embeddings are an empty list: there is nothing to train.")
+        raise ValueError("embeddings is empty, but must hold a module to train.")
     groups = given if all(isinstance(each, dict) for each in given) else [{"params": given}]
     result = []
     for group in groups:
@@ -324,12 +338,12 @@ def _groups(embeddings: Embeddings) -> list[dict[str, Any]]:
 def _refuse(given: object) -> None:
     raise TypeError(
         f"embeddings must be HierarchicalHashEmbedding or MultiTableHKVEmbedding modules, but hold "
-        f"a {type(given).__name__}: train it by an optimizer of torch.optim."
+        f"a {type(given).__name__}: train it with an optimizer of torch.optim."
     )
 
 
 def _values(defaults: dict[str, Any], group: dict[str, Any], module: TableModule) -> dict[str, Any]:
-    """The values of an embedding's optimizer."""
+    """The values of a group for one embedding."""
     values = {**defaults, **{k: v for k, v in group.items() if k != "params"}}
     if values["weight_decay"] is None:
         values["weight_decay"] = module.weight_decay

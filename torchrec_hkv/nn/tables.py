@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import EvictionPolicy, Initializer, Optimizer, TableGroup, TableSpec
-from torchrec_hkv.hash_table.groups.accumulation import Round, as_one_batch
+from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
+from torchrec_hkv.nn.capacity import HbmLimits, TableShape, free_memory
 from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
-from torchrec_hkv.nn.lookup import Found, Interval, Lookup
+from torchrec_hkv.nn.lookup import Lookup, PinScope, SlotLookup
 from torchrec_hkv.nn.marker import Marker, graph_task
 from torchrec_hkv.nn.warn import warn
 
@@ -103,7 +103,7 @@ class Tables:
         self.marker = marker
         #: Whether an optimizer of this package, or ``apply_gradients``, has to do with the tables.
         self.is_trained = False
-        self._interval: weakref.ref[Interval] | None = None
+        self._interval: weakref.ref[PinScope] | None = None
         self._offsets: dict[tuple[int, ...], Tensor] = {}
         self._set(plan, *_make(plan))
 
@@ -153,11 +153,11 @@ class Tables:
             weights = is_padding.logical_not().float()
             slots = slots.masked_fill(is_padding, -1)
         growths = self.group.growths
-        found = Found(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
+        found = SlotLookup(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
         rows = Lookup.apply(self.marker.anchor, self, found) if training else self.rows(found)
         return rows.view(batch_size, len(sizes), self.plan.dim)
 
-    def rows(self, found: Found) -> Tensor:
+    def rows(self, found: SlotLookup) -> Tensor:
         """Rows of what was found, ``[batch_size, tables * dim]``; not recorded by autograd."""
         with torch.no_grad():
             return self.group.pooled_lookup(
@@ -174,12 +174,12 @@ class Tables:
 
     def _find_or_insert(
         self, ids: Tensor, offsets: Tensor, batch_size: int, scores: Tensor | None
-    ) -> tuple[Tensor, Interval]:
+    ) -> tuple[Tensor, PinScope]:
         interval = None if self._interval is None else self._interval()
         pin = None
         if interval is None:
             pin = self.group.pin()
-            interval = Interval(pin)
+            interval = PinScope(pin)
         slots = self.group.find_or_insert(ids, offsets, batch_size, pin, scores=scores)
         self._interval = weakref.ref(interval)
         return slots, interval
@@ -205,7 +205,7 @@ class Tables:
         """What held gradients take."""
         return self._gradients.bytes
 
-    def hold(self, grad: Tensor, found: Found) -> None:
+    def hold(self, grad: Tensor, found: SlotLookup) -> None:
         """Holds the gradient of a lookup.
 
         Raises:
@@ -221,7 +221,7 @@ class Tables:
         growths = found.growths
         if found.interval is None:  # a second backward of one graph: what pinned it may be gone
             growths = _LOOK_AGAIN
-        backward = Round(
+        backward = PendingGradient(
             # Its memory is autograd's, and somebody may write to it.
             grad.clone(memory_format=torch.contiguous_format),
             found.ids,
@@ -384,7 +384,7 @@ class Tables:
 def _make(plan: Plan) -> tuple[TableGroup, int]:
     """A group, and the capacity of its tables."""
     width = plan.optimizer.state_width(plan.dim)
-    shape = Shape(
+    shape = TableShape(
         len(plan.names),
         plan.dim,
         width,

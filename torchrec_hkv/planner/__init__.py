@@ -1,4 +1,4 @@
-"""Planning: constraints that name backends, costs beside stock kernels, the report."""
+"""The planner: constraints that name backends, costs compared with stock kernels, the report."""
 
 from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.backends.workload import IdFrequencies

@@ -1,4 +1,4 @@
-"""Why the planner did not give a table another of the kernels that its constraint names."""
+"""Explains why the planner did not choose other kernels that a table's constraint allows."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ def why_rejected(
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
     are_many: bool,
 ) -> dict[str, str]:
-    """For each kernel that could have served a table, why it does not; for the only one, why not in
-    larger sizes, where these would lose less.
+    """For each kernel that could serve a table, the reason why it was not chosen. If there is only
+    one kernel, the reason why it was not chosen with larger sizes that lose less quality.
 
-    Its options are put in the place of the chosen one, the rest of the plan as it is.
+    To find the reason, the table's options are put in the plan in place of the chosen one.
 
     Args:
         chosen: the table's option in the plan.
         plan: the options of all tables.
-        options: of the table, of all kernels.
-        refused: kernels that can't serve the table, and why.
-        topology: of the ranks, with what they have for tables.
-        partitioner: the planner's.
-        perf_model: the planner's.
-        loses_more: whether the first option loses more than the second and is no choice for that.
-        are_many: whether so many tables are asked about that two options of each kernel must do.
+        options: the table's options for all kernels.
+        refused: kernels that can't serve the table, with the reason.
+        topology: topology with the memory available for tables.
+        partitioner: the planner's partitioner.
+        perf_model: the planner's performance model.
+        loses_more: whether the first option is ruled out because it loses more quality than the
+            second.
+        are_many: whether many tables are examined, so that only two options of each kernel are
+            tried.
     """
     reasons = dict(refused)
     others = [option for option in plan if option is not chosen]
@@ -56,7 +58,7 @@ def why_rejected(
             own = _notable(own) if are_many else own
             reasons[kernel] = _reason(own, others, best, topology, partitioner, perf_model)
     whole = [option for option in options if loses_more(chosen, option)]
-    if whole and not reasons:  # one kernel, of which sizes were chosen
+    if whole and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"
         reasons[name] = _reason(whole, others, best, topology, partitioner, perf_model)
     return reasons
@@ -77,8 +79,8 @@ def _reason(
     ]
     if ratings:
         return (
-            f"the slowest rank's tables would take {_ms(min(ratings))} a step, as planned they "
-            f"take {_ms(best)}"
+            f"the slowest rank's tables would take {_ms(min(ratings))} a step instead of "
+            f"{_ms(best)}"
         )
     least = min(
         (missing_bytes([*others, option], topology) for option in options),
@@ -93,7 +95,7 @@ def _rating(
     partitioner: Partitioner,
     perf_model: PerfModel,
 ) -> float | None:
-    """What a step of the slowest rank takes; None where the options fit no arrangement."""
+    """Time of a step on the slowest rank; None if the options do not fit."""
     shards = [shard for option in proposal for shard in option.shards]
     ranks = [shard.rank for shard in shards]
     for shard in shards:
@@ -110,7 +112,7 @@ def _rating(
 
 
 def _notable(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """The fastest one, and the one that takes least memory of a rank."""
+    """The fastest option, and the one whose largest shard takes the least memory."""
 
     def slowest(option: ShardingOption) -> float:
         return max(shard.perf.total for shard in option.shards if shard.perf is not None)

@@ -1,4 +1,4 @@
-"""How tables of given levels of loss are sharded: whether they fit, and the fastest way."""
+"""Finds sharding options for tables with given loss levels: whether they fit, and the fastest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torchrec.distributed.planner.types import (
 from torchrec_hkv.planner.levels import Level
 from torchrec_hkv.planner.partitioner import is_placed, place
 
-#: Combinations of options that are tried.
+#: Number of combinations of options that are tried.
 _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
-#: Shares of many tables that are spread over all ranks.
+#: Number of steps between no table and all tables spread over all ranks.
 _PATTERNS = 24
 
 
@@ -35,9 +35,9 @@ class Arranged:
     """A plan that fits.
 
     Attributes:
-        time: what a step of the slowest rank takes, as the perf model rates it.
-        loss: of all tables.
-        options: one for each table.
+        time: time of a step on the slowest rank, by the performance model.
+        loss: estimated loss of all tables.
+        options: one option for each table.
     """
 
     time: float
@@ -46,7 +46,7 @@ class Arranged:
 
 
 class Arranger:
-    """Finds sharding options for tables, one level for each."""
+    """Finds a sharding option for each table, given its level of loss."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Arranger:
     ) -> None:
         """
         Args:
-            topology: of the ranks, with what they have for tables.
-            partitioner: gives shards to ranks.
+            topology: topology with the memory available for tables.
+            partitioner: assigns shards to ranks.
             perf_model: rates plans.
-            fill_in_times: of options that have none yet.
-            most_loss: that all tables together may lose.
+            fill_in_times: estimates the times of options that have none yet.
+            most_loss: bound on the loss of all tables together.
         """
         self._topology, self._partitioner, self._perf_model = topology, partitioner, perf_model
         self._fill_in_times, self._most_loss = fill_in_times, most_loss
@@ -72,14 +72,14 @@ class Arranger:
         self._thinned: dict[int, tuple[Level, list[ShardingOption]]] = {}
 
     def may_fit(self, levels: Iterable[Level]) -> bool:
-        """Whether all ranks together have the bytes that the levels take at least."""
+        """Whether the minimal memory of the levels fits in the memory of all ranks together."""
         hbm = host = 0
         for level in levels:
             hbm, host = hbm + level.hbm, host + level.host
         return hbm <= self._hbm and host <= self._host
 
     def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
-        """Options that fit the ranks, fast or not; None where none were found."""
+        """Options that fit, not necessarily fast ones; None if none were found."""
         if not self.may_fit(levels):
             return None
         for proposal in self._combinations([self._thin(level) for level in levels]):
@@ -94,7 +94,7 @@ class Arranger:
         return None
 
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
-        """What a step of the slowest rank takes; None where the options don't fit."""
+        """Time of a step on the slowest rank; None if the options do not fit."""
         try:
             return self._perf_model.rate(
                 self._partitioner.partition(
@@ -109,11 +109,11 @@ class Arranger:
     def fastest(
         self, tables: Sequence[Sequence[Level]], known: Sequence[Sequence[ShardingOption]] = ()
     ) -> Arranged | None:
-        """The fastest plan that was found; of equally fast ones that which loses least.
+        """The fastest plan found; of equally fast ones, the one with the least loss.
 
         Args:
-            tables: the levels that each may have.
-            known: plans that fit, to begin with.
+            tables: the allowed levels of each table.
+            known: plans that are known to fit.
         """
         by_table = {
             (o.path, o.name): [o for level in levels for o in level.options]
@@ -137,7 +137,8 @@ class Arranger:
         return self._improved(best, by_table, losses)
 
     def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Without those that on one host spread shards as others do and take longer to place."""
+        """The options without those that take longer to place but, on one host, spread shards like
+        other options."""
         kept = [option for option in options if self._several_hosts or is_placed(option)]
         return kept or options
 
@@ -174,7 +175,7 @@ class Arranger:
         by_table: Mapping[tuple[str, str], Sequence[ShardingOption]],
         losses: Mapping[int, float],
     ) -> Arranged:
-        """Changes the option of one table at a time while the plan gets better."""
+        """Changes the option of one table at a time while the plan improves."""
         before: Arranged | None = None
         while best is not before:
             before = best
@@ -186,7 +187,7 @@ class Arranger:
         return best
 
     def _thin(self, level: Level) -> list[ShardingOption]:
-        """Options of a level, without those that another one spares the memory of."""
+        """Options of a level, without those that need more memory than another on every rank."""
         cached = self._thinned.get(id(level))
         if cached is not None:
             return cached[1]
@@ -203,11 +204,12 @@ class Arranger:
     def _combinations(
         self, tables: list[list[ShardingOption]]
     ) -> Iterator[tuple[ShardingOption, ...]]:
-        """All of them, or a few likely ones where there are too many."""
+        """All combinations, or a few promising ones if there are too many."""
         if math.prod(map(len, tables)) <= _MOST_FITS:
             yield from itertools.product(*tables)
             return
-        # Large tables spread, small ones on one rank each; with little HBM, or with little in all.
+        # Spread large tables over ranks and place small ones on single ranks; once with minimal HBM
+        # and once with minimal memory in total.
         order = sorted(range(len(tables)), key=lambda index: -min(map(_total, tables[index])))
         memories = (_bytes, _hbm_bytes) if self._host else (_bytes,)
         for memory, part in itertools.product(memories, range(_PATTERNS + 1)):
@@ -237,7 +239,7 @@ def _hbm_bytes(option: ShardingOption) -> list[int]:
 
 
 def _size(parts: Sequence[int], first_largest: bool) -> tuple[int, int]:
-    """The bytes of the largest shard and of all, in the order that counts."""
+    """Sort key: the bytes of the largest shard and of all shards."""
     largest, total = max(parts, default=0), sum(parts)
     return (largest, total) if first_largest else (total, largest)
 
@@ -247,7 +249,7 @@ def _total(option: ShardingOption) -> int:
 
 
 def _spares(other: ShardingOption, option: ShardingOption) -> bool:
-    """Whether ``other`` fits wherever ``option`` does."""
+    """Whether ``other`` fits wherever ``option`` fits."""
     if other.partition_by != option.partition_by or len(other.shards) != len(option.shards):
         return False
     if other.partition_by not in (PartitionByType.UNIFORM.value, PartitionByType.DEVICE.value):

@@ -1,4 +1,4 @@
-"""What ranks lack where no plan fits, and where a plan would not fit with another kernel."""
+"""The memory that is missing if no plan fits, or if a plan with another kernel does not fit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_NAMED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Bytes that ranks lack, over all ranks, and the tables on ranks that lack some.
+    """Missing memory, summed over ranks, and the tables on ranks with too little memory.
 
     Attributes:
-        hbm: of GPUs.
-        host: of hosts.
-        tables: the options of tables there, those that take most first.
+        hbm: missing bytes of HBM.
+        host: missing bytes of host memory.
+        tables: options of the tables on these ranks, largest first.
     """
 
     hbm: int
@@ -46,7 +46,7 @@ class Missing:
 
 
 def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[ShardingOption]:
-    """For each table its option that takes least of the memories of the ranks."""
+    """For each table, the option that takes the smallest part of the ranks' memory."""
     hbm = max(sum(device.storage.hbm for device in topology.devices), 1)
     host = max(sum(device.storage.ddr for device in topology.devices), 1)
 
@@ -62,11 +62,11 @@ def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[Shar
 
 
 def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Missing:
-    """What ranks lack for tables whose shards are put where most is left, the largest first.
+    """Estimates missing memory: each shard, largest first, is placed where most memory is left.
 
     Args:
-        options: one for each table.
-        topology: of the ranks, with what they have for tables.
+        options: one option for each table.
+        topology: topology with the memory available for tables.
     """
     left = [Storage(device.storage.hbm, device.storage.ddr) for device in topology.devices]
     held: dict[int, list[ShardingOption]] = defaultdict(list)
@@ -100,7 +100,7 @@ def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Miss
 
 
 def refusal(missing: Missing, topology: Topology) -> str:
-    """One sentence: the tables, what they take at least, and what is missing."""
+    """The error message: the tables, their minimal memory, and the missing memory."""
     named = [
         f"{full_name(option)!r} (at least {_taken(option.total_storage)} on {kernel_of(option)}, "
         f"{option.sharding_type})"

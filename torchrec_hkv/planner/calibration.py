@@ -1,4 +1,4 @@
-"""Measured constants of a device, which the planner's times come from, and the file they lie in."""
+"""Measured cost constants of a device, which the planner estimates times from, and their file."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
 from torchrec_hkv.text_files import replace_text
 
 _FORMAT = 2
-#: Names the file that planners read and ``torchrec-hkv calibrate`` writes; empty for none.
+#: Environment variable with the path of the calibration file; empty for none.
 VARIABLE = "TORCHREC_HKV_CALIBRATION"
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What ``torchrec-hkv calibrate`` measured.
+    """The result of ``torchrec-hkv calibrate``.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
-        device: its name.
-        threads: of the CPU, as torch had them.
-        versions: of what was measured.
-        constants: by the name of a backend, or of a stock kernel.
-        stages: milliseconds that TorchRec's code takes in the parts of a step
-            (:mod:`torchrec_hkv.planner.stages`), without the kernels' own; by the number of ranks:
-            of one, and of those that measured.
-        exchange: bytes of rows a millisecond between the ranks of a host; None where one rank
-            measured.
+        device: name of the device.
+        threads: number of torch's CPU threads.
+        versions: versions of the measured packages.
+        constants: constants by the name of a backend or stock kernel.
+        stages: milliseconds of TorchRec's own code in the stages of a step
+            (:mod:`torchrec_hkv.planner.stages`), without the kernels, by number of ranks: one, and
+            the number that took part.
+        exchange: bytes of rows exchanged in a millisecond between the ranks of a host; None with a
+            single rank.
     """
 
     device_type: str
@@ -72,18 +72,18 @@ class Calibration:
         names: Sequence[str] | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> Calibration:
-        """Times lookups and backwards on a device, in about a minute.
+        """Measures a device, in about a minute.
 
-        With a process group all its ranks call it: rank 0 has the constants, and the exchange
-        between them is timed, too, beside the parts of a step of rank 0 alone.
+        With a process group, all ranks call it. The exchange between ranks is measured too. Only
+        rank 0 gets the constants and the stages of a single rank.
 
         Args:
-            device: where the tables are put.
-            names: backends, and ``"fused"`` for TorchRec's kernel; all that can be when None.
-            progress: is told of each table before it is timed.
+            device: device of the tables.
+            names: backends to measure, and ``"fused"`` for TorchRec's kernel; None for all.
+            progress: called with a line of text before each table is timed.
 
         Raises:
-            ValueError: a name that is unknown, or that can't be measured.
+            ValueError: a name is unknown, or can't be measured.
         """
         known = [FUSED, *registry.names()]
         wanted = known if names is None else list(names)
@@ -96,7 +96,7 @@ class Calibration:
             timers: dict[int, StageTimer] = {}
             if FUSED in wanted:
                 timers = stack.enter_context(stage_timers(device))
-            # In between, too: the host is faster at some times than at others.
+            # Stages are also measured in between, because the speed of the host varies.
             _measure_stages(timers, progress)
             for name in wanted:
                 found = _constants(name, device, progress) if is_leader() else None
@@ -104,7 +104,7 @@ class Calibration:
                     constants[name] = found
                 elif names is not None and is_leader():
                     raise ValueError(
-                        f"Backend {name!r} says of no table how it is to be calibrated."
+                        f"Backend {name!r} has no calibration cases: leave it out of names."
                     )
                 _measure_stages(timers, progress)
             times = {ranks: timer.times() for ranks, timer in timers.items()}
@@ -125,15 +125,14 @@ class Calibration:
         )
 
     def stages_of(self, ranks: int) -> StageTimes:
-        """What TorchRec's code takes on so many ranks: as it was measured of the number that is
-        nearest; nothing where nothing was."""
+        """Times of TorchRec's own code on ``ranks`` ranks: those of the closest number of ranks
+        that was measured; empty if none was."""
         if not self.stages:
             return {}
         return self.stages[min(self.stages, key=lambda known: abs(math.log(known / ranks)))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, and its folder where that is missing. A file that is there is replaced
-        as a whole."""
+        """Writes the file, and creates its folder. An existing file is replaced atomically."""
         path = Path(path)
         content = {
             "format": _FORMAT,
@@ -150,10 +149,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Reads a file that :meth:`save` wrote.
+        """Reads a file of :meth:`save`.
 
         Raises:
-            ValueError: there is none, or it is another.
+            ValueError: the file can't be read, or is not a calibration file.
         """
         try:
             data = Path(path).read_bytes()
@@ -165,13 +164,13 @@ class Calibration:
             return _SCHEMA.read(parse_json(path, data), Place(os.fspath(path)))
         except ValueError as error:
             raise ValueError(
-                f"The calibration {os.fspath(path)!r} is none that torchrec-hkv calibrate wrote: "
+                f"The calibration {os.fspath(path)!r} is not a file of torchrec-hkv calibrate: "
                 f"{error}"
             ) from None
 
 
 def _calibration(
-    format: int,  # checked
+    format: int,  # already checked by the schema
     stages_ms: dict[str, StageTimes],
     exchange_bytes_per_ms: float | None,
     constants_ms: dict[str, Constants],
@@ -202,7 +201,7 @@ _SCHEMA = Fields(
 
 
 def is_leader() -> bool:
-    """Whether this process is the only one, or rank 0."""
+    """Whether this process is rank 0 or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -222,10 +221,10 @@ def _constants(
 
 
 def default_path(device_type: str) -> Path | None:
-    """Where the calibration of a kind of device lies: what the environment variable
-    ``TORCHREC_HKV_CALIBRATION`` says (empty: nowhere), else
-    ``~/.cache/torchrec_hkv/calibration-cuda.json`` (``XDG_CACHE_HOME`` in the place of
-    ``~/.cache``)."""
+    """Default path of the calibration file for a device type: the environment variable
+    ``TORCHREC_HKV_CALIBRATION`` (None if empty), else
+    ``~/.cache/torchrec_hkv/calibration-cuda.json`` or ``calibration-cpu.json``
+    (``XDG_CACHE_HOME`` replaces ``~/.cache``)."""
     told = os.environ.get(VARIABLE)
     if told is not None:
         return Path(told) if told else None
@@ -239,12 +238,12 @@ def calibration_for(
     """The calibration that a planner uses.
 
     Args:
-        device_type: of the topology.
-        given: a calibration or its file; None: the file of the default place, where there is one
-            of this kind of device.
+        device_type: device type of the topology.
+        given: a calibration or its file; None for the default file, if it exists and is for this
+            device type.
 
     Raises:
-        ValueError: what was given can't be read, or is of another kind of device.
+        ValueError: the given file can't be read, or is for another device type.
     """
     if given is None:
         path = default_path(device_type)
@@ -255,14 +254,14 @@ def calibration_for(
     found = given if isinstance(given, Calibration) else Calibration.load(given)
     if found.device_type != device_type:
         raise ValueError(
-            f"The calibration is of device type {found.device_type!r}, but the topology is of "
+            f"The calibration is for device type {found.device_type!r}, but the topology has "
             f"{device_type!r}: calibrate on such a device."
         )
     return found
 
 
 def device_name(device: torch.device) -> str:
-    """As people know it."""
+    """The product name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

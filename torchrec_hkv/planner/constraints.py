@@ -1,4 +1,4 @@
-"""What a user asks of the planner for each table, and what it means for TorchRec's planner."""
+"""Constraints of tables, and their translation for TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ _STOCK_KERNELS: frozenset[str] = frozenset(
 
 @dataclasses.dataclass
 class ParameterConstraints(StockParameterConstraints):
-    """TorchRec's constraints of a table, where ``compute_kernels`` may name backends.
+    """TorchRec's constraints of a table; ``compute_kernels`` may also name backends.
 
     Attributes:
-        options: of the backend, or a sequence with the options of several backends; a backend
-            without options of its own has its defaults. Several of one backend are several choices,
-            such as a table in HBM and one in host memory.
-        frequencies: how often ids are looked up. Different ids of a step, and those that a table
-            in host memory has to fetch, are estimated from it, and what fewer rows or a compressed
-            table lose. None: all ids from 0 to ``num_embeddings - 1`` come alike.
-        quality_curves: what this table loses, by what it gives up: ``"compression"``, ``"rows"`` or
-            ``"precision"`` (:class:`torchrec_hkv.backends.Kept`). None, and for kinds that are
-            left out: curves that were measured on MovieTweetings, in AUC.
-        choose_sizes: whether the planner chooses the sizes that ``options`` leave open also where
-            the table has one backend and no other kernel. Beside other kernels it always does.
-        max_quality_loss: the most that the table may lose, in the unit of its curves. None: what
-            the planner's argument allows for all tables together.
+        options: options of the backend, or a sequence with options of several backends. A backend
+            without options uses its defaults. Several options of one backend are alternatives, such
+            as a table in HBM and one in host memory.
+        frequencies: how often ids are looked up. The planner uses it to estimate the number of
+            unique ids in a step, the rows fetched from host memory, and the quality that fewer rows
+            or a compressed table lose. None: all ids from 0 to ``num_embeddings - 1`` are equally
+            frequent.
+        quality_curves: the quality that this table loses, by what it gives up: ``"compression"``,
+            ``"rows"`` or ``"precision"`` (:class:`torchrec_hkv.backends.Kept`). For None and for
+            missing kinds, curves measured on MovieTweetings are used, in AUC.
+        choose_sizes: whether the planner chooses the sizes that ``options`` leave open if the table
+            has one backend and no other kernel. With other kernels it always does.
+        max_quality_loss: bound on the table's loss, in the unit of its curves. None: only the
+            planner's bound on all tables together applies.
     """
 
     options: BackendOptions | Sequence[BackendOptions] | None = None
@@ -64,10 +65,10 @@ class Candidate:
     """A backend that may serve a table.
 
     Attributes:
-        backend: its name.
-        options: for this table.
-        label: the name, and the options where another candidate has the same backend.
-        is_open: whether the planner may put variants of the options in their place
+        backend: name of the backend.
+        options: its options for this table.
+        label: the name, with the options if another candidate has the same backend.
+        is_open: whether the planner may use variants of the options
             (:meth:`Backend.variants`).
     """
 
@@ -78,15 +79,15 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """What may serve a table.
+class KernelChoice:
+    """The kernels that may serve a table.
 
     Attributes:
-        candidates: backends with options; none where the constraint only says how often ids come.
-        has_stock: whether stock kernels may, too.
-        frequencies: of the table's ids, None where they are not known.
-        curves: what is lost, by kind, in the place of the built-in curves.
-        max_loss: the most that the table may lose; None: no bound of its own.
+        candidates: backends with options; empty if the constraint only has frequencies.
+        has_stock: whether stock kernels are allowed.
+        frequencies: frequencies of the table's ids; None if unknown.
+        curves: quality curves by kind that replace the built-in ones.
+        max_loss: bound on the table's loss; None for no bound.
     """
 
     candidates: tuple[Candidate, ...]
@@ -97,31 +98,30 @@ class Choice:
 
     @property
     def backends(self) -> list[str]:
-        """The names of the backends, each once."""
+        """The names of the backends, without repetition."""
         return list(dict.fromkeys(candidate.backend for candidate in self.candidates))
 
     @property
     def is_settled(self) -> bool:
-        """Whether one kernel is left."""
+        """Whether only one kernel is possible."""
         return len(self.candidates) == 1 and not self.has_stock
 
     @property
     def leaves_sizes(self) -> bool:
-        """Whether a kernel's sizes are left to choose."""
+        """Whether a candidate leaves sizes open."""
         return any(candidate.is_open for candidate in self.candidates)
 
 
 def choices(
     constraints: Mapping[str, StockParameterConstraints] | None,
-) -> dict[str, Choice]:
-    """What may serve the tables whose constraints name backends, or say how often ids come.
+) -> dict[str, KernelChoice]:
+    """The kernels of tables whose constraints name backends or have frequencies.
 
     Raises:
-        ValueError: an unknown compute kernel, options that no backend of the table takes, sharding
-            types that none of the backends can serve, or a constraint that only stock kernels
-            honour.
+        ValueError: a compute kernel is unknown, options do not fit any backend of the table, no
+            backend supports the sharding types, or a constraint only applies to stock kernels.
     """
-    found: dict[str, Choice] = {}
+    found: dict[str, KernelChoice] = {}
     for table, constraint in (constraints or {}).items():
         choice = _choice(table, constraint)
         if choice is not None:
@@ -131,9 +131,9 @@ def choices(
 
 def translated(
     constraints: Mapping[str, StockParameterConstraints] | None,
-    chosen_from: Mapping[str, Choice],
+    chosen_from: Mapping[str, KernelChoice],
 ) -> dict[str, StockParameterConstraints]:
-    """Constraints as TorchRec's planner understands them: its placeholder for our kernels."""
+    """Translates constraints for TorchRec's planner: backends become its customized kernel."""
     result: dict[str, StockParameterConstraints] = {}
     for table, constraint in (constraints or {}).items():
         choice = chosen_from.get(table)
@@ -149,22 +149,22 @@ def translated(
     return result
 
 
-def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
+def _choice(table: str, constraint: StockParameterConstraints) -> KernelChoice | None:
     kernels = constraint.compute_kernels or []
     options = getattr(constraint, "options", None)
     for kernel in kernels:
         if kernel not in _STOCK_KERNELS and kernel not in registry.names():
             raise ValueError(
                 f"Table {table!r} is constrained to compute kernel {kernel!r}, which is neither a "
-                f"registered backend ({registry.names()}) nor a kernel of TorchRec's "
+                f"registered backend ({registry.names()}) nor a kernel of TorchRec "
                 f"({sorted(_STOCK_KERNELS)})."
             )
     backends = list(dict.fromkeys(kernel for kernel in kernels if kernel in registry.names()))
     frequencies = getattr(constraint, "frequencies", None)
     if frequencies is not None and not isinstance(frequencies, IdFrequencies):
         raise ValueError(
-            f"Table {table!r} has frequencies of type {type(frequencies).__name__}: they must be "
-            "an IdFrequencies or None."
+            f"Table {table!r} has frequencies of type {type(frequencies).__name__}, but they must "
+            "be an IdFrequencies or None."
         )
     curves = getattr(constraint, "quality_curves", None)
     if curves is not None:
@@ -176,23 +176,23 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
     if not backends:
         if chooses:
             raise ValueError(
-                f"Table {table!r} has choose_sizes=True and no backend whose sizes could be "
+                f"Table {table!r} has choose_sizes=True but no backend whose sizes could be "
                 f"chosen: name one of {registry.names()} in compute_kernels."
             )
         if options is not None:
             raise ValueError(
-                f"Table {table!r} has options {type(options).__name__} and no backend that would "
-                f"take them: name one of {registry.names()} in compute_kernels."
+                f"Table {table!r} has options {type(options).__name__} but no backend that takes "
+                f"them: name one of {registry.names()} in compute_kernels."
             )
         if curves is not None:
             raise ValueError(
-                f"Table {table!r} has quality_curves and no backend that could lose anything: name "
+                f"Table {table!r} has quality_curves but no backend that could lose quality: name "
                 f"one of {registry.names()} in compute_kernels."
             )
-        return None if frequencies is None else Choice((), True, frequencies)
+        return None if frequencies is None else KernelChoice((), True, frequencies)
     has_stock = len(backends) < len(set(kernels))
     candidates = _candidates(table, backends, options, chooses or has_stock or len(backends) > 1)
-    choice = Choice(candidates, has_stock, frequencies, curves, max_loss)
+    choice = KernelChoice(candidates, has_stock, frequencies, curves, max_loss)
     _check_numbers(table, constraint)
     _check_sharding_types(table, choice, constraint)
     _check_stock_only_fields(table, choice, constraint)
@@ -205,9 +205,9 @@ def _candidates(
     options: BackendOptions | Sequence[BackendOptions] | None,
     is_choice: bool,
 ) -> tuple[Candidate, ...]:
-    """Each backend with its options, or as often as it has some. Sizes of several options of one
-    backend are what the user chooses from; those of the only ones are open where
-    sizes may be chosen."""
+    """The candidates: each backend with its options, or once for each of its options. If a backend
+    has several options, the user has chosen the sizes; otherwise open sizes may be chosen by the
+    planner."""
     given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
     found: dict[str, list[BackendOptions]] = {name: [] for name in names}
     for one in given:
@@ -224,7 +224,7 @@ def _candidates(
         for name in takers:
             if one in found[name]:
                 raise ValueError(
-                    f"Table {table!r} has equal options {type(one).__name__} twice: leave one out."
+                    f"Table {table!r} has equal options {type(one).__name__} twice: remove one."
                 )
             found[name].append(one)
     candidates = []
@@ -237,7 +237,7 @@ def _candidates(
 
 
 def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
-    """Refuses numbers from which no cost follows, which TorchRec takes as they are."""
+    """Checks numbers that TorchRec does not check, although costs depend on them."""
     if constraint.min_partition is not None:
         least = constraint.min_partition
         if not isinstance(least, int) or isinstance(least, bool) or least < 1:
@@ -268,7 +268,7 @@ def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
 
 
 def _check_sharding_types(
-    table: str, choice: Choice, constraint: StockParameterConstraints
+    table: str, choice: KernelChoice, constraint: StockParameterConstraints
 ) -> None:
     asked = constraint.sharding_types
     if choice.has_stock or not asked:
@@ -279,7 +279,7 @@ def _check_sharding_types(
 
 
 def _check_stock_only_fields(
-    table: str, choice: Choice, constraint: StockParameterConstraints
+    table: str, choice: KernelChoice, constraint: StockParameterConstraints
 ) -> None:
     if choice.has_stock:
         return
@@ -290,12 +290,12 @@ def _check_stock_only_fields(
         if value is not None:
             raise ValueError(
                 f"Table {table!r} is constrained to backend {backend!r} and has "
-                f"{field}={value}, which only stock kernels honour: leave it None."
+                f"{field}={value}, which only stock kernels support: leave it None."
             )
     if constraint.use_virtual_table:
         raise ValueError(
             f"Table {table!r} is constrained to backend {backend!r} and has "
-            "use_virtual_table=True, which only stock kernels honour: leave it False."
+            "use_virtual_table=True, which only stock kernels support: leave it False."
         )
     for backend in choice.backends:
         check_output_dtype(table, backend, constraint.output_dtype)

@@ -1,4 +1,4 @@
-"""What the planner takes for tables whose constraints say nothing: variables and the batch size."""
+"""Defaults for constraints that are left open: environment variables and the batch size."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def completed(
     compute_device: str,
     shard_by_batch_size: bool,
 ) -> dict[str, StockParameterConstraints]:
-    """Constraints, completed for each table of a model.
+    """Completes the constraints of a model's tables.
 
     Args:
-        constraints: by table.
+        constraints: constraints by table name.
         module: the model.
-        sharders: say which tables there are.
-        batch_size: of a rank.
-        compute_device: of the topology.
-        shard_by_batch_size: a table whose constraint leaves its sharding open is replicated where
-            it has no more rows than a batch has samples, and else sharded.
+        sharders: the sharders, which determine the tables.
+        batch_size: batch size of a rank.
+        compute_device: device type of the topology.
+        shard_by_batch_size: whether a table with an open sharding type is replicated if it has at
+            most as many rows as the batch has samples, and sharded otherwise.
 
     Raises:
-        ValueError: a variable says what can't be; a table that it names is not there.
+        ValueError: an environment variable has an invalid value, or names a missing table.
     """
     found = dict(constraints or {})
     backends = environment.by_table("EMB_BACKEND")
@@ -73,7 +73,7 @@ def completed(
 
 
 def _tables(module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, int]:
-    """Rows of the tables of a model that sharders shard."""
+    """Number of rows of each table that the sharders shard."""
     by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     found: dict[str, int] = {}
     pending = [module]
@@ -97,7 +97,7 @@ def _placed(
             f"of {list(_PLACES)}."
         )
     if not _PLACES[place] or compute_device == "cpu":
-        return constraint  # on a CPU all tables lie in host memory
+        return constraint  # on a CPU all tables are in host memory
     kernels = constraint.compute_kernels or [EmbeddingComputeKernel.FUSED.value]
     changed = dataclasses.replace(
         constraint, compute_kernels=[_ON_HOST.get(kernel, kernel) for kernel in kernels]

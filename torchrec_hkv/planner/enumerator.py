@@ -1,4 +1,4 @@
-"""The ways to shard each table: TorchRec's, where backends stand beside stock kernels."""
+"""Enumerates sharding options of tables, on backends as well as stock kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.planner.calibration import Calibration
-from torchrec_hkv.planner.constraints import Candidate, Choice
+from torchrec_hkv.planner.constraints import Candidate, KernelChoice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss, loss_of
 from torchrec_hkv.planner.options import (
@@ -31,10 +31,10 @@ from torchrec_hkv.sharding.validation import served_sharding_types
 
 
 class BackendEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator for constraints that were translated for it.
+    """TorchRec's enumerator for translated constraints.
 
     Attributes:
-        refused: by path and table, why kernels can't serve it, by the kernel's name.
+        refused: reasons why kernels can't serve a table, by path and table, then by kernel.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class BackendEnumerator(EmbeddingEnumerator):
         topology: Topology,
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, KernelChoice],
         calibration: Calibration | None = None,
     ) -> None:
         """
         Args:
-            topology: of the ranks.
-            batch_size: on each rank.
-            constraints: as TorchRec's planner understands them.
-            choices: what may serve each table.
-            calibration: measured constants; None: the topology's bandwidths count.
+            topology: the topology of the ranks.
+            batch_size: batch size of each rank.
+            constraints: constraints as translated for TorchRec's planner.
+            choices: the kernels that may serve each table.
+            calibration: measured constants; None to use the topology's bandwidths.
         """
         self.storage_estimator = StorageEstimator(topology, constraints)
         self.perf_estimator = PerfEstimator(topology, constraints, choices, calibration)
@@ -66,21 +66,21 @@ class BackendEnumerator(EmbeddingEnumerator):
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """TorchRec's hook: called with the options of all tables before any is chosen.
+        """Overrides TorchRec's hook, which is called with the options of all tables.
 
         Args:
-            sharding_options: each of ours once for every backend that may serve it so. Those that
-                can't are taken out.
+            sharding_options: the options; those on backends occur once for each possible backend.
+                Options that can't be served are removed.
 
         Raises:
-            ValueError: no kernel that a table is constrained to can serve it.
+            ValueError: none of the kernels in a table's constraint can serve it.
         """
         named = self._with_backends(sharding_options)
         kept = self._advantageous([option for option in named if self._is_served(option)])
         tables = {(option.path, option.name) for option in kept}
         for option in named:
             if (option.path, option.name) not in tables:
-                # Sorted: TorchRec makes options in no order.
+                # Sorted, because the order of TorchRec's options is random.
                 reasons = sorted(self.refused[option.path, option.name].items())
                 raise ValueError(
                     f"Table {full_name(option)!r} can't be served by any of its compute kernels: "
@@ -90,11 +90,11 @@ class BackendEnumerator(EmbeddingEnumerator):
         super().populate_estimates(sharding_options)
 
     def variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Options with other sizes in the place of those that are open, with their bytes; their
-        times are filled in by :meth:`estimate_times`.
+        """Variants of options with open sizes, with their memory. :meth:`estimate_times` fills in
+        their times.
 
         Args:
-            options: that were enumerated.
+            options: enumerated options.
         """
         found: list[ShardingOption] = []
         for option in options:
@@ -107,7 +107,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         backend, choice = registry.get(option.backend), self._choices[option.name]
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        # Shards of a table differ by a row or a column at most.
+        # Shards of a table differ by at most one row or column.
         largest = max(shards_of(option), key=lambda shard: shard.capacity * shard.dim)
         made = []
         for options in backend.variants(
@@ -126,17 +126,17 @@ class BackendEnumerator(EmbeddingEnumerator):
         """Fills in the times of variants that have none yet.
 
         Args:
-            options: that were enumerated, and variants of them.
+            options: enumerated options and variants of them.
         """
         waiting = [option for option in options if option.shards[0].perf is None]
         if waiting:
             self.perf_estimator.estimate_variants(waiting)
 
     def loss(self, option: ShardingOption) -> TableLoss:
-        """What a table loses by an option.
+        """The quality that a table loses with an option.
 
         Args:
-            option: of a table of the model.
+            option: an option of a table of the model.
         """
         choice = self._choices.get(option.name)
         if choice is None or not is_ours(option):
@@ -147,21 +147,21 @@ class BackendEnumerator(EmbeddingEnumerator):
         return self._losses[key]
 
     def has_own_curves(self, option: ShardingOption) -> bool:
-        """Whether the constraint of an option's table has curves of its own."""
+        """Whether the constraint of an option's table has quality curves."""
         choice = self._choices.get(option.name)
         return choice is not None and bool(choice.curves)
 
     def most_loss(self, option: ShardingOption) -> float | None:
-        """The most that an option's table may lose; None where its constraint has no bound."""
+        """Bound on the loss of an option's table; None for no bound."""
         choice = self._choices.get(option.name)
         return None if choice is None else choice.max_loss
 
     def fused_params(self, option: ShardingOption) -> dict[str, Any] | None:
-        """Those of the sharder of an option's module."""
+        """Fused parameters of the sharder of an option's module."""
         return self._sharder_map[option.module_type_key].fused_params
 
     def _with_backends(self, sharding_options: list[ShardingOption]) -> list[ShardingOption]:
-        """Says of each option of ours whose it is: one after the other, as they were made."""
+        """Assigns a backend to each option with the customized kernel, in order."""
         waiting: dict[tuple[str, str, str], list[Candidate]] = {}
         named: list[ShardingOption] = []
         for option in sharding_options:
@@ -182,10 +182,10 @@ class BackendEnumerator(EmbeddingEnumerator):
         ]
 
     def _is_served(self, option: ShardingOption) -> bool:
-        """Whether the option's kernel can serve its table; where not, why is kept.
+        """Whether the option's kernel can serve its table. If not, the reason is recorded.
 
         Raises:
-            ValueError: it can't, and is the table's only one.
+            ValueError: it can't, and it is the table's only kernel.
         """
         choice = self._choices.get(option.name)
         if choice is None:
@@ -202,7 +202,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         return True
 
     def _advantageous(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Without those that a backend advises against, where a table has others."""
+        """Removes options that their backend advises against, if the table has others."""
         advised = {id(option): disadvantage(option) for option in options}
         tables = {(o.path, o.name) for o in options if advised[id(o)] is None}
         kept = []
@@ -221,8 +221,8 @@ class BackendEnumerator(EmbeddingEnumerator):
         for shard in shards_of(option):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
-    def _check_ids(self, option: ShardingOption, choice: Choice) -> None:
-        """Refuses a kernel whose ids are row numbers for a table that has other ids."""
+    def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:
+        """Raises if a kernel takes row numbers but the table has other ids."""
         seen = choice.frequencies
         if seen is None or seen.lowest is None or seen.highest is None:
             return
@@ -247,7 +247,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             }
             allowed = [sharding_type for sharding_type in allowed if sharding_type in served]
         elif not (choice and choice.backends) and not self._names_types(name):
-            # Our sharder offers types for tables that share a collection with ours.
+            # The sharder offers additional sharding types, which are for tables on backends only.
             sharder = self._sharder_map.get(args[0]) if args else None
             added = (
                 sharder.added_sharding_types(self._compute_device)
@@ -264,8 +264,9 @@ class BackendEnumerator(EmbeddingEnumerator):
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        # TorchRec lets a table without constraints have any kernel that the sharder knows. It makes
-        # an option for each kernel of the list: one for each backend.
+        # TorchRec allows a table without constraints any kernel of the sharder. It creates an
+        # option
+        # for each kernel in the list, so the kernel is repeated for each backend.
         served = self._served(name, sharding_type)
         allowed = [kernel for kernel in allowed_compute_kernels if kernel != KERNEL or served]
         kernels = super()._filter_compute_kernels(name, allowed, sharding_type)

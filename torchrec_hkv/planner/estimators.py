@@ -1,4 +1,4 @@
-"""Time and memory of tables that backends serve, next to TorchRec's estimates for stock tables."""
+"""Estimates of time and memory for tables on backends, besides TorchRec's for stock tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
-from torchrec_hkv.planner.constraints import Choice
+from torchrec_hkv.planner.constraints import KernelChoice
 from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
 from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
 from torchrec_hkv.planner.workload import shard_workload
@@ -34,25 +34,25 @@ from torchrec_hkv.sharding.parameter_sharding import KERNEL
 
 
 class PerfEstimator(ShardEstimator):
-    """TorchRec's time estimate, where lookups and backwards take what was measured.
+    """TorchRec's time estimate, with measured times of lookups and backwards.
 
-    Exchanges are TorchRec's estimate. Without measured constants each backend says how fast it
-    reads rows.
+    Exchanges are estimated by TorchRec. Without measured constants, each backend gives the
+    bandwidth with which it reads rows.
     """
 
     def __init__(
         self,
         topology: Topology,
         constraints: dict[str, ParameterConstraints],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, KernelChoice],
         calibration: Calibration | None = None,
     ) -> None:
         """
         Args:
-            topology: of the ranks.
-            constraints: as TorchRec's planner understands them.
-            choices: what may serve each table.
-            calibration: measured constants, None for none.
+            topology: the topology of the ranks.
+            constraints: constraints as translated for TorchRec's planner.
+            choices: the kernels that may serve each table.
+            calibration: measured constants; None for none.
         """
         self._topology = topology
         self._constraints = constraints
@@ -61,8 +61,8 @@ class PerfEstimator(ShardEstimator):
         self._rank_bytes = 0.0
         self._handed_on: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         rate = None if calibration is None else calibration.exchange
-        #: By which TorchRec's estimates of exchanges are multiplied, which go by the topology's
-        #: bandwidth within a host; None: not at all. One rank exchanges nothing.
+        #: Factor for TorchRec's estimates of exchanges, which use the topology's bandwidth within a
+        #: host; 0 for a single rank, which exchanges nothing; None for no correction.
         self._exchange: float | None = None
         if topology.world_size == 1:
             self._exchange = 0.0
@@ -75,7 +75,7 @@ class PerfEstimator(ShardEstimator):
             bandwidth = registry.get(name).lookup_bandwidth(
                 topology.compute_device, topology.hbm_mem_bw, topology.ddr_mem_bw
             )
-            # A dictionary of its own: the class's is shared by all estimators of the process.
+            # Copied, because the class's dictionary is shared by all estimators of the process.
             config.kernel_device_bandwidths = {
                 **config.kernel_device_bandwidths,
                 (topology.compute_device, KERNEL): bandwidth,
@@ -96,9 +96,9 @@ class PerfEstimator(ShardEstimator):
         """Fills in the time of every shard.
 
         Args:
-            sharding_options: stock and ours.
-            args: what TorchRec hands on, which differs between its versions.
-            kwargs: likewise.
+            sharding_options: options on stock kernels and on backends.
+            args: further arguments, which depend on the version of TorchRec.
+            kwargs: further keyword arguments.
         """
         self._rank_bytes = self._bytes_of_a_rank(sharding_options) if self._measured else 0.0
         self._handed_on = (args, kwargs)
@@ -108,7 +108,7 @@ class PerfEstimator(ShardEstimator):
         """Fills in the time of variants of options that were estimated before.
 
         Args:
-            options: stock and ours.
+            options: options on stock kernels and on backends.
         """
         args, kwargs = self._handed_on
         self._estimate(options, *args, **kwargs)
@@ -132,8 +132,8 @@ class PerfEstimator(ShardEstimator):
                 _scale_exchanges(option, self._exchange)
 
     def _bytes_of_a_rank(self, options: list[ShardingOption]) -> float:
-        """Of tables on a rank on average, each as small as any of its options is: they share its
-        caches, so that a small table among others is read as a large one is."""
+        """Mean bytes of tables on a rank, with the smallest option of each table. Tables share the
+        caches of a device, so a small table among others is read like a large one."""
         least: dict[tuple[str, str], int] = {}
         for option in options:
             counts = stock_table_bytes(option)
@@ -149,10 +149,10 @@ class PerfEstimator(ShardEstimator):
         return sum(least.values()) / self._topology.world_size
 
     def group_time(self, kernel: str) -> StepTime | None:
-        """What a group of tables on one kernel takes whatever is looked up; None where not known.
+        """Constant time of a group of tables on one kernel; None if unknown.
 
         Args:
-            kernel: a backend's name, or a stock kernel's.
+            kernel: name of a backend or of a stock kernel.
         """
         found = self._measured.get(kernel)
         return None if found is None else found.group_time
@@ -184,7 +184,7 @@ class PerfEstimator(ShardEstimator):
     def _slow_down(
         self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
     ) -> None:
-        """Lookups and backwards of rows that come from host memory, by the bandwidths."""
+        """Slows down lookups and backwards for rows in host memory, by the ratio of bandwidths."""
         backend, device_type = registry.get(option.backend), self._topology.compute_device
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         load = shard_workload(
@@ -204,8 +204,8 @@ class PerfEstimator(ShardEstimator):
     def _measure_stock(
         self, options: list[ShardingOption], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Stock tables by the constants of ``fused``. Those of other kernels take by so much more
-        or less as TorchRec's estimates say that they do."""
+        """Estimates stock tables by the constants of ``fused``. Times of other stock kernels are
+        scaled by the ratio of TorchRec's estimates."""
         twins = [copy.deepcopy(option) for option in options]
         for twin in twins:
             twin.compute_kernel = FUSED
@@ -249,23 +249,23 @@ def _scale_exchanges(option: ShardingOption, factor: float) -> None:
         if (perf := shard.perf) is not None:
             perf.input_dist_comms *= factor
             perf.fwd_comms *= factor
-            # The backward sends back what the forward has sent. TorchRec counts a copy of it
-            # besides, several times as long as what is left of it (:mod:`.sharding.output_dist`).
-            # Replicated tables only have an exchange of gradients.
+            # The backward sends back what the forward sent. TorchRec's estimate adds a copy that
+            # this package does not make (:mod:`.sharding.output_dist`), which would dominate.
+            # Replicated tables only exchange gradients.
             perf.bwd_comms = perf.fwd_comms if perf.fwd_comms else perf.bwd_comms * factor
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's memory estimate, where each backend says what its tables take.
+    """TorchRec's memory estimate, with the backends' estimates for their tables.
 
-    The communication buffers are TorchRec's count for both kinds of tables.
+    Communication buffers are TorchRec's estimate for all tables.
     """
 
     def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints]) -> None:
         """
         Args:
-            topology: of the ranks.
-            constraints: as TorchRec's planner understands them.
+            topology: the topology of the ranks.
+            constraints: constraints as translated for TorchRec's planner.
         """
         super().__init__(topology=topology, constraints=constraints)
         self._device_type = topology.compute_device
@@ -273,12 +273,12 @@ class StorageEstimator(EmbeddingStorageEstimator):
         self._handed_on: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """Fills in the bytes of every shard.
+        """Fills in the memory of every shard.
 
         Args:
-            sharding_options: stock and ours.
-            args: what TorchRec hands on, which differs between its versions.
-            kwargs: likewise.
+            sharding_options: options on stock kernels and on backends.
+            args: further arguments, which depend on the version of TorchRec.
+            kwargs: further keyword arguments.
         """
         self._handed_on = (args, kwargs)
         super().estimate(sharding_options, *args, **kwargs)
@@ -295,16 +295,16 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 )
 
     def estimate_variants(self, options: list[ShardingOption]) -> None:
-        """Fills in the bytes of variants of options that were estimated before.
+        """Fills in the memory of variants of options that were estimated before.
 
         Args:
-            options: stock and ours.
+            options: options on stock kernels and on backends.
         """
         args, kwargs = self._handed_on
         self.estimate(options, *args, **kwargs)
 
     def _scratch(self, option: BackendShardingOption) -> list[StorageBytes]:
-        """What a step takes of each shard for its time."""
+        """Temporary memory of a step for each shard."""
         load = shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
         replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
         backend = registry.get(option.backend)
@@ -316,11 +316,11 @@ class StorageEstimator(EmbeddingStorageEstimator):
     def table_bytes(
         self, option: ShardingOption, fused_params: Mapping[str, Any] | None
     ) -> list[StorageBytes]:
-        """What each shard of a table takes by itself, without communication buffers.
+        """Memory of each shard of a table, without communication buffers.
 
         Args:
-            option: stock or ours.
-            fused_params: those of the sharder of the option's module.
+            option: an option on a stock kernel or a backend.
+            fused_params: fused parameters of the sharder of the option's module.
         """
         if not is_ours(option):
             return [self._stock_bytes(option, count) for count in stock_table_bytes(option)]

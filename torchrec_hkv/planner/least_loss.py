@@ -1,4 +1,4 @@
-"""What the planner does so that tables lose no more than the memory, or the user, demands."""
+"""Finds plans that lose as little quality as the memory, or the user's bounds, require."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrec_hkv.planner.search import Search
 
 
 class LeastLoss:
-    """The search of a planner, for the options that its enumerator gave."""
+    """The search for plans with the least loss."""
 
     def __init__(
         self,
@@ -39,13 +39,14 @@ class LeastLoss:
     ) -> None:
         """
         Args:
-            enumerator: the planner's.
-            room: what ranks have for tables.
-            partitioner: the planner's.
-            perf_model: the planner's.
-            most_loss: that all tables together may lose for time; None: as little as possible, and
-                whatever the memory demands.
-            most_time: that a step of the slowest rank may take, in milliseconds; None: any.
+            enumerator: returns the planner's enumerator.
+            room: returns the topology with the memory available for tables.
+            partitioner: the planner's partitioner.
+            perf_model: the planner's performance model.
+            most_loss: loss of all tables together that may be traded for time. None: as little
+                loss as possible, but as much as the memory requires.
+            most_time: bound on the time of a step on the slowest rank, in milliseconds; None for no
+                bound.
         """
         self._enumerator, self._room = enumerator, room
         self._partitioner, self._perf_model = partitioner, perf_model
@@ -54,15 +55,15 @@ class LeastLoss:
 
     @property
     def is_traded(self) -> bool:
-        """Whether quality may be given up for time."""
+        """Whether quality may be traded for time."""
         return self._most_loss is not None and self._most_time is None
 
     def without_loss(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """Of each table the options where nothing is lost; none at all where a table has no such
-        options and a choice of others.
+        """The options without loss for each table; empty if a table has none but a choice of
+        options with loss.
 
         Args:
-            space: that were enumerated.
+            space: the enumerated options.
         """
         self._variants = None
         loss = self._enumerator().loss
@@ -84,10 +85,10 @@ class LeastLoss:
         return len(values) == 1 and may_lose and not any(is_ours(o) and o.is_open for o in options)
 
     def all_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """With variants of what is open.
+        """The enumerated options and their variants, without those that variants replace.
 
         Args:
-            space: that were enumerated.
+            space: the enumerated options.
         """
         if self._variants is None or self._variants[0] is not space:
             made = self._enumerator().variants(space)
@@ -107,11 +108,11 @@ class LeastLoss:
     def proposals(
         self, space: list[ShardingOption], best: float | None
     ) -> list[list[ShardingOption]]:
-        """Plans beside those where nothing is lost.
+        """Plans with loss to propose in addition to those without.
 
         Args:
-            space: that were enumerated.
-            best: the best rating of those; None where none fits.
+            space: the enumerated options.
+            best: the best rating without loss; None if no such plan fits.
         """
         if self.is_traded and self._most_loss:
             found = self._fastest(space)
@@ -128,13 +129,13 @@ class LeastLoss:
         any_loss: bool = False,
         any_time: bool = False,
     ) -> Arranged | None:
-        """The plan that loses least.
+        """The plan with the least loss.
 
         Args:
-            space: that were enumerated.
-            more: bytes that the ranks have besides, all together.
-            any_loss: whether bounds on losses don't count.
-            any_time: whether the bound on the time doesn't count.
+            space: the enumerated options.
+            more: additional bytes of memory, over all ranks.
+            any_loss: whether to ignore bounds on losses.
+            any_time: whether to ignore the bound on time.
         """
         room = _with_more(self._room(), more)
         most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
@@ -143,7 +144,7 @@ class LeastLoss:
         return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
 
     def check_time(self, plan: list[ShardingOption]) -> None:
-        """Refuses a plan that takes longer than it may.
+        """Raises if a plan exceeds the bound on time.
 
         Raises:
             PlannerError: it does.
@@ -163,11 +164,11 @@ class LeastLoss:
         )
 
     def refusal(self, space: list[ShardingOption]) -> PlannerError | None:
-        """What to say where no plan fits because of bounds on time or losses; None where these are
-        not why.
+        """The error to raise if no plan fits because of bounds on time or loss; None if these are
+        not the reason.
 
         Args:
-            space: that were enumerated.
+            space: the enumerated options.
         """
         if self._most_time is not None:
             slow = self.least(space, any_time=True)
@@ -188,12 +189,12 @@ class LeastLoss:
         return PlannerError(
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
             message=f"No plan fits within max_quality_loss, which is {self._most_loss} for all "
-            f"tables together and {bounds} by table: the least that has to be lost is an estimated "
-            f"{least.loss:.4f}: {'; '.join(lost)}.",
+            f"tables together and {bounds} by table. The least possible loss is an estimated "
+            f"{least.loss:.4f}: {'; '.join(lost)}. Allow more loss or memory, or other kernels.",
         )
 
     def _fastest(self, space: list[ShardingOption]) -> Arranged | None:
-        """The fastest plan that loses no more than what may be lost."""
+        """The fastest plan within the bound on loss."""
         assert self._most_loss is not None
         room, least = self._room(), self.least(space)
         levels = self._levels(space, room)
@@ -219,7 +220,7 @@ class LeastLoss:
 
 
 def _with_more(room: Topology, more: int) -> Topology:
-    """Ranks with so many more bytes: of HBM, or of host memory where there is no GPU."""
+    """A topology with ``more`` bytes added: HBM, or host memory on CPUs."""
     if not more:
         return room
     wider = copy.deepcopy(room)

@@ -1,4 +1,4 @@
-"""The options of each table by what they lose, least first."""
+"""Groups the options of each table by loss, least first."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torchrec_hkv.planner.options import kernel_of
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Options of a table that lose alike.
+    """Options of a table with the same loss.
 
     Attributes:
-        loss: of each.
-        options: ways to shard the table.
-        hbm: the least bytes of HBM, over all ranks, that one of them takes.
-        host: the least bytes of host memory, over all ranks, that one of them takes.
-        chain: equal for levels that differ by a size only, and take less where they lose more.
+        loss: loss of each option.
+        options: the sharding options.
+        hbm: the least HBM that an option takes over all ranks, in bytes.
+        host: the least host memory that an option takes over all ranks, in bytes.
+        chain: key that is equal for levels that differ only in a size; within a chain, levels with
+            more loss take less memory.
     """
 
     loss: TableLoss
@@ -33,11 +34,11 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class TableLevels:
-    """What a table can be.
+    """The levels of a table.
 
     Attributes:
-        whole: the level where nothing is lost; None where there is none.
-        lossy: the others, least loss first.
+        whole: the level without loss; None if there is none.
+        lossy: levels with loss, least first.
     """
 
     whole: Level | None

@@ -1,4 +1,4 @@
-"""What a plan says of tables that lose quality: how much, why, and what more memory would buy."""
+"""Reports on tables that lose quality: how much, why, and what more memory would change."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def loss_reports(
     rejected: Mapping[Key, Mapping[str, str]],
     room: Topology,
 ) -> dict[Key, LossReport]:
-    """By path and table, what is to be said of tables that lose something.
+    """Reports on the tables with loss, by path and table.
 
     Args:
         plan: the options of all tables.
-        enumerator: the planner's.
-        least_loss: the planner's.
-        space: what was enumerated.
-        rejected: why other kernels were not chosen.
-        room: what ranks have for tables.
+        enumerator: the planner's enumerator.
+        least_loss: the planner's search.
+        space: the enumerated options.
+        rejected: the reasons why other kernels were not chosen.
+        room: topology with the memory available for tables.
     """
     losses = {(o.path, o.name): (o, enumerator.loss(o)) for o in plan}
     lossy = {key: pair for key, pair in losses.items() if pair[1].is_lossy}
@@ -76,7 +76,7 @@ def _more(
     enumerator: BackendEnumerator,
     memory: str,
 ) -> str:
-    """What one GiB more, spread over the ranks, would buy."""
+    """What one more GiB, spread over the ranks, would change."""
     if wider is None:
         return ""
     then, begin = enumerator.loss(wider), f"1 GiB more {memory} over all ranks would "
@@ -88,7 +88,7 @@ def _more(
 
 
 def _left(option: ShardingOption, plan: Sequence[ShardingOption], room: Topology) -> str:
-    """What is left of the budget on the ranks of a table, where least is."""
+    """Free memory of the fullest rank of a table."""
     ranks = {shard.rank for shard in option.shards if shard.rank is not None}
     on_host = room.compute_device == "cpu"
     left = {

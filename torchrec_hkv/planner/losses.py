@@ -1,4 +1,4 @@
-"""How much of a model's quality a table gives up under an option: an estimate from curves."""
+"""Estimates from curves how much quality a table loses with an option."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchrec_hkv.sharding.tables import config_shards
 
 @dataclasses.dataclass(frozen=True)
 class TableLoss:
-    """What a table loses.
+    """The loss of a table.
 
     Attributes:
-        value: the estimate, in the unit of the curves.
-        parts: why; none where nothing is lost.
+        value: estimated loss, in the unit of the curves.
+        parts: what is given up; empty without loss.
     """
 
     value: float = 0.0
@@ -45,12 +45,12 @@ def loss_of(
     frequencies: IdFrequencies | None = None,
     curves: Mapping[str, QualityCurve] | None = None,
 ) -> TableLoss:
-    """What a table loses by an option.
+    """The loss of a table with an option.
 
     Args:
-        option: stock kernels lose nothing.
-        frequencies: of the table's ids.
-        curves: by kind, in the place of the built-in ones.
+        option: the option. Options on stock kernels have no loss.
+        frequencies: frequencies of the table's ids.
+        curves: quality curves by kind that replace the built-in ones.
     """
     if not is_ours(option):
         return NO_LOSS

@@ -1,4 +1,4 @@
-"""Memory of each rank under a plan: what is used, what the planner may use, what is left."""
+"""Memory of each rank under a plan: used, available to the planner, and free."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torchrec.distributed.types import ModuleShardingPlan, ShardingPlan
 
 from torchrec_hkv.planner.report import ReportedModulePlan, columns, format_bytes
 
-# Ranks with different figures that are listed one by one.
+# Up to this many different ranks are listed one by one.
 _MOST_LISTED = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one kind of memory on one rank.
+    """Memory of one kind on one rank, in bytes.
 
     Attributes:
         tables: rows, optimizer states and indices.
-        used: what the planner counts: tables, buffers of communication, and what a step takes.
-        budget: what the planner may use: the rank's memory without what it reserves for the dense
-            model, for inputs and as a margin.
+        used: tables, communication buffers and temporary memory of a step.
+        budget: the rank's memory without what the planner reserves for the dense model, inputs and
+            a margin.
     """
 
     tables: int = 0
@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """What is left of the budget."""
+        """The unused part of the budget."""
         return self.budget - self.used
 
     def __add__(self, other: Memory) -> Memory:
@@ -46,7 +46,7 @@ class RankMemory:
     """Memory of one rank.
 
     Attributes:
-        hbm: of its GPU.
+        hbm: memory of its GPU.
         host: its share of the host's memory.
     """
 
@@ -55,10 +55,10 @@ class RankMemory:
 
 
 class ReportedPlan(ShardingPlan):
-    """TorchRec's plan of a model, which prints the memory of the ranks as well.
+    """TorchRec's plan of a model, which also prints the memory of the ranks.
 
     Attributes:
-        memory: of each rank, in order; empty where the budget is not known.
+        memory: memory of each rank; empty if the budget is unknown.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ReportedPlan(ShardingPlan):
     ) -> None:
         """
         Args:
-            plan: by the path of a module.
-            memory: of each rank.
+            plan: plans by module path.
+            memory: memory of each rank.
         """
         super().__init__(dict(plan))
         self.memory = tuple(memory)
@@ -83,9 +83,9 @@ def rank_memory(
     """The memory of each rank.
 
     Args:
-        plans: of the modules.
-        options: of all tables, with the ranks that they were given to.
-        room: what ranks have for tables.
+        plans: plans of the modules.
+        options: options of all tables, with the ranks of their shards.
+        room: topology with the memory available for tables.
     """
     tables: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     used: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -109,13 +109,13 @@ def rank_memory(
 
 
 def describe_memory(memory: Sequence[RankMemory]) -> str:
-    """A table of what ranks use, may use, and have left; ranks with equal figures together.
+    """A printable table of used, available and free memory; equal ranks are merged.
 
     Args:
-        memory: of each rank, in order.
+        memory: memory of each rank.
 
     Returns:
-        Lines for HBM and host memory, where there is a budget for tables; "" without any.
+        Lines for HBM and for host memory, if there is a budget; ``""`` without any.
     """
     lines = []
     for name, parts in (
@@ -137,7 +137,7 @@ def describe_memory(memory: Sequence[RankMemory]) -> str:
 
 
 def _grouped(parts: Sequence[Memory]) -> list[tuple[str, tuple[str, ...]]]:
-    """Ranks and their cells; only the fullest and the emptiest rank where many differ."""
+    """Ranks and their cells; if many differ, only the fullest and the emptiest rank."""
     by_cells: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, part in enumerate(parts):
         by_cells[_cells(part)].append(rank)
@@ -161,7 +161,7 @@ def _cells(part: Memory) -> tuple[str, ...]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 5`` for 0, 1, 2, 3 and 5."""
+    """Formats ranks such as 0, 1, 2, 3 and 5 as ``0-3, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""A sharding option whose table a backend would serve, and what the planner's parts ask of it."""
+"""Sharding options for tables on backends, and helpers for the parts of the planner."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchrec_hkv.sharding.tables import (
 
 
 class BackendShardingOption(ShardingOption):
-    """One way of sharding a table on one backend. TorchRec has one kernel's name for all of them.
+    """A sharding option for a table on a backend. TorchRec sees one kernel for all backends.
 
     Attributes:
-        backend: the backend's name.
+        backend: name of the backend.
         backend_options: its options for the table.
-        label: what tells it from other choices of the table.
-        is_open: whether variants of the options may take their place.
+        label: identifies the alternative among those of the table.
+        is_open: whether variants of the options may be used.
     """
 
     backend: str
@@ -40,7 +40,7 @@ class BackendShardingOption(ShardingOption):
 
     @classmethod
     def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
-        """What TorchRec's enumerator made, for a backend."""
+        """Makes it from an option of TorchRec's enumerator."""
         made = cls.__new__(cls)
         made.__dict__.update(option.__dict__)
         made.backend, made.backend_options = candidate.backend, candidate.options
@@ -48,8 +48,7 @@ class BackendShardingOption(ShardingOption):
         return made
 
     def variant(self, options: BackendOptions) -> BackendShardingOption:
-        """The same sharding with other options of the backend; bytes and times are to be filled
-        in."""
+        """A copy with other options of the backend, without memory and times."""
         made = copy.copy(self)
         made.backend_options, made.is_open = options, False
         made.shards = [Shard(list(shard.size), list(shard.offset)) for shard in self.shards]
@@ -59,25 +58,25 @@ class BackendShardingOption(ShardingOption):
         return hash((super().__hash__(), self.label, self.backend_options))
 
     def storage_hash(self) -> int:
-        """TorchRec's, apart for each backend: what a saved plan finds its options by."""
+        """TorchRec's hash, which identifies options in saved plans, made unique by backend."""
         told = registry.get(self.backend).describe(self.backend_options)
         return super().storage_hash() ^ zlib.crc32(f"{self.label} {told}".encode())
 
 
 def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
-    """Whether a backend would serve the table."""
+    """Whether the option is for a table on a backend."""
     return isinstance(option, BackendShardingOption)
 
 
 def kernel_of(option: ShardingOption) -> str:
-    """The backend by its label, or the stock kernel by its name."""
+    """The label of a backend option, or the name of the stock kernel."""
     return option.label if is_ours(option) else option.compute_kernel
 
 
 def full_name(option: ShardingOption) -> str:
     """The key of an option's table in the ``state_dict``, without ``.weight``.
 
-    Of modules that backends serve; TorchRec's name of the table in others.
+    For modules that can't have tables on backends it is TorchRec's name of the table.
     """
     path, module = option.module
     if isinstance(module, EmbeddingBagCollection):
@@ -93,7 +92,7 @@ def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
 
 
 def shards_of(option: BackendShardingOption) -> list[TableShard]:
-    """The shards of an option's table, as its backend is asked about them."""
+    """The shards of an option's table in the form that backends take."""
     return config_shards(
         config_of(option),
         option.sharding_type,
@@ -104,14 +103,14 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
 
 
 def disadvantage(option: ShardingOption) -> str | None:
-    """Why a stock kernel would serve the table better than the option's backend, or None."""
+    """The reason why a stock kernel would serve the table better, or None."""
     if not is_ours(option):
         return None
     return registry.get(option.backend).disadvantage(shards_of(option)[0])
 
 
 def balance(option: BackendShardingOption) -> None:
-    """Gives every rank the same capacity where ids come to all ranks alike."""
+    """Gives every rank the same capacity if ids are mapped to ranks by hash."""
     if option.sharding_type not in SUMMED_OVER_RANKS:
         return
     if not registry.get(option.backend).routes_by_hash(option.backend_options):

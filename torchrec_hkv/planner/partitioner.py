@@ -1,5 +1,5 @@
-"""Where shards go: the best of all ways for a few shards, and else TorchRec's greedy choice, with a
-search where that finds no room."""
+"""Assigns shards to ranks: optimally for a few shards, else by TorchRec's greedy algorithm with a
+search if that fails."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-#: Shards to place up to which all ways are compared.
+#: Up to this many shards, all assignments are compared.
 _FEW_SHARDS = 6
-#: Attempts at placing a shard beyond one for each, at which a search gives up.
+#: Number of additional attempts to place a shard after which a search gives up.
 _MOST_ATTEMPTS = 2000
 
 
 class SearchingPartitioner(GreedyPerfPartitioner):
-    """TorchRec's partitioner, but for proposals whose shards go to all ranks or to one rank each.
+    """TorchRec's partitioner with a search, for options whose shards go to all ranks or to single
+    ranks.
 
-    Of these, few shards are placed so that the slowest rank is as fast as it can be. Many are
-    placed as TorchRec does, the largest first, each on the rank that is done first; where that
-    leaves one without room, other ways are tried, within limits.
+    A few shards are assigned so that the slowest rank is as fast as possible. Many shards are
+    assigned as in TorchRec, the largest first, each to the rank with the least time so far. If a
+    shard does not fit then, a bounded search tries other assignments.
     """
 
     def partition(
@@ -38,29 +39,29 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         storage_constraint: Topology,
         hbm_per_device: int | None = None,
     ) -> list[ShardingOption]:
-        """Gives each shard a rank.
+        """Assigns a rank to each shard.
 
         Args:
-            proposal: one option of each table.
-            storage_constraint: what ranks have.
-            hbm_per_device: in the place of what they have, as TorchRec takes it.
+            proposal: one option for each table.
+            storage_constraint: memory of the ranks.
+            hbm_per_device: overrides the HBM of each rank, see TorchRec.
 
         Raises:
-            PlannerError: no way was found.
+            PlannerError: no assignment was found.
         """
         if hbm_per_device is not None or not all(is_placed(option) for option in proposal):
             return super().partition(proposal, storage_constraint, hbm_per_device)
         if not place(proposal, storage_constraint, fast=True):
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message="No way was found to place the shards so that all ranks have room.",
+                message="No assignment of shards to ranks fits in the memory of all ranks.",
             )
         return proposal
 
 
 @dataclasses.dataclass
 class _Room:
-    """What a rank has left, and how long its tables take."""
+    """The free memory of a rank, and the time of its tables."""
 
     rank: int
     hbm: int
@@ -79,19 +80,19 @@ def _storage(shard: Shard) -> Storage:
 
 
 def is_placed(option: ShardingOption) -> bool:
-    """Whether :func:`place` knows how shards of an option are spread."""
+    """Whether :func:`place` supports the way in which the option's shards are assigned."""
     kind = option.partition_by
     is_free = kind == PartitionByType.DEVICE.value and option.dependency is None
     return kind == PartitionByType.UNIFORM.value or is_free
 
 
 def place(proposal: Sequence[ShardingOption], topology: Topology, fast: bool = False) -> bool:
-    """Gives each shard a rank that has room for it; False where no way was found.
+    """Assigns each shard to a rank with enough memory; returns False if it finds no assignment.
 
     Args:
-        proposal: one option of each table.
-        topology: what ranks have.
-        fast: whether the time of the slowest rank counts, too.
+        proposal: one option for each table.
+        topology: memory of the ranks.
+        fast: whether to minimize the time of the slowest rank.
     """
     rooms = [_Room(each.rank, each.storage.hbm, each.storage.ddr) for each in topology.devices]
     free: list[Shard] = []
@@ -118,7 +119,7 @@ def place(proposal: Sequence[ShardingOption], topology: Topology, fast: bool = F
 
 
 def _fastest(shards: list[Shard], rooms: list[_Room]) -> bool:
-    """All ways to place shards, without those that are slower than one that is known."""
+    """Branch and bound over all assignments."""
     best, ranks = math.inf, None
     taken: list[_Room] = []
 
@@ -154,10 +155,10 @@ def _by_room(room: _Room) -> tuple[float, ...]:
 def _fitting(
     shard: Shard, rooms: list[_Room], order: Callable[[_Room], tuple[float, ...]]
 ) -> list[_Room]:
-    """Ranks with room for a shard, in an order."""
+    """Ranks with enough memory for a shard, in a given order."""
     need = _storage(shard)
     fitting = [room for room in rooms if room.hbm >= need.hbm and room.host >= need.ddr]
-    # Ranks with the same room and the same time are one choice.
+    # Ranks with equal memory and time are interchangeable.
     distinct = {(room.hbm, room.host, room.time): room for room in reversed(fitting)}
     return sorted(distinct.values(), key=order)
 
@@ -165,9 +166,9 @@ def _fitting(
 def _search(
     shards: list[Shard], rooms: list[_Room], order: Callable[[_Room], tuple[float, ...]]
 ) -> bool:
-    """Depth first, the largest shards first, each to the first rank in an order. Rooms are as they
-    were where no way was found."""
-    orders: list[list[_Room]] = []  # ranks that are still to be tried, by shard
+    """Depth-first search, the largest shards first, with ranks in a given order. If it fails, rooms
+    are unchanged."""
+    orders: list[list[_Room]] = []  # for each shard, the ranks that are still to be tried
     taken: list[_Room] = []
     for _ in range(len(shards) + _MOST_ATTEMPTS):
         if len(taken) == len(shards):

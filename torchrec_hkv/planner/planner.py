@@ -1,4 +1,4 @@
-"""TorchRec's planner, for models where backends serve some of the tables."""
+"""TorchRec's planner, extended for tables on backends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from torchrec_hkv.warn import warn
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: Tables with an open choice beyond which fewer alternatives are looked at.
+#: Above this number of tables with alternatives, fewer options of each are explained.
 _MANY = 32
 
 
@@ -81,40 +81,39 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     ) -> None:
         """
         Args:
-            topology: of the ranks; TorchRec's guess when None.
-            batch_size: on each rank; None: what ``TORCHREC_HKV_BATCH_SIZE`` says, else TorchRec's
-                512.
-            enumerator: None: it is this package's, which knows backends.
-            constraints: by table; compute kernels may name backends. Of plans that fit the planner
-                takes one where as few tables as possible lose quality, of these one that loses
-                least by estimate, and of these the fastest (docs/concepts/planner.md).
-            calibration: measured constants that times are estimated from, or their file, as
-                ``torchrec-hkv calibrate`` writes it. None: the file of the default place
-                (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.
-            shard_by_batch_size: stock tables whose constraints leave their sharding open are
-                replicated where they have no more rows than ``batch_size``, and sharded where they
-                have more. False: the estimates decide.
-            max_quality_loss: what all tables together may lose for time, in the unit of their
-                curves (AUC by default): the fastest plan that loses no more is taken, and where
-                none fits, planning is refused. 0: nothing may be lost. None: nothing is lost that
-                the memory does not demand, and as much as it demands.
-            max_step_time: milliseconds that the tables of the slowest rank may take a step, by the
-                planner's estimate. A plan that takes no longer is chosen, of these the one that
-                loses least (and no more than ``max_quality_loss``, where that is given). None: any
-                time.
-            kwargs: the other arguments of TorchRec's planner.
+            topology: the topology of the ranks; None for TorchRec's default.
+            batch_size: batch size of each rank. None: the environment variable
+                ``TORCHREC_HKV_BATCH_SIZE``, else TorchRec's default of 512.
+            enumerator: must be None: the planner uses its own enumerator, which knows backends.
+            constraints: constraints by table; compute kernels may name backends. Among the plans
+                that fit, the planner prefers those in which the fewest tables lose quality, then
+                those with the least estimated loss, then the fastest (docs/concepts/planner.md).
+            calibration: measured constants for time estimates, or their file, as written by
+                ``torchrec-hkv calibrate``. None: the default file
+                (:func:`torchrec_hkv.planner.default_path`) if it exists, else nominal bandwidths.
+            shard_by_batch_size: True: stock tables with an open sharding type are replicated if
+                they have at most ``batch_size`` rows, and sharded otherwise. False: the estimates
+                decide.
+            max_quality_loss: loss of all tables together that may be traded for time, in the unit
+                of their curves (AUC by default). The planner takes the fastest plan within the
+                bound, and raises if none fits. 0: no loss is allowed. None: only as much loss as
+                the memory requires.
+            max_step_time: bound on the estimated time that the tables of the slowest rank take in
+                a step, in milliseconds. Among the plans within the bound, the planner takes the one
+                with the least loss (and within ``max_quality_loss``, if given). None: no bound.
+            kwargs: other arguments of TorchRec's planner.
 
         Raises:
-            ValueError: an enumerator was given, a constraint is refused (see
+            ValueError: an enumerator was given; or a constraint (see
                 :func:`torchrec_hkv.planner.constraints.choices`), the calibration, or a bound on
-                loss or time that is not a number of the kind that is needed.
+                loss or time is invalid.
         """
         if enumerator is not None:
             raise ValueError(
-                f"The planner was given enumerator {type(enumerator).__name__}, which doesn't know "
-                "backends: leave it None."
+                f"The planner was given enumerator {type(enumerator).__name__}, which does not "
+                "know backends: leave it None."
             )
-        # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
+        # TorchRec's own report does not distinguish backends; the plan prints another report.
         kwargs.setdefault("stats", [])
         if kwargs.get("partitioner") is None:
             kwargs["partitioner"] = SearchingPartitioner()
@@ -148,12 +147,12 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._make_enumerator()
 
     def _room(self) -> Topology:
-        """What ranks have for tables, of the plan that is being made."""
+        """Topology with the memory available for tables, for the current plan."""
         room = self._storage_reservation.last_reserved_topology
         return self._topology if room is None else room
 
     def _whole(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """The options where nothing is lost; keeps all of them, for the report."""
+        """The options without loss; also keeps all options for the report."""
         self._space = space
         return self._least_loss.without_loss(space)
 
@@ -167,7 +166,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         )
 
     def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-        """Takes in what variables and the batch size say of the model's tables."""
+        """Completes the constraints by environment variables and the batch size."""
         constraints = completed(
             self._given,
             module,
@@ -182,15 +181,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             self._make_enumerator()
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ReportedPlan:
-        """Plans on this process alone.
+        """Plans on this process.
 
         Args:
             module: the model.
-            sharders: :func:`torchrec_hkv.get_default_sharders`, or others with one for backends.
+            sharders: :func:`torchrec_hkv.get_default_sharders`, or others that include one for
+                backends.
 
         Raises:
-            ValueError: a table can't be served by the backend that its constraint names.
-            PlannerError: no plan fits; the message names tables and the bytes that are missing.
+            ValueError: a backend can't serve a table whose constraint names it.
+            PlannerError: no plan fits; the message names tables and the missing bytes.
         """
         self._complete(module, sharders)
         self._check_model(module, sharders)
@@ -219,22 +219,22 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ReportedPlan:
-        """Plans on rank 0 and gives every rank the plan, or the error.
+        """Plans on rank 0, and returns the plan, or raises the error, on every rank.
 
         Args:
             module: the model.
-            sharders: :func:`torchrec_hkv.get_default_sharders` when None.
-            pg: the ranks, all of them when None.
+            sharders: None for :func:`torchrec_hkv.get_default_sharders`.
+            pg: the ranks; None for all.
 
         Raises:
-            ValueError: as :meth:`plan`, on every rank.
-            PlannerError: likewise.
+            ValueError: see :meth:`plan`.
+            PlannerError: see :meth:`plan`.
         """
         sharders = get_default_sharders() if sharders is None else sharders
         return on_leader(lambda: self.plan(module, sharders), pg)
 
     def _check_model(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-        """Refuses constrained tables that aren't where a backend can serve them."""
+        """Raises if the model lacks a constrained table, or a backend can't serve it there."""
         by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         found: set[str] = set()
         tables: set[str] = set()
@@ -283,7 +283,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _explained(
         self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> PlannerError:
-        """TorchRec's error, or one that names tables and missing bytes where these are why."""
+        """An error that names tables and missing bytes if memory is the reason, else TorchRec's."""
         room = self._storage_reservation.last_reserved_topology
         kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
         if error.error_type not in kinds or room is None:
@@ -309,7 +309,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         )
 
     def _loses_more(self, option: ShardingOption, chosen: ShardingOption) -> bool:
-        """Whether an option loses more than the chosen one, which rules it out."""
+        """Whether an option is ruled out because it loses more than the chosen one."""
         lost, own = self._enumerator.loss(option), self._enumerator.loss(chosen)
         more = (lost.is_lossy, lost.value) > (own.is_lossy, own.value)
         return more and not (
@@ -317,7 +317,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         )
 
     def _warn(self, options: Iterable[ShardingOption]) -> None:
-        """Once for each table whose backend is worse than a stock kernel."""
+        """Warns once for each table whose backend is worse than a stock kernel."""
         for option in options:
             reason = disadvantage(option)
             if reason is not None and (option.path, option.name) not in self._warned:
@@ -327,7 +327,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _rejections(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> dict[tuple[str, str], dict[str, str]]:
-        """By path and table, why other kernels do not serve tables that left the choice open."""
+        """The reasons why other kernels were not chosen, by path and table."""
         plan, room = self._best_plan or [], self._storage_reservation.last_reserved_topology
         left_open = [
             option

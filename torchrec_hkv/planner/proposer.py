@@ -1,4 +1,4 @@
-"""Proposals in the order of what plans lose: at first TorchRec's, where nothing is lost."""
+"""Proposes plans in the order of their loss: first those of TorchRec's proposers, without loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchrec.distributed.planner.types import (
 
 
 class LossOrderedProposer(Proposer):
-    """Proposes what other proposers do of options where nothing is lost, and what a search finds
-    where none of these is good enough."""
+    """Runs other proposers on the options without loss, and then a search over all options if their
+    plans are not good enough."""
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class LossOrderedProposer(Proposer):
     ) -> None:
         """
         Args:
-            proposers: of plans where nothing is lost.
-            without_loss: the options where nothing is lost, none where a table has no such.
-            search: further plans, from all options and the best rating so far, None where nothing
-                fits.
+            proposers: proposers for plans without loss.
+            without_loss: returns the options without loss; empty if a table has none.
+            search: returns further plans, given all options and the best rating so far (None if
+                nothing fits).
         """
         self._proposers, self._without_loss, self._search = list(proposers), without_loss, search
         self._space: list[ShardingOption] = []
@@ -38,7 +38,7 @@ class LossOrderedProposer(Proposer):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """TorchRec's hook: the options of all tables."""
+        """Implements TorchRec's hook: takes the options of all tables."""
         self._space, self._waiting, self._best = search_space, None, None
         whole = self._without_loss(search_space)
         self._index = 0 if whole else len(self._proposers)
@@ -46,7 +46,7 @@ class LossOrderedProposer(Proposer):
             proposer.load(search_space=whole, enumerator=enumerator)
 
     def propose(self) -> list[ShardingOption] | None:
-        """TorchRec's hook: the next plan to look at, None after the last."""
+        """Implements TorchRec's hook: the next plan to rate; None after the last."""
         while self._index < len(self._proposers):
             proposal = self._proposers[self._index].propose()
             if proposal:
@@ -64,7 +64,7 @@ class LossOrderedProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """TorchRec's hook: what became of the last plan."""
+        """Implements TorchRec's hook: the rating of the last plan."""
         if partitionable and perf_rating is not None:
             self._best = perf_rating if self._best is None else min(self._best, perf_rating)
         if self._waiting is not None:

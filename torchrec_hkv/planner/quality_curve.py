@@ -1,4 +1,4 @@
-"""Curves of the quality that is lost where a table keeps a part of what it would have."""
+"""Curves of the quality that is lost when a table keeps only a share of its size."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import get_args, get_type_hints
 
 from torchrec_hkv.backends.protocol import Kept
 
-#: What a table may give up (:class:`torchrec_hkv.backends.Kept`).
+#: What a table may give up, see :class:`torchrec_hkv.backends.Kept`.
 KINDS: tuple[str, ...] = get_args(get_type_hints(Kept)["kind"])
 
 
 @dataclasses.dataclass(frozen=True)
 class QualityCurve:
-    """What quality is lost where a table keeps a share of what it would have.
+    """The quality that a table loses as a function of the share that it keeps.
 
     Between points, and beyond the last one, the loss is linear in the logarithm of the share. It is
     0 at a share of 1.
 
     Attributes:
-        points: pairs (share kept, loss), in any order. Shares are above 0 and below 1; losses are
-            not negative, in the unit of the model's metric (the built-in curves: AUC), and must not
-            fall where the share falls.
+        points: pairs (share kept, loss) in any order. Shares are between 0 and 1, exclusive. Losses
+            are not negative, in the unit of the model's metric (AUC for the built-in curves), and
+            must not decrease as the share decreases.
 
     Raises:
-        ValueError: there is no point, or one is impossible.
+        ValueError: there are no points, or one is invalid.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -46,25 +46,25 @@ class QualityCurve:
             if not _is_point(pair):
                 raise ValueError(
                     f"QualityCurve: a point is {pair!r}, but must be a pair of a share between 0 "
-                    "and 1, both left out, and a finite loss of at least 0."
+                    "and 1, exclusive, and a finite loss of at least 0."
                 )
         ordered = sorted(((float(share), float(loss)) for share, loss in points), reverse=True)
         for (share, loss), (next_share, next_loss) in itertools.pairwise(ordered):
             if next_share == share or next_loss < loss:
                 raise ValueError(
                     f"QualityCurve: the loss is {loss} at a share of {share} and {next_loss} at "
-                    f"{next_share}, but each share must have one loss, which must not be smaller "
-                    "where less is kept."
+                    f"{next_share}, but shares must differ, and the loss must not decrease as the "
+                    "share decreases."
                 )
         object.__setattr__(self, "points", tuple(ordered))
 
     @classmethod
     def of_csv(cls, path: str | os.PathLike[str], variant: str = "plain") -> QualityCurve:
-        """The AUC that a variant of Tensor-Train tables loses against dense ones.
+        """Makes a curve of the AUC that Tensor-Train tables lose compared with dense ones.
 
         Args:
-            path: what ``python -m benchmarks.tensor_train_quality --out`` wrote.
-            variant: a value of its column ``variant``.
+            path: a file written by ``python -m benchmarks.tensor_train_quality --out``.
+            variant: a value in the column ``variant``.
 
         Raises:
             OSError: the file can't be read.
@@ -87,10 +87,10 @@ class QualityCurve:
         )
 
     def loss(self, share: float) -> float:
-        """What is lost where this share is kept.
+        """The loss when a share is kept.
 
         Args:
-            share: above 0; 1 and more lose nothing.
+            share: greater than 0; 1 and more have no loss.
         """
         if share >= 1:
             return 0.0
@@ -109,8 +109,8 @@ def _is_point(pair: object) -> bool:
     return 0 < pair[0] < 1 and 0 <= pair[1] < math.inf
 
 
-#: AUC lost on MovieTweetings, users and movies alike. Compression:
-#: docs/performance/tensor_train.md. Rows and bits: one pass in time order, LFU
+#: AUC lost on MovieTweetings when users and movies are reduced alike. Compression:
+#: docs/performance/tensor_train.md. Rows and precision: one pass in time order with LFU
 #: (docs/concepts/planner.md).
 MEASURED: dict[str, QualityCurve] = {
     "compression": QualityCurve(((1 / 5.12, 0.0245), (1 / 21.4, 0.0418), (1 / 117, 0.0853))),
@@ -120,10 +120,10 @@ MEASURED: dict[str, QualityCurve] = {
 
 
 def check_loss(what: str, value: object) -> None:
-    """Refuses a bound on losses that is none.
+    """Checks a bound on losses.
 
     Raises:
-        ValueError: it is neither None nor a number of at least 0.
+        ValueError: it is neither None nor a finite number of at least 0.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 <= value < math.inf):
@@ -133,10 +133,10 @@ def check_loss(what: str, value: object) -> None:
 
 
 def check_time(what: str, value: object) -> None:
-    """Refuses a bound on times that is none.
+    """Checks a bound on time.
 
     Raises:
-        ValueError: it is neither None nor a positive number.
+        ValueError: it is neither None nor a positive finite number.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
@@ -146,10 +146,10 @@ def check_time(what: str, value: object) -> None:
 
 
 def check_curves(what: str, curves: object) -> None:
-    """Refuses what are no curves by kind.
+    """Checks quality curves by kind.
 
     Raises:
-        ValueError: it is no mapping of kinds to curves.
+        ValueError: ``curves`` is not a mapping from kinds to curves.
     """
     if not isinstance(curves, Mapping) or not all(
         kind in KINDS and isinstance(curve, QualityCurve) for kind, curve in curves.items()

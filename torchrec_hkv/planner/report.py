@@ -1,4 +1,4 @@
-"""The plan of a module as people read it: backends by name, with what each rank gives to them."""
+"""The printed plan of a module: kernels by name, with the memory and time of each table."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
-from torchrec_hkv.planner.stages import Exchange, StageTimes, input_dist_of, step_parts
+from torchrec_hkv.planner.stages import IdExchange, StageTimes, input_dist_of, step_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class LossReport:
-    """What a table loses against a dense row for each of its ids.
+    """The loss of a table, compared with a dense row for each of its ids.
 
     Attributes:
-        value: the estimate, in the unit of the curves.
+        value: estimated loss, in the unit of the curves.
         what: what is given up.
-        why: why nothing that loses less was chosen.
-        more: what one GiB more, spread over the ranks, would change; "" where that has no meaning.
-        left: of the budget of the table's fullest rank.
-        own_curves: whether the table's constraint has curves; else the value is an AUC.
+        why: why no option with less loss was chosen.
+        more: what one more GiB, spread over the ranks, would change; ``""`` if not applicable.
+        left: free memory of the table's fullest rank.
+        own_curves: whether the table's constraint has curves; otherwise the value is an AUC.
     """
 
     value: float
@@ -46,26 +46,25 @@ class LossReport:
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """One line of the report.
+    """The report on one table.
 
     Attributes:
-        kernel: the backend's name, or the stock kernel's.
-        sharding_type: TorchRec's.
-        ranks: of the shards, in order.
-        rows: of each shard.
-        dim: columns over all ranks.
-        bytes: of each shard: rows, optimizer states and index, without communication buffers.
-        options: those that differ from their defaults.
-        times: estimates for each shard, in milliseconds a step: lookup, backward, exchanges.
-        group_time: what a group of tables on this kernel takes besides, once; None where nothing
-            was measured and ``times`` come from bandwidths.
-        features: that look the table up.
-        bags: that a rank's batch has for the table.
-        ids: in them.
-        rejected: other kernels that the table's constraint names, and why they were not chosen.
-        calibrated: True where ``times`` come from constants that were measured on such a device,
-            False where they come from nominal bandwidths.
-        loss: what is lost against a dense row for each id; None: nothing.
+        kernel: name of the backend or stock kernel.
+        sharding_type: TorchRec's sharding type.
+        ranks: rank of each shard.
+        rows: number of rows of each shard.
+        dim: number of columns over all ranks.
+        bytes: bytes of each shard: rows, optimizer states and index, without communication buffers.
+        options: options that differ from their defaults.
+        times: estimated milliseconds in a step for each shard: lookup, backward, exchanges.
+        group_time: additional constant time of a group of tables on this kernel; None if ``times``
+            come from nominal bandwidths.
+        features: number of features that look the table up.
+        bags: number of bags in a rank's batch.
+        ids: number of ids in these bags.
+        rejected: other kernels in the table's constraint, and why they were not chosen.
+        calibrated: whether ``times`` come from measured constants rather than nominal bandwidths.
+        loss: loss compared with a dense row for each id; None without loss.
     """
 
     kernel: str
@@ -86,7 +85,7 @@ class TableReport:
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
-    """TorchRec's plan of a module, which prints what backends serve and what it costs."""
+    """TorchRec's plan of a module, which prints kernels, memory and times of its tables."""
 
     def __init__(
         self,
@@ -96,20 +95,20 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
     ) -> None:
         """
         Args:
-            shardings: by table.
-            reports: by table.
-            stages: what TorchRec's code takes in the parts of a step; None or empty where nothing
-                was measured.
+            shardings: shardings by table.
+            reports: reports by table.
+            stages: time of TorchRec's own code in the stages of a step; None or empty if not
+                measured.
         """
         super().__init__(shardings)
         self.reports = dict(reports)
         self.stages = dict(stages or {})
 
     def step_times(self, rank: int) -> dict[str, float]:
-        """Milliseconds that parts of a step are expected to take on a rank.
+        """Estimated milliseconds of the stages of a step on a rank.
 
-        Tables on one kernel are taken for one group, whose fixed part counts once. The backward is
-        with the exchange of its gradients.
+        Tables on one kernel are treated as one group, whose constant time counts once. The exchange
+        of gradients is part of the backward.
         """
         reports = self.reports.values()
         times = step_parts(
@@ -131,7 +130,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return times
 
     def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict, dict]]:
-        # A dict subclass is pickled item by item, without its __init__'s other arguments.
+        # A dict subclass is pickled item by item, without the other arguments of its __init__.
         return type(self), (dict(self), self.reports, self.stages)
 
     def __str__(self) -> str:
@@ -152,7 +151,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
                     _joined([f"{perf.total:.3g}" for perf in report.times]),
                 )
             )
-        # On a CPU no table has bytes in HBM.
+        # On a CPU no table takes HBM.
         in_hbm = any(part.hbm for report in self.reports.values() for part in report.bytes)
         shown = [i for i, name in enumerate(header) if name != "HBM per rank" or in_hbm]
         text = columns([[line[column] for column in shown] for line in lines])
@@ -169,7 +168,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
     def _uncalibrated(self) -> str:
-        """A line where times of tables were not measured."""
+        """A line about tables whose times were not measured."""
         timed = [name for name, report in self.reports.items() if report.times]
         names = [name for name in timed if not self.reports[name].calibrated]
         if not names:
@@ -179,7 +178,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\n{_wrapped(text)}\nMeasure a device by: torchrec-hkv calibrate\n"
 
     def _steps(self) -> str:
-        """A line with the parts of a step on the rank that takes longest, where it was measured."""
+        """A line with the stages of a step on the slowest rank, if they were measured."""
         ranks = {rank for report in self.reports.values() for rank in report.ranks}
         if not ranks or not self.stages:
             return ""
@@ -188,7 +187,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
     def _choices(self) -> str:
-        """A line for each table whose constraint left the choice open."""
+        """A line for each table with alternatives."""
         lines = []
         for name, report in self.reports.items():
             if report.rejected:
@@ -197,7 +196,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
     def _losses(self) -> str:
-        """A line for each table that loses quality."""
+        """A line for each table with loss."""
         lossy = {name: r.loss for name, r in self.reports.items() if r.loss is not None}
         lines = [_wrapped(f"{name} {loss}") for name, loss in lossy.items()]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
@@ -215,8 +214,8 @@ def format_bytes(count: int) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
-    """Of ids: one for each sharding type."""
+def _exchanges(reports: Sequence[TableReport]) -> list[IdExchange]:
+    """The input distributions, one for each sharding type."""
     exchanges = []
     for sharding_type in sorted({report.sharding_type for report in reports}):
         own = [report for report in reports if report.sharding_type == sharding_type]
@@ -224,7 +223,7 @@ def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
         name = input_dist_of(sharding_type, has_backends)
         if name is not None:
             exchanges.append(
-                Exchange(
+                IdExchange(
                     name,
                     features=sum(report.features for report in own),
                     bags=sum(report.bags for report in own),
@@ -235,7 +234,7 @@ def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
 
 
 def _joined(values: Sequence[str]) -> str:
-    """Equal values once, with their number; others one by one, shortened after the fourth."""
+    """Joins values: equal ones as one with a count, others one by one, at most four of them."""
     if len(values) > 1 and len(set(values)) == 1:
         return f"{values[0]} x{len(values)}"
     if len(values) > 4:
@@ -244,14 +243,14 @@ def _joined(values: Sequence[str]) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Lines of a terminal; words, such as names of tables, stay whole."""
+    """Wraps text at 80 columns without breaking words, such as names of tables."""
     return textwrap.fill(
         text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
-    """Cells as a table, whose first line is its header."""
+    """Formats cells as a table; the first line is the header."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rows = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

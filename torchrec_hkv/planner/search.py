@@ -1,4 +1,4 @@
-"""The plan that loses least: as few tables as possible, and as little as the memory demands."""
+"""Searches the plan with the least loss: in as few tables, and as little, as memory requires."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec_hkv.planner.arrangement import Arranged, Arranger
 from torchrec_hkv.planner.levels import Level, TableLevels
 
-#: Sets of tables of one size, and arrangements for all of them, that are looked at.
+#: Bounds on the number of sets of tables of one size, and of arrangements for all of them.
 _MOST_SETS, _MOST_CHECKS = 2000, 4000
-#: Prices of a byte at which levels are chosen for a first answer.
+#: Number of bisection steps for the price of a byte in the first answer.
 _PRICES = 24
 
 Table = tuple[str, str]
 
 
 class Search:
-    """Orders plans by the number of tables that lose something, then by what all of them lose, then
-    by the time of a step."""
+    """Orders plans by the number of tables with loss, then by their total loss, then by the time of
+    a step."""
 
     def __init__(
         self,
@@ -33,20 +33,20 @@ class Search:
     ) -> None:
         """
         Args:
-            tables: the levels of each.
-            arranger: of their options.
-            most_loss: that all tables together may lose.
-            most_time: that a step of the slowest rank may take.
+            tables: the levels of each table.
+            arranger: finds options for levels.
+            most_loss: bound on the loss of all tables together.
+            most_time: bound on the time of a step on the slowest rank.
         """
         self._tables, self._arranger = dict(tables), arranger
         self._most_loss, self._most_time = most_loss, most_time
         self._checks = 0
 
     def least_loss(self) -> Arranged | None:
-        """The first plan in the order of this class; None where none was found.
+        """The first plan in the order of this class; None if none was found.
 
-        It is the first of all where sets and arrangements are few enough to look at all of them,
-        which they are for a few tables, or a few that lose something.
+        The result is optimal if there are few enough sets and arrangements to try all, as for a few
+        tables, or a few tables with loss.
         """
         if any(not levels.all for levels in self._tables.values()):
             return None
@@ -62,7 +62,7 @@ class Search:
         return None
 
     def _sets(self, tables: Sequence[Table], count: int) -> Iterator[tuple[Table, ...]]:
-        """Sets of so many tables, those first that spare most bytes."""
+        """Sets of ``count`` tables, those first that save the most memory."""
         order = sorted(tables, key=lambda table: -self._spared(table))
         if math.comb(len(order), count) <= _MOST_SETS:
             yield from itertools.combinations(order, count)
@@ -80,10 +80,10 @@ class Search:
         return whole - min(level.hbm + level.host for level in levels.lossy)
 
     def _best_of(self, chosen: set[Table], best: _Best | None) -> _Best | None:
-        """The better one of what is known and of levels where the chosen tables lose something."""
+        """The better of the known answer and the best one in which only ``chosen`` have loss."""
         names = list(self._tables)
         fixed = {t: levels.whole for t, levels in self._tables.items() if t not in chosen}
-        # The table of most levels comes last: its levels are found by bisection.
+        # The table with the most levels comes last: its level is found by bisection.
         free = sorted((t for t in names if t in chosen), key=lambda t: len(self._tables[t].lossy))
         least = sum(self._tables[t].lossy[0].loss.value for t in free)
         if least > self._most_loss or (best is not None and least >= best.loss):
@@ -102,8 +102,8 @@ class Search:
         return visit.best
 
     def check(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
-        """Options of these levels that fit, in the time that there is; None where none are found,
-        or after many questions."""
+        """Options of these levels that fit within the bound on time; None if none are found, or if
+        the number of checks is exhausted."""
         if not self._arranger.may_fit(levels) or self._checks >= _MOST_CHECKS:
             return None
         self._checks += 1
@@ -119,17 +119,17 @@ class Search:
 
     @property
     def most_loss(self) -> float:
-        """That all tables together may lose."""
+        """Bound on the loss of all tables together."""
         return self._most_loss
 
     def lossy(self, table: Table) -> tuple[Level, ...]:
-        """The levels of a table that lose something, least first."""
+        """The levels of a table with loss, least first."""
         return self._tables[table].lossy
 
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """Levels that fit, and options that show it."""
+    """Levels that fit, with options that prove it."""
 
     loss: float
     levels: list[Level]
@@ -137,7 +137,7 @@ class _Best:
 
 
 class _Visit:
-    """Goes through the levels of some tables, while the levels of all others are given."""
+    """Tries the levels of some tables, with fixed levels for all others."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Visit:
         self.best = best
 
     def _try(self, chosen: Mapping[Table, Level]) -> bool:
-        """Whether levels fit; they are kept where they lose less than what is known."""
+        """Whether levels fit. Keeps them if they have less loss than the best so far."""
         loss = sum(level.loss.value for level in chosen.values())
         levels = [chosen.get(name) or self._fixed[name] for name in self._names]
         options = self._search.check([level for level in levels if level is not None])
@@ -162,8 +162,8 @@ class _Visit:
         return True
 
     def by_prices(self) -> None:
-        """A first answer: each table has the level that is best where bytes have a price, and the
-        price is the lowest at which they fit."""
+        """Finds a first answer: each table takes the level with the lowest sum of loss and price of
+        its bytes, at the lowest price at which the levels fit."""
         if len(self._free) < 2:
             return
         low, high = -70.0, 10.0  # logarithms of prices
@@ -183,7 +183,7 @@ class _Visit:
                 low = middle
 
     def all_levels(self, chosen: Mapping[Table, Level] | None = None) -> None:
-        """All combinations of levels that may lose less than what is known."""
+        """Tries all combinations of levels that may have less loss than the best so far."""
         chosen = dict(chosen or {})
         rest = self._free[len(chosen) :]
         if not rest:
@@ -203,7 +203,7 @@ class _Visit:
         return loss <= self._search.most_loss and (self.best is None or loss < self.best.loss)
 
     def _last(self, table: Table, chosen: Mapping[Table, Level], known: float) -> None:
-        """The last table: of each chain of sizes the largest that fits."""
+        """Finds the level of the last table: in each chain, the largest size that fits."""
         chains: dict[tuple[str, ...], list[Level]] = {}
         for level in self._search.lossy(table):
             chains.setdefault(level.chain, []).append(level)

@@ -1,10 +1,10 @@
-"""Times what TorchRec's own code takes in the parts of a step (:mod:`.stages`), on collections of
-small tables.
+"""Times TorchRec's own code in the stages of a step (:mod:`.stages`), on collections of small
+tables.
 
-Most of it is the time of the host, which is faster at some times than at others. So all shapes of
-batches take turns of a few steps, in an order that is drawn anew for each round, and rounds are run
-at different times (:meth:`StageTimer.measure` is called several times). Constants are fitted to
-what is typical of all of them, by relative errors and none below zero, as those of lookups are.
+Most of it is host time, and the speed of the host varies over time. Batches of all shapes therefore
+take turns of a few steps, in a random order in each round, and rounds are run at different times
+(:meth:`StageTimer.measure` is called several times). Constants are fitted to the typical times by
+least squares of relative errors without negative values, as for lookups.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from torchrec_hkv.planner.stages import INPUT_DISTS, STAGES, StageTimes
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
 
-_BACKEND = "hkv"  # whichever: the exchange is the same
+_BACKEND = "hkv"  # any backend: the exchange is the same
 _ROUNDS = 3
-#: Steps of a turn that are timed, and those before them, for caches.
+#: Number of timed steps of a turn, and of warm-up steps before them.
 _TURN, _WARM = 3, 1
 _HIDING_CYCLES = 10_000_000
 _DIM, _ROWS = 128, 64
-#: Bags of a rank's batch, where the exchange of rows is timed.
+#: Number of bags in a rank's batch when the exchange of rows is timed.
 _BAGS = {"cpu": 8192, "cuda": 65536}
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Of a batch of one rank, of tables with a feature each.
+class BatchShape:
+    """Shape of a batch of one rank, for tables with one feature each.
 
     Attributes:
-        bags: of a feature.
-        features: their number.
-        length: ids of a bag.
+        bags: number of bags of a feature.
+        features: number of features.
+        length: number of ids in a bag.
     """
 
     bags: int
@@ -61,47 +61,48 @@ class Shape:
 
     @property
     def work(self) -> dict[str, float]:
-        """Counts of what the exchange of ids does, but what is done once."""
+        """Amounts of work in the input distribution, without the constant part."""
         bags = float(self.features * self.bags)
         return {"feature": float(self.features), "bag": bags, "id": bags * self.length}
 
     def batch(self, device: torch.device) -> KeyedJaggedTensor:
-        """One of these."""
+        """A batch of this shape."""
         bags = self.bags * self.features
         ids = torch.arange(bags * self.length, device=device) % _ROWS
         lengths = torch.full((bags,), self.length, device=device)
         return KeyedJaggedTensor(_features(self.features), ids, lengths=lengths)
 
 
-def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, Shape]:
-    """The shapes that are timed: from next to no ids to more than most batches have, in few and in
-    many features and bags.
+def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, BatchShape]:
+    """The timed shapes: from almost no ids to more than most batches have, with few and with many
+    features and bags.
 
     Args:
-        bags: of the batch with many.
-        ranks: how many there are.
-        by_table: whether tables stay whole; each rank has one at least then.
+        bags: number of bags in large batches.
+        ranks: number of ranks.
+        by_table: whether tables are sent whole, so that each rank needs at least one.
     """
     few = ranks if by_table else 1
     many = max(8, 4 * few)
     return {
-        "least": Shape(8, few),
-        "several": Shape(8, many),
-        "bags": Shape(bags // few, few),
-        "ids": Shape(bags // 8 // few, few, 8),
-        "both": Shape(bags // many, many, 2),
-        "most": Shape(bags // many, many, 8),
+        "least": BatchShape(8, few),
+        "several": BatchShape(8, many),
+        "bags": BatchShape(bags // few, few),
+        "ids": BatchShape(bags // 8 // few, few, 8),
+        "both": BatchShape(bags // many, many, 2),
+        "most": BatchShape(bags // many, many, 8),
     }
 
 
 @contextlib.contextmanager
 def stage_timers(device: torch.device) -> Iterator[dict[int, StageTimer]]:
-    """Timers by numbers of ranks: of one rank alone (on rank 0), and of all there are.
+    """Timers by number of ranks: for a single rank (on rank 0), and for all ranks.
 
-    All ranks call it. Where no process group is there, one of this process is made, and ended.
+    All ranks must call it. Without a process group, one of this process is created for its
+    duration.
 
     Args:
-        device: of the tables.
+        device: device of the tables.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -110,7 +111,7 @@ def stage_timers(device: torch.device) -> Iterator[dict[int, StageTimer]]:
     try:
         envs = {dist.get_world_size(): ShardingEnv.from_process_group(dist.group.WORLD)}
         if dist.get_world_size() > 1:
-            # All ranks take part in the making of groups, of which an environment makes one, too.
+            # All ranks take part in creating groups; creating an environment creates one, too.
             own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
             alone = ShardingEnv.from_process_group(own[dist.get_rank()])
             envs = {1: alone, **envs} if dist.get_rank() == 0 else envs
@@ -121,16 +122,16 @@ def stage_timers(device: torch.device) -> Iterator[dict[int, StageTimer]]:
 
 
 class StageTimer:
-    """Times the parts of steps on some ranks."""
+    """Times the stages of steps on some ranks."""
 
     def __init__(self, device: torch.device, env: ShardingEnv) -> None:
         """
         Args:
-            device: of the tables.
-            env: of the ranks; all of them make one and call its methods.
+            device: device of the tables.
+            env: the ranks. All of them create a timer and call its methods.
         """
         self._device, self._env, self._ranks = device, env, env.world_size
-        self._modules: dict[tuple[str, str], tuple[Any, Shape]] = {}
+        self._modules: dict[tuple[str, str], tuple[Any, BatchShape]] = {}
         for (has_backends, by_table), name in INPUT_DISTS.items():
             shapes = shapes_of(_BAGS[device.type], self._ranks, by_table)
             modules = {
@@ -145,23 +146,24 @@ class StageTimer:
         """Times all shapes in turn.
 
         Args:
-            rounds: so many turns of each.
+            rounds: number of turns of each shape.
         """
         turns, order = random.Random(len(self._times)), list(self._modules)
         for _ in range(rounds):
-            turns.shuffle(order)  # on all ranks alike
+            turns.shuffle(order)  # in the same order on all ranks
             for key in order:
                 module, shape = self._modules[key]
                 for at in range(_WARM + _TURN):
-                    # A batch of its own for each step: one that was exchanged knows its counts.
-                    # What follows the exchange of ids is the same whichever that is.
+                    # A new batch for each step, because an exchanged batch caches its counts. The
+                    # other stages are only timed for one input distribution, as they do not differ.
                     took = self._step(module, shape.batch(self._device), key[0] == STAGES[0])
                     if at >= _WARM:
                         self._times[key].append(took)
 
     def times(self) -> tuple[StageTimes, float | None]:
-        """Milliseconds of each part, those of lookup and backward with next to no ids; and bytes a
-        millisecond of exchanged rows, of those that a rank looks up for all, None on one rank."""
+        """Milliseconds of each stage, with lookup and backward for almost no ids; and the bytes of
+        rows exchanged in a millisecond, counted as the rows a rank looks up for all ranks (None for
+        a single rank)."""
         typical = _middle if self._device.type == "cuda" else min
         took = {
             key: [typical(parts) for parts in zip(*steps, strict=True)]
@@ -188,7 +190,7 @@ class StageTimer:
         return stages, 4.0 * self._ranks * most.bags * most.features * _DIM / rows
 
     def _sharded(self, features: int, has_backends: bool, by_table: bool) -> Any:
-        """A collection of small tables."""
+        """A sharded collection of small tables."""
         tables = [
             EmbeddingBagConfig(
                 name=f"t_{name}", feature_names=[name], embedding_dim=_DIM, num_embeddings=_ROWS
@@ -238,11 +240,12 @@ class StageTimer:
         return [first, *clock.stop()]
 
 
-def input_dist_costs(shapes: Sequence[Shape], times: Sequence[float]) -> dict[str, float]:
-    """What an exchange of ids takes once, for a feature, a bag and an id.
+def input_dist_costs(shapes: Sequence[BatchShape], times: Sequence[float]) -> dict[str, float]:
+    """Fits the time of an input distribution: its constant part, and that of a feature, a bag and
+    an id.
 
     Args:
-        shapes: of batches.
+        shapes: shapes of the batches.
         times: milliseconds of each.
     """
     found: Mapping[str, float] = fitted([shape.work for shape in shapes], times)
@@ -250,8 +253,8 @@ def input_dist_costs(shapes: Sequence[Shape], times: Sequence[float]) -> dict[st
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean of those between the quartiles: of a host with two speeds one that lies between
-    them, where a median would be one of the two."""
+    """The mean between the quartiles. If the host has two speeds it lies between them, while a
+    median would be one of the two."""
     quarter = len(values) // 4
     return statistics.mean(sorted(values)[quarter : len(values) - quarter])
 
@@ -261,11 +264,11 @@ def _features(count: int) -> list[str]:
 
 
 class _Clock:
-    """Milliseconds between marks. On a GPU the device's: what the host does is hidden."""
+    """Milliseconds between marks; on a GPU device time, with the host's launches hidden."""
 
     def __init__(self, device: torch.device, group: Any) -> None:
         self._on_gpu, ranks = device.type == "cuda", dist.get_world_size(group)
-        # Processor time does not see a wait for other ranks.
+        # Processor time does not include waiting for other ranks.
         one = torch.get_num_threads() == 1 and ranks == 1
         self._now = time.process_time if one else time.perf_counter
         self._marks: list[Any] = []
@@ -273,8 +276,9 @@ class _Clock:
             torch.cuda.synchronize(device)
             torch.cuda._sleep(_HIDING_CYCLES)
         if ranks > 1:
-            # All ranks begin together, on a GPU as the device sees it: else the one that is ahead
-            # would wait in the exchange, and its time would be said to be the exchange's.
+            # All ranks start together, on a GPU in device time. Otherwise the wait of the first
+            # rank
+            # would be counted as the exchange.
             dist.all_reduce(torch.ones(1, device=device), group=group)
         self.mark()
 

@@ -1,8 +1,8 @@
-"""What TorchRec's own code takes in the parts of a step, whatever is looked up.
+"""Time of TorchRec's own code in the stages of a step, apart from lookups.
 
-The exchange of ids is the host's work for the most part, and has constants of its own by whether
-rows of a table are spread over ranks and whether backends serve tables (:func:`input_dist_of`). How
-the constants are measured: :mod:`torchrec_hkv.planner.stage_timing`.
+The input distribution is mostly host work. Its constants depend on whether tables are row-wise
+sharded and whether backends serve tables (:func:`input_dist_of`).
+:mod:`torchrec_hkv.planner.stage_timing` measures the constants.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections.abc import Iterable, Mapping
 
 from torchrec.distributed.types import ShardingType
 
-#: Parts of a step of a sharded collection.
+#: Stages of a step of a sharded collection.
 STAGES = ("input_dist", "forward", "output_dist", "backward")
-#: The exchanges of ids: by whether backends serve tables, and whether tables stay whole.
+#: Input distributions by (whether backends serve tables, whether tables are sent whole).
 INPUT_DISTS = {
     (False, False): "input_dist",
     (False, True): "input_dist_by_table",
     (True, False): "input_dist_of_backends",
     (True, True): "input_dist_of_backends_by_table",
 }
-#: Sharding types whose ids go to the rank of a table or column, which no id decides.
+#: Sharding types that send ids to the rank of a table or column, for any id.
 _BY_TABLE = (
     ShardingType.TABLE_WISE.value,
     ShardingType.COLUMN_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value,
 )
 
-#: Milliseconds by stage: once (``fixed``), and for a feature; of exchanges of ids also for a bag
-#: and an id of a rank's batch.
+#: Milliseconds by stage: constant (``fixed``) and for each feature; for input distributions also
+#: for each bag and id of a rank's batch.
 StageTimes = dict[str, dict[str, float]]
 
 
 def input_dist_of(sharding_type: str, has_backends: bool) -> str | None:
-    """Which exchange of :data:`INPUT_DISTS` tables of a sharding type have; None where there is
-    none, as each rank has all rows.
+    """The name in :data:`INPUT_DISTS` for a sharding type; None for data-parallel tables, whose ids
+    are not sent.
 
     Args:
-        sharding_type: TorchRec's.
+        sharding_type: TorchRec's sharding type.
         has_backends: whether backends serve tables of this type. All tables of the type then use
             :class:`torchrec_hkv.sharding.dists.all_to_all.CountedAllToAll`.
     """
@@ -48,14 +48,14 @@ def input_dist_of(sharding_type: str, has_backends: bool) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """One exchange of ids of a step: that of all tables of a sharding type.
+class IdExchange:
+    """One input distribution of a step: that of all tables of a sharding type.
 
     Attributes:
-        name: one of :data:`INPUT_DISTS`.
-        features: that look the tables up.
-        bags: of a rank's batch.
-        ids: in them.
+        name: a name in :data:`INPUT_DISTS`.
+        features: number of features that look the tables up.
+        bags: number of bags in a rank's batch.
+        ids: number of ids in these bags.
     """
 
     name: str
@@ -65,14 +65,14 @@ class Exchange:
 
 
 def step_parts(
-    stages: StageTimes, features: int, exchanges: Iterable[Exchange]
+    stages: StageTimes, features: int, exchanges: Iterable[IdExchange]
 ) -> dict[str, float]:
-    """Milliseconds that TorchRec's own code takes in the parts of a step.
+    """Milliseconds of TorchRec's own code in the stages of a step.
 
     Args:
-        stages: as a calibration has them for a number of ranks; empty for zeros.
-        features: of the collection.
-        exchanges: of ids.
+        stages: times from a calibration, for a number of ranks; empty for zeros.
+        features: number of features of the collection.
+        exchanges: the input distributions.
     """
     counts = {"fixed": 1.0, "feature": float(features)}
     times = {stage: _took(stages.get(stage, {}), counts) for stage in STAGES[1:]}

@@ -1,4 +1,4 @@
-"""TorchRec's ``fused`` kernel beside backends: the same work, timed in the same way."""
+"""Calibrates TorchRec's ``fused`` kernel, by the same steps as backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from torchrec_hkv.backends.calibration import row_batches, row_tables, rows_in, timed
-from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
+from torchrec_hkv.backends.constants import Constants, TimedStep, fit_constants
 from torchrec_hkv.backends.workload import Work, Workload, row_work
 
-#: The stock kernel that constants are measured of.
+#: The stock kernel that is calibrated.
 FUSED = EmbeddingComputeKernel.FUSED.value
 _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -27,13 +27,13 @@ _OPTIMIZERS = {
 
 
 def fused_work(load: Workload, dim: int, table_bytes: float, rows: int) -> Work:
-    """Work of a step of a stock table.
+    """The work of a step on a stock table.
 
     Args:
-        load: what the step asks.
-        dim: columns of the shard.
-        table_bytes: of the shard with its optimizer states.
-        rows: of the shard.
+        load: the step's ids in the shard.
+        dim: number of columns of the shard.
+        table_bytes: bytes of the shard with its optimizer states.
+        rows: number of rows of the shard.
     """
     return row_work(load, dim, table_bytes / max(rows, 1))
 
@@ -42,8 +42,8 @@ def calibrated_fused(device: torch.device, progress: Callable[[str], None]) -> C
     """The constants of TorchRec's ``fused`` kernel on a device.
 
     Args:
-        device: where the tables live.
-        progress: is told of each table before it is timed.
+        device: device of the tables.
+        progress: called with a line of text before each table is timed.
     """
     on_gpu = device.type == "cuda"
     samples = []
@@ -76,5 +76,5 @@ def calibrated_fused(device: torch.device, progress: Callable[[str], None]) -> C
 
         for batch in row_batches(device.type):
             took, load = timed(step, batch, rows, device)
-            samples.append(Sample(fused_work(load, dim, size, rows), took, float(size)))
+            samples.append(TimedStep(fused_work(load, dim, size, rows), took, float(size)))
     return fit_constants(samples)

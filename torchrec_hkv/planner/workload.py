@@ -1,4 +1,4 @@
-"""What a step asks of each shard of a table that is sharded in some way."""
+"""The work of a step on each shard of a table, for a given sharding."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ def shard_workload(
     constraint: ParameterConstraints | None,
     frequencies: IdFrequencies | None,
 ) -> Workload:
-    """The step's part of one shard; all shards of a table have alike.
+    """The step's ids in one shard. All shards of a table have the same number.
 
     Args:
-        option: how the table is sharded.
-        topology: of the ranks.
-        constraint: has batch sizes and numbers of poolings, where they are not the planner's.
-        frequencies: of the table's ids; None: all rows come alike.
+        option: the sharding of the table.
+        topology: the topology of the ranks.
+        constraint: constraint with batch sizes and numbers of poolings, if they differ from the
+            planner's.
+        frequencies: frequencies of the table's ids; None if all rows are equally frequent.
     """
     rows = option.tensor.shape[0]
     bags = rank_bags(option, constraint)
     ids = rank_ids(option, constraint)
     ranks = topology.world_size
-    # Ids of a table reach the shards of all ranks, those of one host, or one rank's alone.
+    # Ids are spread over the shards of all ranks, over those of one host, or go to one shard.
     match option.sharding_type:
         case ShardingType.DATA_PARALLEL.value:
             return _asked(ids, 1.0, bags, option.is_pooled, rows, frequencies)
@@ -44,21 +45,21 @@ def shard_workload(
 
 
 def rank_bags(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
-    """Bags that a rank's batch has for a table.
+    """Number of bags for a table in a rank's batch.
 
     Args:
-        option: how the table is sharded.
-        constraint: as :func:`shard_workload` takes it.
+        option: the sharding of the table.
+        constraint: see :func:`shard_workload`.
     """
     return sum(size * times for size, times, _ in _by_feature(option, constraint))
 
 
 def rank_ids(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
-    """Ids that a rank's batch has for a table.
+    """Number of ids for a table in a rank's batch.
 
     Args:
-        option: how the table is sharded.
-        constraint: as :func:`shard_workload` takes it.
+        option: the sharding of the table.
+        constraint: see :func:`shard_workload`.
     """
     return sum(size * times * length for size, times, length in _by_feature(option, constraint))
 
@@ -66,7 +67,7 @@ def rank_ids(option: ShardingOption, constraint: ParameterConstraints | None) ->
 def _by_feature(
     option: ShardingOption, constraint: ParameterConstraints | None
 ) -> list[tuple[float, float, float]]:
-    """For each feature samples of a batch, bags of a sample and ids of a bag."""
+    """For each feature: samples of a batch, bags of a sample, and ids of a bag."""
     features = num_features(option)
     lengths = _for_each(option.input_lengths, features)
     poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
@@ -98,12 +99,12 @@ def _asked(
 
 
 def num_features(option: ShardingOption) -> int:
-    """Features that look a table up."""
+    """Number of features that look a table up."""
     if isinstance(option.module[1], EmbeddingBagCollection | EmbeddingCollection):
         return len(config_of(option).feature_names)
     return option.num_inputs
 
 
 def _for_each(values: list[float], features: int) -> list[float]:
-    """One for each feature; TorchRec's constraints have one where nothing was said."""
+    """One value for each feature. TorchRec's constraints have a single value by default."""
     return list(values) if len(values) == features else [values[0]] * features

@@ -1,7 +1,7 @@
-"""How a plan says which backend serves a table, and with which options.
+"""The backend and the options of a table in a sharding plan.
 
-TorchRec has one placeholder for compute kernels from outside, ``customized_kernel``, and its enum
-can't be extended. Every backend shares it; what tells them apart travels with the plan here.
+TorchRec has one compute kernel for kernels from outside, ``customized_kernel``, and its enum can't
+be extended. All backends share this kernel; the plan carries the backend's name and options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 
-#: The compute kernel that TorchRec sees for a table of any backend.
+#: The compute kernel of all tables on backends, as TorchRec sees it.
 KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 _FUSED_PARAM = "torchrec_hkv"
@@ -25,20 +25,20 @@ _FUSED_PARAM = "torchrec_hkv"
 
 @dataclasses.dataclass(frozen=True)
 class TableTag:
-    """What a table's fused parameters carry from the plan to the kernel.
+    """The part of a table's fused parameters that identifies its backend to the kernel.
 
-    TorchRec groups tables whose fused parameters are equal. Only the backend counts there, and
-    whether rows lie open: other tables of one backend are looked up together whatever their
-    options, which each keeps for itself.
+    TorchRec groups tables with equal fused parameters. Tags are equal if backend, ``is_dense`` and
+    ``row_dtype`` are, so that tables of a backend are looked up together although their options
+    differ.
 
     Attributes:
         backend: name of the backend.
-        options: its options for this table.
+        options: the backend's options for this table.
         init_range: lowest and highest initial value.
-        is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
-        row_dtype: of its rows, where that is not the config's: a group has one.
-        is_unique: whether a lookup that has an id twice is refused.
-        full_name: the table's in the model (:mod:`torchrec_hkv.sharding.state.names`).
+        is_dense: whether the table is dense-compatible (:meth:`Backend.is_dense`).
+        row_dtype: data type of the rows if it differs from the config's; None otherwise.
+        is_unique: whether a lookup with a repeated id raises.
+        full_name: full name of the table in the model (:mod:`torchrec_hkv.sharding.state.names`).
     """
 
     backend: str
@@ -52,14 +52,14 @@ class TableTag:
 
 @dataclasses.dataclass
 class BackendParameterSharding(ParameterSharding):
-    """The sharding of a table that a backend serves.
+    """The sharding of a table on a backend.
 
     Attributes:
         backend: name of the backend.
-        options: its options for this table.
-        init_range: lowest and highest initial value; the sharder fills it in from the config.
-        is_unique: whether a lookup that has an id twice is refused; the sharder fills it in.
-        full_name: the table's in the model; the sharder fills it in.
+        options: the backend's options for this table.
+        init_range: lowest and highest initial value; set by the sharder from the config.
+        is_unique: whether a lookup with a repeated id raises; set by the sharder.
+        full_name: full name of the table in the model; set by the sharder.
     """
 
     backend: str = ""
@@ -72,7 +72,7 @@ class BackendParameterSharding(ParameterSharding):
     def wrap(
         cls, sharding: ParameterSharding, backend: str, options: BackendOptions
     ) -> BackendParameterSharding:
-        """The sharding that TorchRec's planner made, for a backend."""
+        """Makes it from a sharding of TorchRec's planner."""
         stock = {
             field.name: getattr(sharding, field.name)
             for field in dataclasses.fields(ParameterSharding)
@@ -80,7 +80,7 @@ class BackendParameterSharding(ParameterSharding):
         return cls(**stock, backend=backend, options=options)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
-        """TorchRec's hook: merged into the table's fused parameters."""
+        """Overrides TorchRec's hook: parameters that are added to the table's fused parameters."""
         return {
             _FUSED_PARAM: TableTag(
                 self.backend,
@@ -95,16 +95,16 @@ class BackendParameterSharding(ParameterSharding):
 
 
 def _own_dtype(options: BackendOptions) -> torch.dtype | None:
-    """The data type of rows that options say whatever the config says; None: the config's."""
+    """The data type of rows that options set for every config; None if they use the config's."""
     told = {options.dtype_for(dtype) for dtype in (torch.float32, torch.float16)}
     return told.pop() if len(told) == 1 else None
 
 
 def tag_of(table: ShardedEmbeddingTable) -> TableTag | None:
-    """The tag of a table of ours, None for a stock table."""
+    """The tag of a table on a backend; None for a stock table."""
     return (table.fused_params or {}).get(_FUSED_PARAM)
 
 
 def without_tag(fused_params: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's fused parameters as they were before the tag joined them."""
+    """A table's fused parameters without the tag."""
     return {name: value for name, value in fused_params.items() if name != _FUSED_PARAM}

@@ -1,4 +1,4 @@
-"""TorchRec's description of a table, turned into what a backend is asked about: its shards."""
+"""Converts TorchRec's description of a table to the shards that backends take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 
-#: Sharding types by rows, under which TorchRec sums over ranks and divides a mean afterwards.
+#: Row-wise sharding types. TorchRec sums over ranks, and divides a mean afterwards.
 SUMMED_OVER_RANKS: frozenset[str] = frozenset(
     {
         ShardingType.ROW_WISE.value,
@@ -29,28 +29,28 @@ SUMMED_OVER_RANKS: frozenset[str] = frozenset(
 )
 
 
-#: A module whose tables backends may serve.
+#: A module that may have tables on backends.
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
 def table_configs(module: Collection) -> dict[str, BaseEmbeddingConfig]:
-    """The configs of a collection's tables, by name."""
+    """The configs of a collection's tables by name."""
     if isinstance(module, EmbeddingCollection):
         return {config.name: config for config in module.embedding_configs()}
     return {config.name: config for config in module.embedding_bag_configs()}
 
 
 def table_weight(module: Collection, table: str) -> nn.Parameter:
-    """The unsharded weight of a table, which carries what was applied in backward."""
+    """The unsharded weight of a table, which carries the optimizer applied in backward."""
     tables = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
     return tables[table].weight
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
-    """Refuses what no backend can do with a table's config.
+    """Checks a table's config for values that no backend supports.
 
     Raises:
-        ValueError: a size that is not positive, or a feature of stock tables that is not ours.
+        ValueError: a size is not positive, or the config uses a feature of stock tables only.
     """
     for field in ("num_embeddings", "embedding_dim"):
         value = getattr(config, field)
@@ -70,14 +70,14 @@ def check_config(config: BaseEmbeddingConfig) -> None:
 
 
 def init_range(config: BaseEmbeddingConfig) -> tuple[float, float]:
-    """The lowest and highest initial value of a table's rows.
+    """The lowest and the highest initial value of a table's rows.
 
-    TorchRec fills in ``init_fn`` when none is given: ``uniform_`` between ``weight_init_min`` and
-    ``weight_init_max``, which in turn default to plus and minus ``num_embeddings ** -0.5``. Rows
-    that come and go are initialised one by one, so that no other function can be honoured.
+    If the config has no ``init_fn``, TorchRec sets it to ``uniform_`` between ``weight_init_min``
+    and ``weight_init_max``, which default to plus and minus ``num_embeddings ** -0.5``. Rows in
+    backends are initialized one by one, so no other function is supported.
 
     Raises:
-        ValueError: the config has an ``init_fn`` of its own.
+        ValueError: the config has another ``init_fn``.
     """
     init_fn = config.init_fn
     if (
@@ -88,8 +88,8 @@ def init_range(config: BaseEmbeddingConfig) -> tuple[float, float]:
     ):
         return (float(init_fn.keywords.get("a", 0.0)), float(init_fn.keywords.get("b", 1.0)))
     raise ValueError(
-        f"Table {config.name!r} has init_fn={init_fn}, which can't be called for rows that are "
-        "made one by one: give weight_init_min and weight_init_max instead."
+        f"Table {config.name!r} has init_fn={init_fn}, which can't be applied to rows that are "
+        "initialized one by one: give weight_init_min and weight_init_max instead."
     )
 
 
@@ -110,17 +110,18 @@ def table_shard(
     """One shard of a table.
 
     Args:
-        name: the table's.
-        num_embeddings: rows over all ranks.
-        embedding_dim: columns over all ranks.
-        data_type: of the rows.
-        pooling: as the config says.
-        sharding_type: decides whether a mean arrives as a sum; None for the whole table.
-        sizes: rows and columns of the shard.
-        offsets: its first row and column.
+        name: name of the table.
+        num_embeddings: number of rows over all ranks.
+        embedding_dim: number of columns over all ranks.
+        data_type: data type of the rows.
+        pooling: pooling of the config.
+        sharding_type: sharding type, which decides whether the lookup sums for a mean; None for the
+            whole table.
+        sizes: number of rows and columns of the shard.
+        offsets: first row and first column of the shard.
         init_range: lowest and highest initial value.
-        options: the backend's, for this table.
-        full_name: the table's in the model, for messages.
+        options: the backend's options for this table.
+        full_name: full name of the table in the model, for messages.
     """
     is_mean = pooling == PoolingType.MEAN and sharding_type not in SUMMED_OVER_RANKS
     rows = options.rows_for(num_embeddings)
@@ -153,14 +154,15 @@ def config_shards(
     """All shards of a table, from its config.
 
     Args:
-        config: the table's. One of sequences has no pooling, which is as a sum of one id.
-        sharding_type: None for the whole table.
-        sizes: rows and columns of each shard.
-        offsets: first row and column of each.
-        options: the backend's, for this table.
+        config: config of the table. One for sequences has no pooling; its bags of one id are
+            summed.
+        sharding_type: sharding type; None for the whole table.
+        sizes: number of rows and columns of each shard.
+        offsets: first row and first column of each shard.
+        options: the backend's options for this table.
 
     Raises:
-        ValueError: the config has an ``init_fn`` of its own.
+        ValueError: the config has an ``init_fn`` that is not supported.
     """
     return [
         table_shard(
@@ -180,11 +182,11 @@ def config_shards(
 
 
 def balanced_rows(num_embeddings: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Splits a capacity evenly. TorchRec splits into blocks of equal size, so that the last ranks
-    may get little or nothing, while ids that are routed by hash come to all ranks alike.
+    """Splits a capacity evenly over ranks. TorchRec uses blocks of equal size, so that the last
+    ranks may get few rows or none, although ids that are mapped by hash reach all ranks equally.
 
     Returns:
-        Rows of each rank, and the first row of each.
+        Number of rows of each rank, and first row of each rank.
     """
     bounds = [num_embeddings * rank // world_size for rank in range(world_size + 1)]
     return [high - low for low, high in itertools.pairwise(bounds)], bounds[:-1]

@@ -1,4 +1,4 @@
-"""Checks of a whole collection on every rank, before its first table is made."""
+"""Checks of a whole collection on every rank, before the first table is created."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from torchrec_hkv.sharding.tables import (
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTable:
-    """A table of ours as planned and checked.
+    """A planned and checked table on a backend.
 
     Attributes:
-        backend: name of its backend.
-        sharding: as the sharder passes it on to TorchRec.
-        shards: all of them, on whatever rank.
-        optimizer: what trains its rows.
-        features: that it looks up.
+        backend: name of the backend.
+        sharding: the sharding that is passed to TorchRec.
+        shards: the shards on all ranks.
+        optimizer: the fused optimizer.
+        features: the features that look up the table.
     """
 
     backend: str
@@ -54,17 +54,17 @@ def planned_tables(
     device: torch.device | None,
     fused_params: dict[str, Any] | None,
 ) -> dict[str, PlannedTable]:
-    """The tables of a collection that backends serve, checked.
+    """Checks the tables of a collection that are on backends, and returns them by name.
 
     Args:
         module: the unsharded collection.
         shardings: the plan of its tables.
         env: the ranks.
-        device: where the tables will live, the CPU when None.
-        fused_params: the sharder's.
+        device: device of the tables; None for the CPU.
+        fused_params: fused parameters of the sharder.
 
     Raises:
-        ValueError: a table that its backend, or this package, can't serve as planned.
+        ValueError: a table can't be served as planned.
     """
     check_output_dtypes(
         {name: sharding for name, sharding in shardings.items() if name in table_configs(module)},
@@ -77,8 +77,8 @@ def planned_tables(
             continue
         if not isinstance(sharding, BackendParameterSharding):
             raise ValueError(
-                f"The plan gives table {name!r} the kernel {KERNEL!r} and no backend: make it with "
-                "torchrec_hkv.EmbeddingShardingPlanner."
+                f"The plan gives table {name!r} the kernel {KERNEL!r} without a backend: make the "
+                "plan with torchrec_hkv.EmbeddingShardingPlanner."
             )
         _check_environment(name, env)
         config = configs[name]
@@ -87,7 +87,7 @@ def planned_tables(
         check_sharding_type(name, sharding.backend, [sharding.sharding_type], type(module))
         backend = registry.get(sharding.backend)
         optimizer = applied_optimizer(name, table_weight(module, name), fused_params)
-        # A data-parallel table has no sharding: every rank holds all of it.
+        # A data-parallel table has no sharding spec: every rank holds all of it.
         spec = sharding.sharding_spec
         whole = [[config.num_embeddings, config.embedding_dim]]
         shards = config_shards(
@@ -112,16 +112,16 @@ def check_sharding_type(
     sharding_types: Sequence[str],
     module_type: type[Collection] | None = None,
 ) -> None:
-    """Refuses sharding types of which a backend, or this package, can serve none.
+    """Checks that at least one of some sharding types is supported.
 
     Args:
-        table: its name, for the message.
-        backend: its name.
-        sharding_types: those that are asked for.
-        module_type: of the table's collection; None where it is not known yet.
+        table: name of the table, for the message.
+        backend: name of the backend.
+        sharding_types: the requested sharding types.
+        module_type: class of the table's collection; None if unknown.
 
     Raises:
-        ValueError: naming those it can.
+        ValueError: none is supported; the message lists the supported ones.
     """
     allowed = served_sharding_types(backend, module_type)
     if not set(sharding_types) & set(allowed):
@@ -133,11 +133,11 @@ def check_sharding_type(
 
 
 def served_sharding_types(backend: str, module_type: type[Collection] | None = None) -> list[str]:
-    """The sharding types of a backend that this package knows, sorted.
+    """The sharding types that a backend and this package support, sorted.
 
     Args:
-        backend: its name.
-        module_type: of the table's collection; None for those of any.
+        backend: name of the backend.
+        module_type: class of the table's collection; None for any.
     """
     known = set() if module_type is EmbeddingCollection else set(POOLED_SHARDINGS)
     if module_type is None or module_type is EmbeddingCollection:
@@ -148,11 +148,11 @@ def served_sharding_types(backend: str, module_type: type[Collection] | None = N
 def _check_environment(table: str, env: ShardingEnv) -> None:
     if is_2d(env):
         raise ValueError(
-            f"Table {table!r} is served by a backend, whose replicas DMPCollection would not keep "
-            "in step: use DistributedModelParallel."
+            f"Table {table!r} is on a backend, whose replicas DMPCollection does not synchronize: "
+            "use DistributedModelParallel."
         )
     if env.output_dtensor:
         raise ValueError(
-            f"Table {table!r} is served by a backend, which gives its state as ShardedTensors: "
-            "leave output_dtensor off."
+            f"Table {table!r} is on a backend, which returns its state as ShardedTensors: leave "
+            "output_dtensor off."
         )

@@ -1,4 +1,4 @@
-"""Tensor-Train tables: shapes, cores, lookup and training. Knows nothing of TorchRec."""
+"""Tensor-Train tables: shapes, cores, lookup and training. Does not depend on TorchRec."""
 
 from torchrec_hkv.tensor_train.decomposition import Decomposition, tt_svd
 from torchrec_hkv.tensor_train.dense import dense_blocks, rows_of, to_dense

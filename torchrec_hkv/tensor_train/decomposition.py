@@ -1,4 +1,4 @@
-"""From a dense table to cores: TT-SVD (Oseledets 2011), by rank or by error."""
+"""Decomposes a dense table into cores: TT-SVD (Oseledets 2011), by ranks or by error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrec_hkv.tensor_train.shapes import TTShape, factor_dim, factor_rows, m
 
 @dataclasses.dataclass(frozen=True)
 class Decomposition:
-    """What :func:`tt_svd` gives.
+    """The result of :func:`tt_svd`.
 
     Attributes:
-        shape: of the Tensor-Train table.
-        cores: float32, each of :meth:`TTShape.core_shape`, on the table's device.
-        relative_error: Frobenius norm of (table - cores) over that of the table, measured on the
+        shape: shape of the Tensor-Train table.
+        cores: float32 cores, each of :meth:`TTShape.core_shape`, on the table's device.
+        relative_error: Frobenius norm of (table - cores) over that of the table, measured with the
             float32 cores.
     """
 
@@ -40,27 +40,28 @@ def tt_svd(
     p: Sequence[int] | None = None,
     q: Sequence[int] | None = None,
 ) -> Decomposition:
-    """Cores for a dense table.
+    """Decomposes a dense table into cores.
 
     The unfoldings are split one after the other, by the eigenvectors of the smaller Gram matrix in
     float64. The squared error is at most the sum of what the splits drop, which is at most
-    ``cores - 1`` times that of the best cores of these ranks. Errors below some 1e-7 of the table
-    are beyond it.
+    ``cores - 1`` times that of the best cores of these ranks. Relative errors below about 1e-7
+    can't
+    be reached.
 
     Args:
-        table: ``[num_embeddings, embedding_dim]``, any float dtype. Some three float64 copies are
+        table: ``[num_embeddings, embedding_dim]``, any float dtype. About three float64 copies are
             made.
-        ranks: as in :func:`torchrec_hkv.tensor_train.make_shape`.
-        max_error: instead of ranks: the relative error (Frobenius norm) to stay below, from which
-            the ranks follow.
-        num_cores: 2, 3 or 4, where ``p`` and ``q`` do not say.
-        p: row factors; by default balanced.
-        q: column factors; by default balanced.
+        ranks: see :func:`torchrec_hkv.tensor_train.make_shape`.
+        max_error: bound on the relative error (Frobenius norm), which determines the ranks; instead
+            of ``ranks``.
+        num_cores: 2, 3 or 4; used if neither ``p`` nor ``q`` is given.
+        p: row factors; balanced by default.
+        q: column factors; balanced by default.
 
     Raises:
-        TypeError: the table is no float tensor, or another argument is of a wrong type.
-        ValueError: not two dimensions, values that are not finite, not exactly one of ``ranks`` and
-            ``max_error``, or numbers that do not fit.
+        TypeError: the table is not a float tensor, or another argument has a wrong type.
+        ValueError: the table does not have two dimensions, has values that are not finite, not
+            exactly one of ``ranks`` and ``max_error`` is given, or numbers do not fit.
     """
     if not table.is_floating_point():
         raise TypeError(f"table is of dtype {table.dtype}, but must be of a float dtype.")
@@ -69,7 +70,7 @@ def tt_svd(
             f"table has shape {tuple(table.shape)}, but must have two dimensions, none of them 0."
         )
     if (ranks is None) == (max_error is None):
-        raise ValueError("exactly one of ranks and max_error is needed.")
+        raise ValueError("tt_svd needs exactly one of ranks and max_error: give one of them.")
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, numbers.Real):
             raise TypeError(f"max_error is {max_error!r}, but must be a number.")
@@ -85,7 +86,7 @@ def tt_svd(
     limits = max_ranks(p, q)
     if isinstance(ranks, int):
         ranks = [min(ranks, most) for most in limits]
-    # Refuses what does not fit.
+    # Raises if the numbers do not fit.
     TTShape(rows, dim, p, q, tuple(limits if ranks is None else ranks))
 
     with torch.no_grad():
@@ -106,7 +107,8 @@ def tt_svd(
         last = rest.reshape(before, p[-1], q[-1], 1).permute(1, 2, 0, 3)
         cores.append(last.float().contiguous())
         shape = TTShape(rows, dim, p, q, tuple(core.shape[3] for core in cores[:-1]))
-        # Each of them takes its share of the norm: orthonormal ones would leave all to the last.
+        # Balance the norms of the cores: the first cores are orthonormal, so that the last one
+        # would have the whole norm.
         _balance(cores)
         squares = sum(
             float((table[first : first + block.shape[0]].double() - block).square().sum())
@@ -117,7 +119,7 @@ def tt_svd(
 
 
 def _unfolded(table: Tensor, p: Sequence[int], q: Sequence[int]) -> Tensor:
-    """``[p_1, q_1, p_2, q_2, ...]``; rows past the last are zeros."""
+    """``[p_1, q_1, p_2, q_2, ...]``, padded with rows of zeros."""
     cores = len(p)
     padded = table.new_zeros(math.prod(p), table.shape[1])
     padded[: table.shape[0]] = table
@@ -126,19 +128,20 @@ def _unfolded(table: Tensor, p: Sequence[int], q: Sequence[int]) -> Tensor:
 
 
 def _split(matrix: Tensor, rank: int | None, budget: float | None) -> tuple[Tensor, Tensor]:
-    """Orthonormal left times right, of a rank or of the least rank that drops at most a budget."""
+    """Splits a matrix into an orthonormal left and a right factor, of a given rank, or of the least
+    rank that drops at most a budget."""
     rows, columns = matrix.shape
     gram = matrix @ matrix.T if rows <= columns else matrix.T @ matrix
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     if rank is None:
-        # dropped[r]: what rank r leaves out.
+        # dropped[r]: squared error of rank r.
         dropped = torch.cat([values.flip(0).cumsum(0).flip(0), values.new_zeros(1)])
         rank = max(1, int((dropped > budget).sum()))
     vectors = vectors[:, :rank]
     if rows <= columns:
         return vectors, vectors.T @ matrix
-    # left = matrix V / s: orthonormal again by QR, which also stands what is nearly singular.
+    # left = matrix V / s. QR makes it orthonormal, even if the matrix is nearly singular.
     left, _ = torch.linalg.qr(matrix @ vectors)
     return left, left.T @ matrix
 

@@ -1,4 +1,4 @@
-"""From cores to rows of the dense table, in bounded memory."""
+"""Computes rows of the dense table from cores, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from torchrec_hkv.tensor_train.group import TTGroup
 from torchrec_hkv.tensor_train.shapes import TTShape
 
-#: Rows are made in blocks of about so many bytes.
+#: Approximate bytes of a block of rows.
 BLOCK_BYTES = 1 << 26
 
 
 def rows_of(shape: TTShape, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """The rows of some ids.
+    """Computes the rows of some ids.
 
     Args:
-        shape: of the table.
-        cores: its cores.
-        ids: int64, any shape, 0 to ``num_embeddings - 1``, on the cores' device.
+        shape: shape of the table.
+        cores: cores of the table.
+        ids: int64 of any shape, 0 to ``num_embeddings - 1``, on the cores' device.
 
     Returns:
-        float32 ``[*ids.shape, embedding_dim]``; no gradient flows back.
+        float32 ``[*ids.shape, embedding_dim]``, without gradients.
 
     Raises:
-        ValueError: an id is outside of the table (on a CPU), or a core has another size.
+        ValueError: an id is outside the table (on a CPU), or a core has another size.
     """
     flat = ids.reshape(-1).contiguous()
     offsets = torch.tensor([0, flat.numel()], device=flat.device)
@@ -42,13 +42,13 @@ def dense_blocks(
     stop: int | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The rows from ``start`` to ``stop``, block by block.
+    """Yields the rows from ``start`` to ``stop`` in blocks.
 
     Yields:
-        The first row of the block, and its rows, float32 ``[rows, embedding_dim]``.
+        The first row number of a block, and its rows, float32 ``[rows, embedding_dim]``.
 
     Raises:
-        ValueError: ``start`` and ``stop`` are no range of the table's rows.
+        ValueError: ``start`` and ``stop`` are not a range of the table's rows.
     """
     stop = shape.num_embeddings if stop is None else stop
     if not 0 <= start <= stop <= shape.num_embeddings:
@@ -65,7 +65,7 @@ def dense_blocks(
 def to_dense(
     shape: TTShape, cores: Sequence[Tensor], start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """The rows from ``start`` to ``stop`` of the dense table, by default all.
+    """Computes the rows from ``start`` to ``stop`` of the dense table; all rows by default.
 
     Besides the result it takes a few times :data:`BLOCK_BYTES` of memory.
 
@@ -73,7 +73,7 @@ def to_dense(
         float32 ``[stop - start, embedding_dim]`` on the cores' device.
 
     Raises:
-        ValueError: as :func:`dense_blocks`.
+        ValueError: see :func:`dense_blocks`.
     """
     stop = shape.num_embeddings if stop is None else stop
     blocks = dense_blocks(shape, cores, start, stop)

@@ -1,4 +1,4 @@
-"""What a module holds in float32 stays so when the module is made another dtype."""
+"""Keeps float32 tensors of a module in float32 when the module is converted to another dtype."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function for ``nn.Module._apply`` that does as ``fn``, but changes no float32 to another
-    dtype: such a tensor only goes to the device that ``fn`` gives it."""
+    """Wraps a function for ``nn.Module._apply`` so that it does not change the dtype of float32
+    tensors, only their device."""
 
     def apply(tensor: Tensor) -> Tensor:
         result = fn(tensor)

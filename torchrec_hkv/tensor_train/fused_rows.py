@@ -1,4 +1,4 @@
-"""Lookups of hot rows, whose backward gives gradients or trains the rows."""
+"""Lookups of cached hot rows, whose backward returns gradients or updates the rows."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchrec_hkv.once_differentiable import once_differentiable
 if TYPE_CHECKING:
     from torchrec_hkv.tensor_train.replicas import Replicas
 
-#: The error message where a gradient of weights is differentiated again.
+#: Error message for a second derivative of weights.
 WEIGHTS_MESSAGE = (
     "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a fused "
     "optimizer trains the cores: give the table no fused optimizer (sparse=False)."
 )
-#: What the fused update of hot rows knows.
+#: Optimizers that the fused update of hot rows supports.
 HOT_ROW_OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam)
 
 
 class RowStore(Protocol):
-    """What the lookups need of the cache."""
+    """The attributes of a cache that lookups use."""
 
     rows: Tensor
     states: Tensor
@@ -41,10 +41,11 @@ class RowStore(Protocol):
 
 
 def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
-    """Refuses what :func:`update_rows` does not do.
+    """Checks that :func:`update_rows` supports an optimizer.
 
     Raises:
-        ValueError: another optimizer, momentum, weight decay, clipping or counted steps of rows.
+        ValueError: it does not: another optimizer, or one with momentum, weight decay, clipping or
+            step counts by row.
     """
     if optimizer is None:
         return
@@ -56,12 +57,12 @@ def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
     if not plain:
         raise ValueError(
             f"optimizer is {optimizer}, but hot rows are trained by SGD, Adagrad, RowWiseAdagrad "
-            "or Adam without momentum, weight decay, clipping and counted steps of rows."
+            "or Adam without momentum, weight decay, clipping and step counts by row."
         )
 
 
 def plain_row_lookup(store: RowStore, places: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums by bag; ``store.rows`` gets a gradient, which can be differentiated again."""
+    """Weighted sums by bag. ``store.rows`` gets a gradient, which can be differentiated again."""
     out = _RowLookup.apply(store.rows, weights, places, offsets)
     generation = store.generation
     if out.requires_grad:
@@ -72,7 +73,7 @@ def plain_row_lookup(store: RowStore, places: Tensor, offsets: Tensor, weights: 
 def fused_row_lookup(
     store: RowStore, places: Tensor, offsets: Tensor, weights: Tensor, learning_rate: Tensor
 ) -> Tensor:
-    """Weighted sums by bag; the backward trains the rows."""
+    """Weighted sums by bag. The backward updates the rows."""
     anchor = torch.empty(0, device=store.rows.device, requires_grad=True)
     return _FusedRowLookup.apply(anchor, weights, store, places, offsets, learning_rate)
 
@@ -80,8 +81,8 @@ def fused_row_lookup(
 def _check_generation(store: RowStore, generation: int) -> None:
     if store.generation != generation:
         raise RuntimeError(
-            "cache_populate() came between a forward and its backward: call it before the forward "
-            "or after the backward."
+            "cache_populate() was called between a forward and its backward: call it before the "
+            "forward or after the backward."
         )
 
 
@@ -93,7 +94,7 @@ def _pooled(rows: Tensor, weights: Tensor, places: Tensor, offsets: Tensor) -> T
 
 
 def _by_position(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient of each position: that of its bag."""
+    """The gradient of each id: that of its bag."""
     bags = torch.repeat_interleave(
         torch.arange(offsets.numel() - 1, device=grad.device),
         offsets.diff(),
@@ -103,7 +104,7 @@ def _by_position(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _RowLookup(torch.autograd.Function):
-    """``embedding_bag``, whose own gradients have no derivative."""
+    """``embedding_bag`` with gradients that can be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, rows, weights, places, offsets):
@@ -112,7 +113,7 @@ class _RowLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):
-        # In operations that autograd can record.
+        # Uses only operations that autograd can record.
         rows, weights, places, offsets = ctx.saved_tensors
         by_position = _by_position(grad, places, offsets)
         rows_grad = weights_grad = None
@@ -159,8 +160,8 @@ def update_rows(store: RowStore, gradient: Tensor, touched: Tensor, learning_rat
     """Applies the optimizer to the touched rows, by the formulas of csrc/common/optimizers.h.
 
     Args:
-        store: the rows, ``[n, dim]``, their states and step.
-        gradient: ``[n, dim]``.
+        store: rows ``[n, dim]``, with their states and step.
+        gradient: float32 ``[n, dim]``.
         touched: bool ``[n, 1]``.
         learning_rate: float32 ``[]``.
     """
@@ -190,5 +191,5 @@ def update_rows(store: RowStore, gradient: Tensor, touched: Tensor, learning_rat
             direction = mean / (root + optimizer.eps)
         case _:
             direction = gradient
-    # A row of zeros over an eps of 0 would be NaN where nothing has happened.
+    # Untouched rows need the where: a zero gradient over an eps of 0 would be NaN.
     store.rows.data -= torch.where(touched, learning_rate * direction, 0.0)

@@ -1,4 +1,4 @@
-"""Tensor-Train tables that are looked up and trained in one call."""
+"""A group of Tensor-Train tables that are looked up and trained in one call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchrec_hkv.tensor_train.strict import refuse_ids_outside
 __all__ = ["Precision", "TTGroup", "check_precision", "ops"]
 
 _ops = torch.ops.torchrec_hkv
-# Resolved once: each call of a small batch would look for the overload again.
+# Resolved once, because resolving the overload in each call is slow for small batches.
 _lookup = _ops.tt_lookup.default
 _lookup_fused = _ops.tt_lookup_fused.default
 CORE_DTYPES = (torch.float32, torch.bfloat16)
 
-#: Of products on a GPU: as accurate as float32, or of operands rounded to tf32.
+#: Precision of products on a GPU: as accurate as float32, or with operands rounded to tf32.
 Precision = Literal["fp32", "tf32"]
 
 
@@ -38,10 +38,10 @@ def _check_feature_tables(feature_tables: object) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuses what is no precision.
+    """Checks a precision.
 
     Raises:
-        ValueError: it is not ``"fp32"`` or ``"tf32"``.
+        ValueError: it is neither ``"fp32"`` nor ``"tf32"``.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}, but must be 'fp32' or 'tf32'.")
@@ -51,9 +51,9 @@ class Pooling(TypedDict, total=False):
     """How the rows of a batch are pooled: keyword arguments of a lookup.
 
     Attributes:
-        weights: float32 ``[n]``, of pooled rows; by default None.
-        mean: divides a pooled sum by the number of ids of its bag; by default False.
-        pooled: False: a row an id, where all tables have the same dim; by default True.
+        weights: float32 ``[n]``, for pooled rows; None by default.
+        mean: whether to divide a pooled sum by the number of ids in its bag; False by default.
+        pooled: True by default. False: return a row for each id; all tables must have the same dim.
     """
 
     weights: Tensor | None
@@ -62,40 +62,40 @@ class Pooling(TypedDict, total=False):
 
 
 class SortedPooling(Pooling, total=False):
-    """The same, of a batch that may have been sorted ahead.
+    """:class:`Pooling` for a batch that may be sorted already.
 
     Attributes:
-        index: what :meth:`TTGroup.sort` gave for this batch; by default None: it is made then.
+        index: result of :meth:`TTGroup.sort` for this batch; None, the default, to sort it.
     """
 
     index: Tensor | None
 
 
 class TTGroup:
-    """What a group of Tensor-Train tables is; their cores are the caller's tensors.
+    """A group of Tensor-Train tables. Their cores are tensors of the caller.
 
-    Tables may differ in every number of their shapes. Cores are handed over as one flat list, table
-    after table, each of :meth:`TTShape.core_shape` (or of any shape with these elements in this
+    The shapes of the tables may differ in any way. Cores are passed as one flat list, table after
+    table, each of :meth:`TTShape.core_shape` (or of another shape with the same elements in the
+    same
     order), all float32 or all bfloat16. Arithmetic and gradients of outputs are float32.
 
     Args:
-        shapes: of the tables.
-        feature_tables: for each feature, in the order of the output's columns, its table's index;
-            by default one feature a table.
-        optimizer: what :meth:`lookup_fused` trains with, one of
-            :mod:`torchrec_hkv.hash_table.optimizers` but LAMB. Where it says row, a slice of a
-            core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each
-            core.
-        names: of the tables, for messages.
-        precision: of products on a GPU. ``"fp32"``: three tensor core products of operands that
-            are split in two, within 1e-5 of float64. ``"tf32"``: one, of operands rounded to tf32,
-            within 1e-3; a CPU refuses it.
-        strict: ids outside of their tables are refused on a GPU too, as a CPU always does. Each
-            batch waits for the device, and can't be captured in a CUDA graph.
+        shapes: shapes of the tables.
+        feature_tables: index of the table of each feature, in the order of the output's columns; by
+            default one feature for each table.
+        optimizer: optimizer of :meth:`lookup_fused`: one of
+            :mod:`torchrec_hkv.hash_table.optimizers` except LAMB. It treats a slice of a core like
+            a row: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.
+        names: names of the tables in messages.
+        precision: precision of products on a GPU. ``"fp32"``: three tensor core products with split
+            operands, within 1e-5 of float64. ``"tf32"``: one product with operands rounded to tf32,
+            within 1e-3; not allowed on a CPU.
+        strict: True: ids outside their tables raise on a GPU, too. Each batch then synchronizes
+            with the device, and can't be captured in a CUDA graph. On a CPU such ids always raise.
 
     Raises:
-        TypeError: shapes, feature_tables or names are of another type.
-        ValueError: an argument is impossible; the sentence names it.
+        TypeError: shapes, feature_tables or names have a wrong type.
+        ValueError: an argument has an invalid value; the message names it.
     """
 
     def __init__(
@@ -144,33 +144,33 @@ class TTGroup:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The extension's object is not copied: a copy makes its own.
+        # The extension's object can't be copied: a copy creates its own.
         named = (self.shapes, self.feature_tables, self.optimizer, self.names)
         return (TTGroup, (*named, self.precision, self.strict))
 
     @property
     def handle(self) -> int:
-        """The number that names this group in ops."""
+        """The number that identifies this group in ops."""
         return self._group.handle
 
     @property
     def total_dim(self) -> int:
-        """Columns of the pooled output."""
+        """Number of columns of the pooled output."""
         return self._group.total_dim
 
     @property
     def core_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Of all cores, table after table."""
+        """Shapes of all cores, table after table."""
         return [shape for table in self.shapes for shape in table.core_shapes]
 
     def cores_of(self, table: int) -> slice:
-        """Where a table's cores are in the flat list."""
+        """The position of a table's cores in the flat list."""
         first = sum(shape.num_cores for shape in self.shapes[:table])
         return slice(first, first + self.shapes[table].num_cores)
 
     def make_states(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Optimizer states at the start: for each core float32 ``[p_k, width]`` zeros, where width
-        is ``optimizer.state_width`` of its slices' size."""
+        """Creates initial optimizer states: zeros, for each core float32 ``[p_k, width]``, where
+        width is ``optimizer.state_width`` of the size of its slices."""
         width = (lambda size: 0) if self.optimizer is None else self.optimizer.state_width
         return [
             torch.zeros(shape.p[k], width(shape.slice_size(k)), device=device)
@@ -179,22 +179,22 @@ class TTGroup:
         ]
 
     def outside(self, device: torch.device | str) -> int:
-        """Ids outside of their tables that were sorted on this GPU so far (waits for it).
+        """Number of ids outside their tables in batches on this GPU so far. Synchronizes with it.
 
-        Their rows are zeros and they have no gradient. 0 of a CPU, which refuses them.
+        Their rows are zeros and have no gradient. Returns 0 for a CPU, where they raise.
         """
         return self._group.outside(torch.device(device))
 
     def refuse_outside(self, ids: Tensor, offsets: Tensor, batch_size: int) -> None:
-        """Refuses a batch with ids outside of their tables, on any device (waits for it).
+        """Raises if a batch has ids outside their tables, on any device. Synchronizes with it.
 
         Args:
-            ids: as :meth:`sort` takes them.
-            offsets: likewise.
-            batch_size: likewise.
+            ids: see :meth:`sort`.
+            offsets: see :meth:`sort`.
+            batch_size: see :meth:`sort`.
 
         Raises:
-            ValueError: naming the table and the first of these ids.
+            ValueError: an id is outside its table; the message names the table and the first id.
         """
         rows = [shape.num_embeddings for shape in self.shapes]
         refuse_ids_outside(self.names, rows, self.feature_tables, ids, offsets, batch_size)
@@ -209,26 +209,27 @@ class TTGroup:
         mean: bool = False,
         pooled: bool = True,
     ) -> Tensor:
-        """Sorts a batch by slices: made once, for lookup and backward.
+        """Sorts a batch by slices, for its lookup and backward.
 
-        On a GPU the result is of these weights, mean and pooled: the lookup takes the same ones.
+        On a GPU the result depends on ``weights``, ``mean`` and ``pooled``: pass the same ones to
+        the lookup.
 
         Args:
-            ids: int64 ``[n]``, feature-major; of a table, 0 to ``num_embeddings - 1``.
+            ids: int64 ``[n]``, feature-major; 0 to ``num_embeddings - 1`` of their table.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
-            batch_size: bags a feature.
-            weights: as :class:`Pooling` says.
-            mean: likewise.
-            pooled: likewise.
+            batch_size: number of bags of each feature.
+            weights: see :class:`Pooling`.
+            mean: see :class:`Pooling`.
+            pooled: see :class:`Pooling`.
 
         Returns:
             An opaque int64 tensor.
 
         Raises:
-            TypeError: a dtype is not as above.
-            ValueError: a length or device is not as above; on a CPU also ids outside of their
-                table, and offsets that decrease or do not end with ``n``; of a strict group ids
-                outside of their table on a GPU too.
+            TypeError: an argument has another dtype.
+            ValueError: an argument has another length or device. On a CPU also if an id is outside
+                its table, or offsets decrease or do not end with ``n``. In a strict group on a GPU
+                also if an id is outside its table.
         """
         self._refuse_if_strict(ids, offsets, batch_size)
         weights = None if weights is None else weights.detach()
@@ -242,21 +243,21 @@ class TTGroup:
         batch_size: int,
         **pooling: Unpack[SortedPooling],
     ) -> Tensor:
-        """Rows of ids, pooled by bag; differentiable in the cores and in the weights.
+        """Looks up rows, pooled by bag; differentiable in the cores and in the weights.
 
         Args:
-            cores: of all tables.
-            ids: as :meth:`sort` takes them.
-            offsets: likewise.
-            batch_size: likewise.
-            pooling: see there.
+            cores: cores of all tables.
+            ids: see :meth:`sort`.
+            offsets: see :meth:`sort`.
+            batch_size: see :meth:`sort`.
+            pooling: see :class:`SortedPooling`.
 
         Returns:
             float32 ``[batch_size, total_dim]``, zeros for empty bags; unpooled ``[n, dim]``.
 
         Raises:
-            TypeError: a dtype is not as above.
-            ValueError: as :meth:`sort`, and a core, weights or index of another size.
+            TypeError: an argument has another dtype.
+            ValueError: see :meth:`sort`; or a core, weights or index has another size.
         """
         batch = self._looked_up(ids, offsets, batch_size, **pooling)
         return _lookup(list(cores), self.handle, *batch)
@@ -273,22 +274,24 @@ class TTGroup:
         learning_rate: Tensor,
         **pooling: Unpack[SortedPooling],
     ) -> Tensor:
-        """As :meth:`lookup`; the backward applies the optimizer and returns no core gradients.
+        """Looks up rows like :meth:`lookup`. The backward applies the optimizer and returns no
+        gradients of cores.
 
-        Only slices that occur in the batch change. The gradient is of the cores as they are at the
-        time of the backward, and so are the learning rate and the step.
+        Only slices that occur in the batch change. The backward uses the values that cores,
+        learning
+        rate and step have when it runs.
 
         Args:
-            anchor: any float tensor that requires grad, so that autograd records the call. Without
-                elements it is no input of the graph, which saves the backward a step.
-            cores: as in :meth:`lookup`; written by the backward.
-            states: as :meth:`make_states` gives them; written by the backward.
-            step: int64 ``[1]``, updates so far; the backward counts it on.
-            ids: as in :meth:`lookup`.
-            offsets: likewise.
-            batch_size: likewise.
+            anchor: a float tensor that requires grad, so that autograd records the call. If it is
+                empty, it is no input of the graph, which makes the backward faster.
+            cores: see :meth:`lookup`; updated by the backward.
+            states: see :meth:`make_states`; updated by the backward.
+            step: int64 ``[1]``, number of updates so far; incremented by the backward.
+            ids: see :meth:`sort`.
+            offsets: see :meth:`sort`.
+            batch_size: see :meth:`sort`.
             learning_rate: float32 ``[]``.
-            pooling: likewise; weights may require grad.
+            pooling: see :class:`SortedPooling`; weights may require grad.
         """
         batch = self._looked_up(ids, offsets, batch_size, **pooling)
         return _lookup_fused(anchor, cores, states, step, self.handle, *batch, learning_rate)
@@ -302,7 +305,7 @@ class TTGroup:
         batch_size: int,
         **pooling: Unpack[SortedPooling],
     ) -> list[Tensor]:
-        """Gradients of the cores from that of a lookup's output, of the cores' dtype and shape."""
+        """Gradients of the cores, with their dtype and shape, from that of a lookup's output."""
         batch = self._sorted(ids, offsets, batch_size, **pooling)
         return _ops.tt_gradients(list(cores), self.handle, grad, *batch)
 
@@ -318,8 +321,8 @@ class TTGroup:
         """Gradients of the cores in one tensor that ranks can sum, for :meth:`apply_gradients`.
 
         Returns:
-            float32 ``[elements + slices]``: the gradients of all cores, one after the other, and
-            then for each slice of each core 1 where it took part in the batch, else 0.
+            float32 ``[elements + slices]``: the gradients of all cores, one after the other, then
+            for each slice of each core 1 if it occurs in the batch, else 0.
         """
         batch = self._sorted(ids, offsets, batch_size, **pooling)
         return _ops.tt_flat_gradients(list(cores), self.handle, grad, *batch)
@@ -332,27 +335,27 @@ class TTGroup:
         gradients: Tensor,
         learning_rate: Tensor,
     ) -> None:
-        """Applies the optimizer to the slices that took part, as the backward of
-        :meth:`lookup_fused` does.
+        """Applies the optimizer to the slices that occurred, like the backward of
+        :meth:`lookup_fused`.
 
         Args:
-            cores: of all tables; written.
-            states: as :meth:`make_states` gives them; written.
-            step: int64 ``[1]``; counted on.
-            gradients: as :meth:`flat_gradients` gives them, or a sum of such, scaled or not.
-                Slices whose flag is not above 0 stay.
+            cores: cores of all tables; updated.
+            states: see :meth:`make_states`; updated.
+            step: int64 ``[1]``; incremented.
+            gradients: result of :meth:`flat_gradients`, or a (scaled) sum of such. Slices whose
+                flag is not above 0 do not change.
             learning_rate: float32 ``[]``.
 
         Raises:
-            TypeError: a dtype is not as above.
-            ValueError: a tensor of another size, or a group without an optimizer.
+            TypeError: an argument has another dtype.
+            ValueError: a tensor has another size, or the group has no optimizer.
         """
         _ops.tt_apply_gradients(
             list(cores), list(states), step, self.handle, gradients, learning_rate
         )
 
     def _refuse_if_strict(self, ids: Tensor, offsets: Tensor, batch_size: int) -> None:
-        """Of a batch on a GPU; a CPU's sort refuses by itself."""
+        """Checks a batch on a GPU in a strict group; on a CPU the sort checks it."""
         if self.strict and ids.is_cuda:
             self.refuse_outside(ids, offsets, batch_size)
 
@@ -367,13 +370,13 @@ class TTGroup:
         pooled: bool = True,
         index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
-        """What ops are told of a batch, in their order. Lookups sort it where there is no index."""
+        """Arguments of ops for a batch, in their order. Lookups sort it if there is no index."""
         return ids, offsets, weights, index, batch_size, mean, pooled
 
     def _looked_up(
         self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
-        """The same for lookups, once it is known that a strict group takes it."""
+        """:meth:`_batch` for lookups, after the check of strict groups."""
         if self.strict and pooling.get("index") is None:
             self._refuse_if_strict(ids, offsets, batch_size)
         return self._batch(ids, offsets, batch_size, **pooling)
@@ -381,7 +384,7 @@ class TTGroup:
     def _sorted(
         self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int, bool, bool]:
-        """The same for ops that need an index."""
+        """:meth:`_batch` for ops that need an index."""
         *before, weights, index, _, mean, pooled = self._batch(ids, offsets, batch_size, **pooling)
         if index is None:
             index = self.sort(*before, batch_size, weights=weights, mean=mean, pooled=pooled)

@@ -1,4 +1,4 @@
-"""Lookups of tables of which some keep hot rows: those ids come from the cache, others by cores."""
+"""Lookups of tables with caches of hot rows: cached ids use the cache, others the cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrec_hkv.tensor_train.hot_rows import HotRows
 
-#: ``(ids, offsets, weights) -> [batch_size, sum of dims]``: sums of rows that the cores make.
+#: ``(ids, offsets, weights) -> [batch_size, sum of dims]``: sums of rows computed from cores.
 ColdLookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -25,20 +25,20 @@ def lookup_with_hot_rows(
     learning_rate: Tensor,
     cold: ColdLookup,
 ) -> Tensor:
-    """Pools the rows of each bag, from the caches where they have them.
+    """Pools the rows of each bag, from the caches as far as they have them.
 
-    On a GPU it waits for the device, to split the batch. Ids are taken as they are.
+    On a GPU it synchronizes with the device, to split the batch. Ids are not checked.
 
     Args:
-        hot: the caches, by the index of their table; at least one.
-        feature_tables: for each feature the index of its table.
-        dims: for each feature its columns.
+        hot: the caches by table index; at least one.
+        feature_tables: index of the table of each feature.
+        dims: number of columns of each feature.
         ids: int64 ``[n]``, feature-major.
         offsets: int64 ``[features * batch_size + 1]``.
-        batch_size: bags a feature.
+        batch_size: number of bags of each feature.
         weights: float32 ``[n]`` or None.
-        mean: divides the sum of a bag by the number of its ids.
-        learning_rate: float32 ``[]``, of the cached rows where they have an optimizer.
+        mean: whether to divide the sum of a bag by its number of ids.
+        learning_rate: float32 ``[]``, for cached rows with an optimizer.
         cold: the lookup of all other ids.
 
     Returns:
@@ -56,7 +56,7 @@ def lookup_with_hot_rows(
         if table in hot:
             of = slice(bounds[feature], bounds[feature + 1])
             places[of], found[of] = hot[table].find(ids[of])
-    # How many of the ids before each offset are in a cache.
+    # The number of cached ids before each offset.
     before = torch.cat([found.new_zeros(1, dtype=torch.int64), found.cumsum(0)])[offsets]
     missing = ~found
     out = cold(ids[missing], offsets - before, weights[missing].contiguous())
@@ -67,7 +67,7 @@ def lookup_with_hot_rows(
         features = [f for f, of in enumerate(feature_tables) if of == table]
         if not features:
             continue
-        # All features of a table at once: its rows are updated once.
+        # All features of a table at once, so that its rows are updated once.
         bags = [before[f * batch_size : (f + 1) * batch_size + 1] for f in features]
         parts = [slice(ends[f], ends[f + 1]) for f in features]
         starts, shift = [], 0
@@ -87,7 +87,7 @@ def lookup_with_hot_rows(
 
 
 def _feature_bounds(offsets: Tensor, batch_size: int, features: int) -> list[int]:
-    """Where each feature's ids begin, and the last end (waits for the device)."""
+    """The bounds of each feature's ids. Synchronizes with the device."""
     if batch_size == 0:
         return [0] * (features + 1)
     return offsets[::batch_size].tolist()

@@ -1,4 +1,4 @@
-"""The rows of the most frequent ids, kept decompressed beside a Tensor-Train table."""
+"""A cache that keeps the rows of the most frequent ids of a Tensor-Train table decompressed."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from torchrec_hkv.tensor_train.replicas import Replicas
 from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.write_back import write_back
 
-#: Ids that frequencies can be counted for: more than any memory holds.
+#: Bound on the number of counted ids, more than any memory holds.
 _MOST_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
-#: What a state of fixed sizes holds besides the counts.
+#: Tensors of :meth:`HotRows.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
 class HotRows(nn.Module):
     """A cache of rows of one table.
 
-    Frequencies are counted in a hash table under LFU, so that rare ids leave it when it is full.
-    :meth:`populate` chooses the most frequent ids of it. An id that stays keeps its place, its row
-    and its optimizer state; one that comes gets the row that the cores give; one that leaves gives
-    its row back to the cores (:func:`write_back`). Then all counts are halved: the past counts less
-    and less.
+    A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
+    selects the most frequent ids. An id that stays keeps its slot, row and optimizer state. A new
+    id
+    gets the row computed from the cores. The row of an id that leaves is written back to the cores
+    (:func:`write_back`). All counts are halved then, so that old occurrences weigh less.
 
     Args:
-        shape: of the table.
-        size: rows.
-        counted_ids: ids whose frequencies are known at a time, at least ``size``.
-        optimizer: what trains the rows in their backward; None: :attr:`rows` is a parameter that
-            gets gradients.
-        device: of the rows.
+        shape: shape of the table.
+        size: number of rows.
+        counted_ids: number of ids whose frequencies are counted, at least ``size``.
+        optimizer: optimizer that updates the rows in the backward; None: :attr:`rows` is a
+            parameter with gradients.
+        device: device of the rows.
 
     Raises:
-        ValueError: more rows than the table has, or fewer counted ids than rows.
+        ValueError: ``size`` exceeds the table's rows, or ``counted_ids`` is less than ``size``.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class HotRows(nn.Module):
         self.register_buffer("states", torch.zeros(size, width, device=device))
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
         unused = torch.full((size,), _NO_ID, dtype=torch.int64, device=device)
-        #: The id of each row; and ids in order with the places of their rows, to find them by.
+        #: The id of each row; and sorted ids with the slots of their rows, for lookups.
         self.register_buffer("ids", unused)
         self.register_buffer("sorted_ids", unused.clone())
         self.register_buffer("sorted_places", torch.arange(size, device=device))
-        #: Occurrences that were counted, also of ids that are not counted any more.
+        #: Number of occurrences counted, including those of ids that are no longer counted.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
-        #: Calls of :meth:`populate`, which seed what is drawn there.
+        #: Number of calls of :meth:`populate`, used as seed of its random numbers.
         self.register_buffer("populates", torch.zeros(1, dtype=torch.int64, device=device))
-        #: Ids found in training, for counters.
+        #: Number of cached ids in training lookups.
         self.register_buffer(
             "training_hits", torch.zeros(1, dtype=torch.int64, device=device), persistent=False
         )
-        #: Ids looked up and found since the last reset.
+        #: Number of ids looked up and of cached ids since the last reset.
         self.register_buffer(
             "tally", torch.zeros(2, dtype=torch.int64, device=device), persistent=False
         )
         self._counts: HashTable | None = None
         self._restored: dict[str, Tensor] | None = None
-        #: Counts :meth:`populate`: places found before one are no longer valid.
+        #: Incremented by :meth:`populate`, which makes slots invalid.
         self.generation = 0
-        #: The ranks that hold this cache alike; None: this one alone.
+        #: The ranks that hold replicas of this cache; None for no replicas.
         self.replicas: Replicas | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
@@ -106,8 +106,8 @@ class HotRows(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there
-        means nothing. Counted in the hit rate."""
+        """Looks up ids: ``(places, found)``, int64 and bool ``[n]``. Places of ids that are not
+        cached are undefined. Counted in the hit rate."""
         places, found = self.look_up(ids)
         self.tally[0] += ids.numel()
         hits = found.sum()
@@ -117,13 +117,13 @@ class HotRows(nn.Module):
         return places, found
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`find`, and counts nothing."""
+        """Looks up ids like :meth:`find`, without counting."""
         at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
         return self.sorted_places[at], self.sorted_ids[at] == ids
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Forgets all rows: what they have learned is lost. Counts of frequencies stay."""
+        """Removes all rows without writing them back. Frequency counts are kept."""
         self.ids.fill_(_NO_ID)
         self.sorted_ids.fill_(_NO_ID)
         self.rows.zero_()
@@ -137,18 +137,18 @@ class HotRows(nn.Module):
     def lookup(
         self, places: Tensor, offsets: Tensor, weights: Tensor, learning_rate: Tensor
     ) -> Tensor:
-        """Weighted sums of rows by bag; the backward trains the rows, or gives their gradient.
+        """Weighted sums of rows by bag. The backward updates the rows, or returns their gradient.
 
-        In evaluation mode, and under ``torch.no_grad()``, an optimizer does nothing.
+        In evaluation mode, and under ``torch.no_grad()``, the optimizer is not applied.
 
         Args:
             places: int64 ``[n]`` from :meth:`find`.
             offsets: int64 ``[bags + 1]``.
             weights: float32 ``[n]``.
-            learning_rate: float32 ``[]``, used where there is an optimizer.
+            learning_rate: float32 ``[]``, used with an optimizer.
 
         Raises:
-            RuntimeError: in the backward, where :meth:`populate` came in between.
+            RuntimeError: in the backward, if :meth:`populate` was called since the forward.
         """
         if self.optimizer is None or not self._is_training_lookup:
             return plain_row_lookup(self, places, offsets, weights)
@@ -156,23 +156,24 @@ class HotRows(nn.Module):
 
     @torch.no_grad()
     def populate(self, cores: Sequence[Tensor]) -> None:
-        """Fills the cache with the most frequent ids and gives back what leaves.
+        """Fills the cache with the most frequent ids, and writes rows that leave back to the cores.
 
-        Waits for the device. Of replicas all ranks call it; they choose by the counts of all.
+        Synchronizes with the device. For replicas, all ranks must call it; they select by the
+        counts of all ranks.
 
         Args:
-            cores: of the table; written where rows leave.
+            cores: cores of the table; updated if rows leave.
         """
         own, own_counts = self.frequencies()
         counted, counts, total = self._of_all_ranks(own, own_counts)
-        # On a GPU ids outside of the table come this far.
+        # On a GPU, ids outside the table are not refused before.
         exists = (counted >= 0) & (counted < self.shape.num_embeddings)
-        # In order, so that a table that was loaded does the same to the last bit.
+        # Sorted, so that a loaded table gives bitwise the same results.
         counted, order = counted[exists].sort()
         counts = counts[exists][order]
         if counted.numel() == 0:
             return
-        # Among equals the smaller id, so that all runs choose alike.
+        # Ties are broken by the smaller id, so that all runs select the same ids.
         order = torch.argsort(counts, descending=True, stable=True)
         chosen = counted[order[: self.size]]
         stays = torch.isin(self.ids, chosen)
@@ -196,7 +197,7 @@ class HotRows(nn.Module):
         self.rows[places] = new_rows
         self.states[places] = 0
         if self.replicas is not None:
-            # Ranks choose alike, but may differ in the last bits of what they compute.
+            # Ranks select the same ids, but computed values may differ in the last bits.
             for tensor in (*cores, self.rows):
                 self.replicas.copy_first(tensor.data)
         self.sorted_ids, self.sorted_places = torch.sort(self.ids)
@@ -205,7 +206,7 @@ class HotRows(nn.Module):
         self._halve_counts(own, own_counts)
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
-        """The ids that are counted, and their counts, int64 on the rows' device."""
+        """The counted ids and their counts, int64 on the rows' device."""
         entries = list(self._counter(self.rows.device).export())
         none = torch.empty(0, dtype=torch.int64, device=self.rows.device)
         return (
@@ -215,17 +216,17 @@ class HotRows(nn.Module):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the ids looked up that were in the cache (waits for the device); 0 of none."""
+        """Share of lookups whose id was cached; 0 without lookups. Synchronizes with the device."""
         lookups, hits = self.tally.tolist()
         return hits / lookups if lookups else 0.0
 
     @property
     def num_rows(self) -> int:
-        """Rows in use (waits for the device)."""
+        """Number of rows in use. Synchronizes with the device."""
         return int((self.ids != _NO_ID).sum())
 
     def _of_all_ranks(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids and counts of all ranks together, and the occurrences that were ever counted."""
+        """Ids and counts summed over all ranks, and the total number of occurrences."""
         if self.replicas is None:
             return ids, counts, self.total
         all_ids, all_counts = self.replicas.gather(ids), self.replicas.gather(counts)
@@ -236,8 +237,8 @@ class HotRows(nn.Module):
     def _kept(
         self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Ids whose rows the cores make, and how often each occurs: those that are counted, and for
-        the others as many that are drawn at random, which share the occurrences that are left."""
+        """Ids whose rows the cores compute, and their number of occurrences: all counted ids, and a
+        random sample of the others, which share the remaining occurrences."""
         others = ~torch.isin(counted, chosen) & ~torch.isin(counted, leaving)
         generator = torch.Generator().manual_seed(int(self.populates))
         drawn = torch.randint(
@@ -251,7 +252,7 @@ class HotRows(nn.Module):
         )
 
     def _halve_counts(self, counted: Tensor, counts: Tensor) -> None:
-        """So that the past counts less and less."""
+        """Halves all counts, so that old occurrences weigh less."""
         counts = counts // 2
         table = self._counter(self.rows.device)
         table.clear()
@@ -261,7 +262,7 @@ class HotRows(nn.Module):
         self.total //= 2
 
     def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
-        """Counts of ids, 1 for those that are not counted any more; ``counted`` is in order."""
+        """Counts of ids, 1 for ids that are no longer counted. ``counted`` is sorted."""
         if counted.numel() == 0 or ids.numel() == 0:
             return torch.ones_like(ids)
         at = torch.searchsorted(counted, ids).clamp(max=counted.numel() - 1)
@@ -278,12 +279,12 @@ class HotRows(nn.Module):
         return self._counts
 
     def sized_state(self) -> dict[str, Tensor]:
-        """All of the cache in tensors whose sizes follow from its own: a copy.
+        """A copy of the cache in tensors whose sizes only depend on its arguments.
 
         Returns:
-            ``ids`` int64 ``[size]`` (2^63 - 1 where a place is not used), ``rows`` float32
-            ``[size, dim]``, ``states`` float32 ``[size, width]``, ``counted`` and ``counts`` int64
-            ``[counted_ids]``, the most frequent ones, and ``step``, ``total`` and ``populates``
+            ``ids`` int64 ``[size]`` (2^63 - 1 for unused slots), ``rows`` float32 ``[size, dim]``,
+            ``states`` float32 ``[size, width]``, ``counted`` and ``counts`` int64
+            ``[counted_ids]``, the most frequent ids, and ``step``, ``total`` and ``populates``
             int64 ``[1]``.
         """
         counted, counts = self.frequencies()
@@ -298,8 +299,8 @@ class HotRows(nn.Module):
 
     @torch.no_grad()
     def load_sized_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what :meth:`sized_state` gave a cache of the same sizes. Of replicas the first one
-        takes the counts, so that they are not taken several times."""
+        """Loads a result of :meth:`sized_state` of a cache with the same sizes. With replicas, only
+        the first rank loads the counts, so that they are not multiplied."""
         for name in _SIZED:
             getattr(self, name).copy_(state[name])
         self.sorted_ids, self.sorted_places = torch.sort(self.ids)
@@ -310,7 +311,7 @@ class HotRows(nn.Module):
         self.set_extra_state({"ids": state["counted"][known], "scores": state["counts"][known]})
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """The counts, for ``state_dict``."""
+        """The frequency counts, for ``state_dict``."""
         if self._counts is None:
             none = torch.empty(0, dtype=torch.int64)
             return self._restored or {"ids": none, "scores": none}
@@ -322,7 +323,7 @@ class HotRows(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Takes counts from ``load_state_dict``."""
+        """Loads frequency counts from ``load_state_dict``."""
         self._counts, self._restored = None, state
         self.generation += 1
 

@@ -1,7 +1,7 @@
-"""An order of a table's ids, so that ids that are alike share slices of cores.
+"""Reorders a table's ids so that similar ids share slices of cores.
 
-Row ``((i_1 p_2) + i_2) p_3 + i_3`` is a product of slice ``i_k`` of each core: neighbouring rows
-differ in the last core alone. Where neighbours want similar rows, few ranks do for many.
+Row ``((i_1 p_2) + i_2) p_3 + i_3`` is a product of slice ``i_k`` of each core, so neighbouring rows
+differ in the last core only. If neighbouring rows are similar, lower ranks suffice.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from torch import Tensor
 
 
 class IdOrder:
-    """Which row of a Tensor-Train table each id gets; a permutation.
+    """A permutation that assigns a row of a Tensor-Train table to each id.
 
-    Meant for where ids become row numbers: in the vocabulary, which then needs no more memory than
-    before. Where ids are row numbers already, it takes 8 bytes an id beside the table.
+    Use it where ids become row numbers: in the vocabulary, which then needs no additional memory.
+        If
+    ids are row numbers already, it takes 8 bytes for each id.
 
     Args:
-        rows: int64 ``[num_ids]``, the row of each id: each of 0 to ``num_ids - 1`` once.
+        rows: int64 ``[num_ids]``, the row of each id; a permutation of 0 to ``num_ids - 1``.
 
     Raises:
-        TypeError: rows of another dtype.
-        ValueError: rows that are no permutation.
+        TypeError: rows have another dtype.
+        ValueError: rows are not a permutation.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -36,7 +37,8 @@ class IdOrder:
         in_order = torch.arange(rows.numel(), device=rows.device)
         if not torch.equal(rows.sort().values, in_order):
             raise ValueError(
-                f"rows must be each of 0 to {rows.numel() - 1} once, but are no permutation."
+                f"rows must be a permutation of 0 to {rows.numel() - 1}, but some repeat or are "
+                "missing."
             )
         self.rows = rows
         self.ids = torch.empty_like(rows)
@@ -44,26 +46,28 @@ class IdOrder:
 
     @classmethod
     def by_value(cls, values: Tensor) -> IdOrder:
-        """Ids of large values first; among equals the smaller id.
+        """Sorts ids by descending value; ties by the smaller id.
 
         Good values are those on which rows depend, such as the mean of a label
-        (:func:`smoothed_means`) or the leading component of rows that were trained densely. With
-        the number of occurrences as values, frequent ids share slices with each other and not with
-        the rare ones, which would disturb them.
+        (:func:`smoothed_means`) or the leading component of densely trained rows. With the number
+        of
+        occurrences as values, frequent ids share slices with each other and not with rare ids,
+        which
+        would disturb them.
 
         Args:
             values: ``[num_ids]``, of any dtype that can be compared.
 
         Raises:
-            TypeError: values that are no tensor.
-            ValueError: values of another shape, or NaN.
+            TypeError: values are not a tensor.
+            ValueError: values have another shape, or hold NaN.
         """
         if not isinstance(values, Tensor):
             raise TypeError(f"values are {type(values).__name__}, but must be a tensor.")
         if values.dim() != 1:
             raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
         if values.isnan().any():
-            raise ValueError("values hold NaN, which has no place in an order.")
+            raise ValueError("values hold NaN, but must be numbers that can be sorted.")
         ids = torch.argsort(values, descending=True, stable=True)
         rows = torch.empty_like(ids)
         rows[ids] = torch.arange(ids.numel(), device=ids.device)
@@ -73,40 +77,41 @@ class IdOrder:
         return self.rows.numel()
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """The rows of ids, int64 of the ids' shape.
+        """The rows of ids, int64 with the ids' shape.
 
         Raises:
-            ValueError: an id that is not in the order, on a CPU.
+            ValueError: an id is out of range (on a CPU).
         """
         return _picked(self.rows, ids, "id")
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """The ids of rows: the way back of :meth:`rows_of`."""
+        """The ids of rows, the inverse of :meth:`rows_of`."""
         return _picked(self.ids, rows, "row")
 
     def reordered(self, table: Tensor) -> Tensor:
-        """Rows of a dense table ``[num_ids, ...]`` in this order, as
-        :func:`torchrec_hkv.tensor_train.tt_svd` would take them."""
+        """The rows of a dense table ``[num_ids, ...]`` in this order, for
+        :func:`torchrec_hkv.tensor_train.tt_svd`."""
         return table[self.ids]
 
 
 def smoothed_means(
     ids: Tensor, labels: Tensor, num_ids: int, prior: float = 5.0
 ) -> tuple[Tensor, Tensor]:
-    """The mean label of each id, drawn to the mean of all by so many occurrences of it.
+    """The mean label of each id, shrunk towards the overall mean.
 
     Args:
-        ids: int64 ``[n]``, of what is trained on only: a label of the test would leak through it.
+        ids: int64 ``[n]``, of the training set only, because test labels would leak.
         labels: ``[n]``.
-        num_ids: ids there are; those without an occurrence have the mean of all.
-        prior: occurrences that the mean of all counts for.
+        num_ids: number of ids. Ids without an occurrence get the overall mean.
+        prior: number of occurrences that the overall mean counts for.
 
     Returns:
-        float64 ``[num_ids]`` means, and int64 ``[num_ids]`` occurrences.
+        float64 ``[num_ids]`` means, and int64 ``[num_ids]`` numbers of occurrences.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: lengths that differ, no labels, a negative prior or an id outside of the range.
+        TypeError: an argument has another type.
+        ValueError: lengths differ, there are no labels, ``prior`` is negative, or an id is out of
+            range.
     """
     for name, tensor in (("ids", ids), ("labels", labels)):
         if not isinstance(tensor, Tensor):

@@ -1,9 +1,10 @@
 """Initial cores whose table has a given mean and variance.
 
-An entry of the table is a sum over paths of ranks, ``r_1 ... r_{d-1}`` of them, of products of one
-element of each core. Elements with mean 0 make the terms uncorrelated, so that the entry's variance
-is the number of paths times the product of the cores' variances. A mean other than 0 is carried by
-one path of its own, the first of every rank, whose elements are constants.
+An entry of the table is a sum over paths, one for each combination of ranks ``r_1 ... r_{d-1}``, of
+products of one element of each core. If elements have mean 0, the terms are uncorrelated, and the
+variance of an entry is the number of paths times the product of the cores' variances. A nonzero
+mean
+uses a separate path, the first of every rank, with constant elements.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ def initial_cores(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Random cores; entries of the table have the mean and the standard deviation.
+    """Draws random cores, such that entries of the table have a given mean and standard deviation.
 
     Args:
-        shape: of the table.
-        distribution: of the cores' elements. ``"uniform"`` and ``"normal"``: independent and alike
-            in every core; the entries of the table then have heavier tails than a normal. With
-            ``"approx-normal"`` the outer cores are random signs and an inner one is normal, which
-            makes each entry normal (two and three cores: exactly; four: nearly).
-            ``"approx-uniform"`` has uniform elements there instead: entries are bounded, but near
-            to normal, since a sum of many paths can't be uniform.
-        mean: of the entries.
-        std: their standard deviation; None: ``(3 * num_embeddings) ** -0.5``, that of TorchRec's
-            default, uniform up to ``num_embeddings ** -0.5``.
-        generator: of the random numbers, on the CPU; None: torch's.
-        device: of the result.
-        dtype: of the result.
+        shape: shape of the table.
+        distribution: distribution of the cores' elements. ``"uniform"`` and ``"normal"``:
+            independent and identical in every core; entries of the table then have heavier tails
+            than a normal. ``"approx-normal"``: random signs in the outer cores and normal elements
+            in an inner one, which makes entries normal (exactly for two and three cores, nearly for
+            four). ``"approx-uniform"``: uniform elements in that core instead; entries are bounded
+            but nearly normal, because a sum of many paths can't be uniform.
+        mean: mean of the entries.
+        std: standard deviation of the entries; None: ``(3 * num_embeddings) ** -0.5``, that of
+            TorchRec's default, which is uniform between plus and minus ``num_embeddings ** -0.5``.
+        generator: CPU generator of the random numbers; None for torch's default.
+        device: device of the result.
+        dtype: dtype of the result.
 
     Returns:
         The cores, each of :meth:`TTShape.core_shape`.
 
     Raises:
-        TypeError: mean or std is no number.
-        ValueError: an unknown distribution, a mean or std that is not finite or, for std, negative,
-            or a mean other than 0 where a rank is 1.
+        TypeError: ``mean`` or ``std`` is not a number.
+        ValueError: the distribution is unknown, ``mean`` or ``std`` is not finite, ``std`` is
+            negative, or ``mean`` is not 0 although a rank is 1.
     """
     if distribution not in get_args(TTDistribution):
         raise ValueError(
@@ -69,12 +70,12 @@ def initial_cores(
         raise ValueError(f"mean is {mean} and std is {std}, but both must be finite, std not < 0.")
     if mean != 0 and min(shape.ranks) < 2:
         raise ValueError(
-            f"mean is {mean}, but a mean other than 0 takes a rank of its own, and ranks are "
+            f"mean is {mean}, but a mean other than 0 needs a rank of its own, and ranks are "
             f"{list(shape.ranks)}: give ranks of at least 2."
         )
     reserved = int(mean != 0)
     paths = math.prod(rank - reserved for rank in shape.ranks)
-    # The same share of the variance for every core: none is much larger than another.
+    # Equal variances of the cores' elements, so that no core is much larger than another.
     core_std = (std / math.sqrt(paths)) ** (1 / shape.num_cores)
     draw = _unit_draws(distribution, shape.num_cores, generator)
     cores = []
@@ -92,7 +93,7 @@ def initial_cores(
 def _unit_draws(
     distribution: str, num_cores: int, generator: torch.Generator | None
 ) -> Callable[[int, tuple[int, ...]], Tensor]:
-    """Draws of mean 0 and variance 1 for core k."""
+    """Returns a function that draws elements with mean 0 and variance 1 for core k."""
 
     def uniform(size: tuple[int, ...]) -> Tensor:
         return (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
@@ -107,14 +108,14 @@ def _unit_draws(
     approximate = distribution.startswith("approx")
 
     def draw(k: int, size: tuple[int, ...]) -> Tensor:
-        # One inner core decides the shape; of two cores, the last.
+        # One inner core determines the distribution; of two cores, the last.
         return smooth(size) if not approximate or k == max(1, num_cores - 2) else signs(size)
 
     return draw
 
 
 def _with_mean_path(core: Tensor, k: int, num_cores: int, mean: float) -> Tensor:
-    """Index 0 of every rank carries the mean and meets no other path."""
+    """Makes index 0 of every rank a separate path with the mean as its product."""
     if k > 0:
         core[:, 0] = 0
     if k < num_cores - 1:

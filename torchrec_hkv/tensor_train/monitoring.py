@@ -1,4 +1,4 @@
-"""What a Tensor-Train table is like while it trains: ranks in use, norms of rows and gradients."""
+"""Statistics of Tensor-Train tables in training: effective ranks, norms of rows and gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
     """Singular values of the table's unfoldings, one tensor for each rank, largest first.
 
-    They belong to the table (with its padding rows), not to the cores, which are many for one
-    table. Made from the Gram matrices of the cores left and right of the rank, in float64.
+    They depend on the table (with its padding rows) but not on the choice of cores for it. They are
+    computed in float64 from the Gram matrices of the cores left and right of the rank.
     """
     as_matrices = [_unfold(core.detach().double(), k, shape) for k, core in enumerate(cores)]
     lefts = [torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)]
@@ -28,7 +28,7 @@ def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
         rights.append(torch.einsum("cd,iac,ibd->ab", rights[-1], matrices, matrices))
     values = []
     for left, right in zip(lefts[1:], reversed(rights[1:]), strict=True):
-        # Eigenvalues of left right, by a symmetric matrix that has the same.
+        # Eigenvalues of left @ right, computed from a symmetric matrix with the same ones.
         of_left, vectors = torch.linalg.eigh(left)
         root = vectors * of_left.clamp(min=0).sqrt()
         squares = torch.linalg.eigvalsh(root.T @ right @ root)
@@ -37,10 +37,10 @@ def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def effective_ranks(shape: TTShape, cores: Sequence[Tensor]) -> list[float]:
-    """How many ranks each pair of neighbouring cores uses, 1 to the rank.
+    """The effective rank between each pair of neighbouring cores, from 1 to the rank.
 
-    The exponential of the entropy of the squared singular values, as shares of their sum (Roy and
-    Vetterli 2007); 0 for a table of zeros.
+    It is the exponential of the entropy of the squared singular values, as shares of their sum (Roy
+    and Vetterli 2007); 0 for a table of zeros.
     """
     ranks = []
     for values in singular_values(shape, cores):
@@ -56,14 +56,14 @@ def effective_ranks(shape: TTShape, cores: Sequence[Tensor]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class NormHistogram:
-    """Norms of sampled rows.
+    """A histogram of the norms of sampled rows.
 
     Attributes:
         counts: int64 ``[bins]``.
         edges: float32 ``[bins + 1]``.
-        mean: of the norms.
-        smallest: norm.
-        largest: norm.
+        mean: mean norm.
+        smallest: smallest norm.
+        largest: largest norm.
     """
 
     counts: Tensor
@@ -80,7 +80,7 @@ def row_norms(
     bins: int = 32,
     generator: torch.Generator | None = None,
 ) -> NormHistogram:
-    """Norms of rows drawn at random, as a histogram from the smallest to the largest.
+    """Histogram of the norms of randomly sampled rows, from the smallest to the largest.
 
     Raises:
         ValueError: ``samples`` or ``bins`` is less than 1.
@@ -110,19 +110,20 @@ def gradient_norms(
     weights: Tensor | None = None,
     mean: bool = False,
 ) -> list[list[float]]:
-    """The norm of each core's gradient, by table, for the gradient of a pooled output.
+    """The norm of each core's gradient, by table, given the gradient of a pooled output.
 
-    For fused updates, which keep none; it costs one more backward and waits for the device.
+    For fused updates, which do not keep gradients. It costs one more backward and synchronizes with
+    the device.
 
     Args:
         group: the tables.
-        cores: of all of them.
+        cores: cores of all tables.
         grad: float32 ``[batch_size, total_dim]``.
-        ids: as :meth:`TTGroup.lookup` takes them, like the rest.
-        offsets: likewise.
-        batch_size: likewise.
-        weights: likewise.
-        mean: likewise.
+        ids: see :meth:`TTGroup.sort`.
+        offsets: see :meth:`TTGroup.sort`.
+        batch_size: see :meth:`TTGroup.sort`.
+        weights: see :class:`Pooling`.
+        mean: see :class:`Pooling`.
     """
     gradients = group.gradients(cores, grad, ids, offsets, batch_size, weights=weights, mean=mean)
     return [

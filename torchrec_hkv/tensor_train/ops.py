@@ -1,6 +1,6 @@
-"""Fakes of the dispatcher ops ``torch.ops.torchrec_hkv.tt_*``.
+"""Fake implementations of the ops ``torch.ops.torchrec_hkv.tt_*``.
 
-Schemas and kernels are in ``csrc/bindings``. A group of tables is named by its handle;
+Schemas and kernels are in ``csrc/bindings``. Ops identify a group of tables by its handle;
 :class:`torchrec_hkv.tensor_train.TTGroup` calls them.
 """
 

@@ -1,4 +1,4 @@
-"""Tables that several ranks hold alike: their gradients are averaged before every update."""
+"""Replicas of tables on several ranks, whose gradients are averaged before every update."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _ops = torch.ops.torchrec_hkv
 
 
 class Replicas:
-    """The ranks that hold tables alike. Every rank calls every method as often as the others, and
-    in the same order.
+    """The ranks that hold replicas of tables. All ranks must make the same calls in the same order.
 
     Args:
-        process_group: of the ranks; None: all.
+        process_group: the ranks; None for all.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -30,7 +29,7 @@ class Replicas:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of them."""
+        """Whether this is the first of the ranks."""
         return dist.get_rank(self._group) == 0
 
     def average(self, tensor: Tensor) -> None:
@@ -39,18 +38,18 @@ class Replicas:
         tensor /= self.size
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, a new tensor."""
+        """Returns the sum over the ranks as a new tensor."""
         total = tensor.clone()
         dist.all_reduce(total, group=self._group)
         return total
 
     def copy_first(self, tensor: Tensor) -> None:
-        """Replaces a tensor by the first rank's."""
+        """Replaces a tensor by that of the first rank."""
         dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The 1-D tensors of all ranks, one after the other; their lengths may differ (waits for
-        the device)."""
+        """Concatenates 1-D tensors of all ranks, whose lengths may differ. Synchronizes with the
+        device."""
         length = torch.tensor([tensor.numel()], device=tensor.device)
         lengths = [torch.empty_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._group)
@@ -78,23 +77,22 @@ def replicated_lookup(
     mean: bool = False,
     index: Tensor,
 ) -> Tensor:
-    """As :meth:`TTGroup.lookup_fused`, where ranks agree on the gradient before the update.
+    """Looks up rows like :meth:`TTGroup.lookup_fused`, with gradients averaged over ranks.
 
     Args:
-        group: with an optimizer.
-        anchor: as there.
-        cores: equal on all ranks; they stay so.
-        states: likewise.
-        step: likewise.
-        ids: of this rank.
-        offsets: likewise.
-        batch_size: likewise; ranks may differ.
-        learning_rate: equal on all ranks.
-        replicas: the ranks, over which gradients are averaged. Slices that took part anywhere
-            are updated everywhere.
-        weights: as there.
-        mean: likewise.
-        index: likewise.
+        group: a group with an optimizer.
+        anchor: see :meth:`TTGroup.lookup_fused`.
+        cores: cores of all tables, equal on all ranks; they stay equal.
+        states: optimizer states, equal on all ranks.
+        step: number of updates, equal on all ranks.
+        ids: ids of this rank.
+        offsets: offsets of this rank.
+        batch_size: batch size of this rank; ranks may differ.
+        learning_rate: float32 ``[]``, equal on all ranks.
+        replicas: the ranks. Slices that occur on any rank are updated on all.
+        weights: see :class:`Pooling`.
+        mean: see :class:`Pooling`.
+        index: result of :meth:`TTGroup.sort`.
     """
     batch = (ids, offsets, batch_size, mean, index)
     return _Replicated.apply(
@@ -121,7 +119,7 @@ class _Replicated(torch.autograd.Function):
         weights, ids, offsets, index = ctx.saved_tensors
         grad = grad.contiguous()
         if (bound := group.optimizer.clip_output) is not None:
-            # A table on one rank gets gradients that are divided by the number of ranks already.
+            # The gradient of a table on a single rank is already divided by the number of ranks.
             bound *= replicas.size
             grad = grad.clamp(-bound, bound)
         weights_grad = None

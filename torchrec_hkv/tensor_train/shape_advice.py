@@ -1,4 +1,4 @@
-"""Reasons not to keep a table as Tensor-Train cores."""
+"""Reasons against a Tensor-Train table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 
 
 def why_dense_is_smaller(shape: TTShape, element_size: int, cached_rows: int = 0) -> str | None:
-    """Says that a table takes more memory as cores than as rows; None where it does not.
+    """The reason, if a table takes more memory as cores than as rows; else None.
 
-    Optimizer states are left out.
+    Optimizer states are not counted.
 
     Args:
-        shape: of the table.
-        element_size: bytes of an element of the cores, and of the rows that they stand for.
-        cached_rows: float32 rows that are kept beside the cores.
+        shape: shape of the table.
+        element_size: bytes of an element of the cores, and of dense rows.
+        cached_rows: number of cached float32 rows.
     """
     cores = shape.num_elements * element_size
     cache = 4 * cached_rows * shape.embedding_dim

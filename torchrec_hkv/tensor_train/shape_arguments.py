@@ -1,4 +1,4 @@
-"""Checks of the arguments that choose a Tensor-Train table's shape, before the table is known."""
+"""Checks of the arguments that determine a Tensor-Train shape, before the table is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 CORE_COUNTS = (2, 3, 4)
-#: Which one of these is given decides the ranks.
+#: Arguments that determine the ranks; at most one of them may be given.
 SIZES = ("ranks", "compression_ratio", "max_bytes")
 
 
@@ -19,27 +19,27 @@ def check_shape_arguments(
     compression_ratio: object = None,
     max_bytes: object = None,
 ) -> int:
-    """Refuses values that fit no table, and values that contradict each other.
+    """Checks that values are valid for some table, and consistent.
 
     Args:
-        num_cores: as :func:`torchrec_hkv.tensor_train.make_shape` takes it, and the others, too.
+        num_cores: see :func:`torchrec_hkv.tensor_train.make_shape`.
         p: row factors.
         q: column factors.
-        ranks: one number or one for each pair of neighbouring cores.
-        compression_ratio: instead of ranks.
-        max_bytes: instead of ranks.
+        ranks: one number, or one for each pair of neighbouring cores.
+        compression_ratio: minimal compression ratio, instead of ranks.
+        max_bytes: maximal bytes of the cores, instead of ranks.
 
     Returns:
-        The number of cores that they ask for; 3 where none of them says.
+        The number of cores that they imply; 3 if they imply none.
 
     Raises:
-        TypeError: a number is not an integer, or factors are no sequence.
-        ValueError: a number is impossible; the sentence names it.
+        TypeError: a number is not an integer, or factors are not a sequence.
+        ValueError: a number is invalid; the message names it.
     """
     sizes = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
     given = [name for name in SIZES if sizes[name] is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given, but at most one of them can be.")
+        raise ValueError(f"{' and '.join(given)} were given, but at most one of them is allowed.")
     for name, factors in (("p", p), ("q", q)):
         if factors is not None:
             if not is_sequence(factors):
@@ -82,7 +82,7 @@ def _num_cores(num_cores: object, p: object, q: object, ranks: object) -> int:
 
 
 def check_cores(num_cores: object) -> None:
-    """Refuses an unsupported number of cores.
+    """Checks that a number of cores is supported.
 
     Raises:
         ValueError: it is not 2, 3 or 4.
@@ -93,11 +93,11 @@ def check_cores(num_cores: object) -> None:
 
 
 def check_positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
-    """Refuses values that are not positive int64 numbers.
+    """Checks that values are positive int64 numbers.
 
     Raises:
-        TypeError: one of them is not an integer.
-        ValueError: one of them is too small or too large.
+        TypeError: a value is not an integer.
+        ValueError: a value is out of range.
     """
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -108,5 +108,5 @@ def check_positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
 
 
 def is_sequence(value: object) -> bool:
-    """Whether it is a sequence of values, other than a string."""
+    """Whether ``value`` is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

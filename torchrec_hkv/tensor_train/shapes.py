@@ -1,4 +1,4 @@
-"""Shapes of Tensor-Train tables: how rows and columns are split over cores, and their ranks.
+"""Shapes of Tensor-Train tables: the factors of rows and columns, and the ranks.
 
 A table ``[N, D]`` of ``d`` cores has row factors ``p`` with ``prod(p) >= N``, column factors ``q``
 with ``prod(q) == D``, and ranks ``r_1 .. r_{d-1}`` between the cores (``r_0 = r_d = 1``). Row
@@ -21,18 +21,18 @@ from torchrec_hkv.tensor_train.shape_arguments import (
 
 @dataclasses.dataclass(frozen=True)
 class TTShape:
-    """The shape of one Tensor-Train table.
+    """The shape of a Tensor-Train table.
 
     Attributes:
-        num_embeddings: rows of the table; ids are 0 to ``num_embeddings - 1``.
-        embedding_dim: columns.
-        p: row factors, one a core; their product is at least ``num_embeddings``.
-        q: column factors, one a core; their product is ``embedding_dim``.
-        ranks: between neighbouring cores, one fewer than cores.
+        num_embeddings: number of rows; ids are 0 to ``num_embeddings - 1``.
+        embedding_dim: number of columns.
+        p: row factors, one for each core; their product is at least ``num_embeddings``.
+        q: column factors, one for each core; their product is ``embedding_dim``.
+        ranks: ranks between neighbouring cores, one fewer than cores.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: the numbers do not fit each other; the sentence names them.
+        ValueError: the numbers do not fit together; the message names them.
     """
 
     num_embeddings: int
@@ -64,17 +64,17 @@ class TTShape:
 
     @property
     def num_cores(self) -> int:
-        """Cores of the table."""
+        """Number of cores."""
         return len(self.p)
 
     @property
     def full_ranks(self) -> tuple[int, ...]:
-        """``(1, *ranks, 1)``: core ``k`` lies between ranks ``k`` and ``k + 1``."""
+        """``(1, *ranks, 1)``: core ``k`` is between ranks ``k`` and ``k + 1``."""
         return (1, *self.ranks, 1)
 
     def core_shape(self, k: int) -> tuple[int, int, int, int]:
-        """Dimensions of core ``k``: ``(p_k, r_k, q_k, r_{k+1})``, of the last one ``(p_k, q_k,
-        r_k, 1)``, which is how they lie in memory."""
+        """Shape of core ``k`` in memory: ``(p_k, r_k, q_k, r_{k+1})``; for the last core
+        ``(p_k, q_k, r_k, 1)``."""
         r = self.full_ranks
         if k == self.num_cores - 1:
             return (self.p[k], self.q[k], r[k], 1)
@@ -86,22 +86,22 @@ class TTShape:
         return [self.core_shape(k) for k in range(self.num_cores)]
 
     def slice_size(self, k: int) -> int:
-        """Elements of one slice of core ``k``."""
+        """Number of elements of a slice of core ``k``."""
         return math.prod(self.core_shape(k)[1:])
 
     @property
     def num_elements(self) -> int:
-        """Elements of all cores."""
+        """Number of elements of all cores."""
         return sum(math.prod(shape) for shape in self.core_shapes)
 
     @property
     def padding(self) -> int:
-        """Rows that the cores could express beyond ``num_embeddings``; no id reaches them."""
+        """Number of rows that the cores represent beyond ``num_embeddings``; they have no ids."""
         return math.prod(self.p) - self.num_embeddings
 
     @property
     def compression_ratio(self) -> float:
-        """Elements of the table over elements of the cores."""
+        """Number of elements of the table over that of the cores."""
         return self.num_embeddings * self.embedding_dim / self.num_elements
 
     def packed(self) -> list[int]:
@@ -110,10 +110,10 @@ class TTShape:
 
 
 def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
-    """Balanced row factors: near the root of ``num_embeddings``, their product at least as large.
+    """Balanced row factors, whose product is at least ``num_embeddings``.
 
-    The first factor is the root rounded up; the others split what is left in the same way, so that
-    the product exceeds ``num_embeddings`` by little.
+    The first factor is the root of ``num_embeddings``, rounded up. The others are computed in the
+    same way from the rest, so that the product exceeds ``num_embeddings`` only slightly.
     """
     _check_sizes(num_embeddings, 1)
     check_cores(num_cores)
@@ -126,10 +126,10 @@ def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
 
 
 def factor_dim(embedding_dim: int, num_cores: int) -> tuple[int, ...]:
-    """Balanced column factors, whose product is ``embedding_dim`` exactly.
+    """Balanced column factors, whose product is ``embedding_dim``.
 
-    Among all factorizations the one with the smallest sum. The smallest factors go to the inner
-    cores, whose slices are larger by a rank. A prime dim gives ones and itself.
+    Among all factorizations it is the one with the smallest sum. The smallest factors go to the
+    inner cores, whose slices are larger by a rank. The factors of a prime dim are 1 and the dim.
     """
     _check_sizes(1, embedding_dim)
     check_cores(num_cores)
@@ -139,7 +139,7 @@ def factor_dim(embedding_dim: int, num_cores: int) -> tuple[int, ...]:
 
 
 def max_ranks(p: Sequence[int], q: Sequence[int]) -> tuple[int, ...]:
-    """The largest ranks that can add to what a table expresses: those of its unfoldings."""
+    """The largest useful ranks: those of the unfoldings of a table."""
     sizes = [rows * columns for rows, columns in zip(p, q, strict=True)]
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
@@ -156,31 +156,29 @@ def make_shape(
     max_bytes: int | None = None,
     element_size: int = 4,
 ) -> TTShape:
-    """Fills in what is not given. One of ``ranks``, ``compression_ratio`` and ``max_bytes`` is.
+    """Makes a shape. Give exactly one of ``ranks``, ``compression_ratio`` and ``max_bytes``.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: columns.
-        num_cores: 2, 3 or 4; by default as many as ``p``, ``q`` or ``ranks`` say, else 3.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
+        num_cores: 2, 3 or 4; by default the number that ``p``, ``q`` or ``ranks`` imply, else 3.
         p: row factors; by default :func:`factor_rows`.
         q: column factors; by default :func:`factor_dim`.
-        ranks: one for each pair of neighbours, or one number for all, which is lowered where a
-            table of this shape has no use for it (:func:`max_ranks`).
-        compression_ratio: the cores are at least so many times smaller than the table in elements;
-            at least 1.
-        max_bytes: the cores take at most so many bytes.
+        ranks: one for each pair of neighbouring cores, or one number for all, which is reduced
+            where a larger rank is useless (:func:`max_ranks`).
+        compression_ratio: minimal ratio of the table's elements to those of the cores; at least 1.
+        max_bytes: maximal bytes of the cores.
         element_size: bytes of an element, for ``max_bytes``.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: what is given does not fit; the sentence names it.
+        ValueError: the arguments do not fit; the message names the one that does not.
     """
     _check_sizes(num_embeddings, embedding_dim)
     given = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
     if all(value is None for value in given.values()):
         raise ValueError(
-            "nothing was given, but exactly one of ranks, compression_ratio and max_bytes is "
-            "needed."
+            "No size was given: give exactly one of ranks, compression_ratio and max_bytes."
         )
     cores = check_shape_arguments(num_cores=num_cores, p=p, q=q, **given)
     p = factor_rows(num_embeddings, cores) if p is None else tuple(p)
@@ -208,7 +206,7 @@ def _largest_within(
     what: str,
     value: object,
 ) -> TTShape:
-    """The shape with the largest equal ranks whose cores have at most so many elements."""
+    """The shape with the largest equal ranks whose cores have at most ``most`` elements."""
     limits = max_ranks(p, q)
 
     def shape(rank: int) -> TTShape:
@@ -258,7 +256,7 @@ def _check_dim_factors(q: tuple[int, ...], embedding_dim: int, num_cores: int) -
 
 
 def _root_up(n: int, degree: int) -> int:
-    """The smallest integer whose power is at least n."""
+    """The smallest integer whose ``degree``-th power is at least n."""
     root = max(1, round(n ** (1.0 / degree)))
     while root**degree >= n and root > 1:
         root -= 1
@@ -268,7 +266,7 @@ def _root_up(n: int, degree: int) -> int:
 
 
 def _split(n: int, count: int) -> tuple[int, ...]:
-    """The factors of n, so many of them, with the smallest sum."""
+    """The factorization of n into ``count`` factors with the smallest sum."""
     if count == 1:
         return (n,)
     best: tuple[int, ...] | None = None

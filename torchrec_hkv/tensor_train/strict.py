@@ -1,4 +1,4 @@
-"""Ids outside of their tables, refused where a device's kernels count them instead."""
+"""Refuses ids outside their tables on GPUs, where kernels only count them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def refuse_ids_outside(
     offsets: Tensor,
     batch_size: int,
 ) -> None:
-    """Refuses a batch with an id that its table has not (waits for the device).
+    """Raises if a batch has an id outside its table. Synchronizes with the device.
 
     Args:
-        names: of the tables.
-        rows: of the tables.
-        feature_tables: of each feature, its table.
+        names: names of the tables.
+        rows: number of rows of each table.
+        feature_tables: index of the table of each feature.
         ids: int64 ``[n]``, feature-major.
         offsets: int64 ``[features * batch_size + 1]``.
-        batch_size: bags a feature.
+        batch_size: number of bags of each feature.
 
     Raises:
-        RuntimeError: a CUDA graph is captured, in which nothing can be waited for.
-        ValueError: an id is outside of its table.
+        RuntimeError: a CUDA graph is being captured, which does not allow synchronization.
+        ValueError: an id is outside its table.
     """
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph is captured, but strict Tensor-Train tables look at ids on the host in "
-            "every step: leave strict off."
+            "Strict Tensor-Train tables check ids on the host in every step, which is not possible "
+            "while a CUDA graph is captured: leave strict off."
         )
     if ids.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""Puts rows that were trained apart from the cores back into the cores."""
+"""Writes rows that were trained outside the cores back to the cores."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def write_back(
 ) -> None:
     """Changes the cores so that some ids get the given rows and others keep theirs.
 
-    Minimizes the sum over all these ids of count * |row - wanted row|^2 by L-BFGS, from the cores
-    as they are. With counts that say how often ids are looked up, that is the expected squared
-    error of a row that is looked up. Cores that do not lower it are not taken.
+    Minimizes the sum over all these ids of count * |row - wanted row|^2 by L-BFGS, starting from
+    the
+    current cores. If counts are numbers of lookups, this is the expected squared error of a lookup.
+    The cores are not changed if the error does not decrease.
 
     Args:
-        shape: of the table.
-        cores: its cores, all written.
-        ids: int64 ``[n]``, distinct.
-        rows: float32 ``[n, embedding_dim]``, what they shall be.
-        counts: ``[n]``, how much each matters.
-        kept_ids: int64 ``[m]``, distinct and others than ``ids``: rows that shall stay.
-        kept_counts: ``[m]``.
-        iterations: at most; each costs a few lookups and backwards of all these ids.
+        shape: shape of the table.
+        cores: cores of the table; all are updated.
+        ids: int64 ``[n]``, unique.
+        rows: float32 ``[n, embedding_dim]``, the wanted rows.
+        counts: ``[n]``, weight of each id.
+        kept_ids: int64 ``[m]``, unique and not in ``ids``: ids whose rows should not change.
+        kept_counts: ``[m]``, weight of each of them.
+        iterations: maximal number of iterations; each takes a few lookups and backwards of all
+            these ids.
     """
     if ids.numel() == 0:
         return
@@ -48,7 +50,7 @@ def write_back(
     group = TTGroup([shape])
     offsets = torch.tensor([0, everything.numel()], device=everything.device)
     index = group.sort(everything, offsets, 1, pooled=False)
-    # In float32 also for cores of 16 bits, which would not feel the small steps.
+    # Float32 even for 16-bit cores, which would round small steps away.
     leaves = [core.detach().float().clone().requires_grad_() for core in cores]
 
     def error(of: Sequence[Tensor]) -> Tensor:

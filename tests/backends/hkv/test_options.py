@@ -32,10 +32,10 @@ NO_FLAG = [1, 0, None, "yes"]
         *(({"strict": value}, "strict is .* True or False") for value in NO_FLAG),
         *(({"dense": value}, "dense is .* True or False") for value in NO_FLAG),
         *(({"deterministic": value}, "deterministic is .* True or False") for value in NO_FLAG),
-        ({"remember_evicted": 9, "dense": True}, "takes remember_evicted=None only"),
-        ({"expire_after": 9, "dense": True}, "takes expire_after=None only"),
-        ({"initial_capacity": 9, "dense": True}, "takes initial_capacity=None only"),
-        ({"admission": MinFrequency(2, 8), "dense": True}, "takes admission=None only"),
+        ({"remember_evicted": 9, "dense": True}, "leave remember_evicted at None"),
+        ({"expire_after": 9, "dense": True}, "leave expire_after at None"),
+        ({"initial_capacity": 9, "dense": True}, "leave initial_capacity at None"),
+        ({"admission": MinFrequency(2, 8), "dense": True}, "leave admission at None"),
     ],
 )
 def test_refused(options, match):

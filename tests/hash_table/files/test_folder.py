@@ -48,7 +48,9 @@ def test_a_damaged_save_is_replaced(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds 'notes\.txt', which is not of a saved table"):
+    with pytest.raises(
+        ValueError, match=r"holds 'notes\.txt', which does not belong to a saved table"
+    ):
         filled("cpu").save(tmp_path)
     assert os.listdir(tmp_path) == ["notes.txt"]
 
@@ -64,6 +66,6 @@ def test_a_file_is_refused(tmp_path):
 def test_a_link_to_nothing_is_refused(tmp_path):
     path = tmp_path / "t"
     path.symlink_to("unmounted/t")
-    with pytest.raises(ValueError, match="is a link to 'unmounted/t', where there is nothing"):
+    with pytest.raises(ValueError, match="is a link to 'unmounted/t', which does not exist"):
         filled("cpu").save(path)
     assert os.listdir(tmp_path) == ["t"]

@@ -48,7 +48,7 @@ def test_too_small_a_table_is_refused(device_type, tmp_path):
 def test_a_table_that_would_be_too_full_is_refused(device_type, tmp_path):
     table = filled(device_type, 500, 700)
     table.save(tmp_path)
-    assert_refused(lambda t: t.load(tmp_path), filled(device_type, 9, 510), "surely takes")
+    assert_refused(lambda t: t.load(tmp_path), filled(device_type, 9, 510), "sure to fit only")
 
 
 @pytest.mark.parametrize("batch_bytes", [500, 20_000, 64 << 20])

@@ -37,10 +37,10 @@ def test_another_version(tmp_path, version):
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"version": 2', f'"version": {json.dumps(version)}'))
     assert_refused(
-        lambda t: t.load(tmp_path), filled("cpu"), f"is of version {version}, but .* version 2"
+        lambda t: t.load(tmp_path), filled("cpu"), f"has version {version}, but .* version 2"
     )
 
 
 def test_other_json(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": "something else"}')
-    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "not of a hash table")
+    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "not a file of a hash table")

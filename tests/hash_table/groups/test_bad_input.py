@@ -110,12 +110,14 @@ def test_beliefs(group):
 
 def test_rows_by_feature(group):
     rows = [torch.ones(2, 2, device=group.device), torch.ones(4, 4, device=group.device)]
-    with pytest.raises(ValueError, match="rows must be 2 tensors, one a feature, but are 1"):
+    with pytest.raises(ValueError, match="rows must be 2 tensors, one for each feature, but are 1"):
         group.join_rows(rows[:1])
     with pytest.raises(ValueError, match=r"rows\[1\] must have 4 columns, those of table 'b'"):
         group.join_rows([rows[0], rows[1][:, :3]])
     offsets = torch.tensor([0, 2, 5], device=group.device)
-    with pytest.raises(ValueError, match="must go to the number of rows, 6, but are 3 that go to"):
+    with pytest.raises(
+        ValueError, match="must end with the number of rows, 6, but there are 3 that end with"
+    ):
         group.split_rows(group.join_rows(rows), offsets, 1)
 
 

@@ -142,7 +142,7 @@ def test_tables_without_it_keep_all(device_type):
     table.find_or_insert(ids)
     idle(table, 300)
     assert table.size == 64
-    with pytest.raises(ValueError, match=r"expire_after is None, so that nothing expires: give it"):
+    with pytest.raises(ValueError, match=r"expire_after is None, so no entry expires"):
         table.expire()
 
 

@@ -159,7 +159,7 @@ def test_files_are_those_of_other_tables(device_type, tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"restore_counts": True}, "remember_evicted is None, but counts come back"),
+        ({"restore_counts": True}, "remember_evicted is None, but only counts of"),
         ({"restore_counts": 1}, "restore_counts is 1, but must be True or False"),
         ({"restore_counts": True, "remember_evicted": 5, "eviction": "lru"}, "only 'lfu', 'adap"),
         ({"restore_counts": True, "remember_evicted": 5, "eviction": "epoch_lru"}, "count lookups"),

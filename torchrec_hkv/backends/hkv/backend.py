@@ -1,4 +1,4 @@
-"""Hash tables, as sharding, planner and checkpoint know them."""
+"""The backend ``hkv`` for sharding, planner and checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
 
 
 class HKVBackend(Backend):
-    """Hash tables as a backend."""
+    """The backend ``hkv``: hash tables."""
 
     name: ClassVar[str] = "hkv"
     options_type: ClassVar[type[BackendOptions]] = HKVOptions

@@ -1,4 +1,4 @@
-"""What a step of an ``hkv`` table does, and the tables that are timed to know how long it takes."""
+"""The work of a step of an ``hkv`` table, and the tables timed to calibrate it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torchrec_hkv.backends.workload import Work, Workload, row_work
 from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
 from torchrec_hkv.hash_table.table_memory import hbm_share_for
 
-#: Of ids to slots of a table that is timed.
+#: Load factor of the timed tables.
 _LOAD = 0.8
-#: Bytes of a table with rows in host memory that is timed, and the part of its slots in HBM.
+#: Bytes of the timed table with rows in host memory, and the share of its slots in HBM.
 _TIERED_BYTES, _TIERED_SHARE = 2 << 30, 0.25
 
 
 def hkv_work(
     memory: TableMemory, dim: int, load: Workload, hbm_bytes: int | None, device_type: str
 ) -> Work:
-    """Work of a step.
+    """The work of a step.
 
     Args:
-        memory: of the shard.
-        dim: its columns.
-        load: what the step asks.
-        hbm_bytes: as the options have it.
-        device_type: of the tables.
+        memory: memory of the shard.
+        dim: number of columns of the shard.
+        load: the step's ids in the shard.
+        hbm_bytes: limit of HBM in bytes; None for no limit.
+        device_type: ``"cpu"`` or ``"cuda"``.
     """
     work = row_work(load, dim, memory.row_bytes)
-    # Ids beyond those that the table holds are new each time, and another one leaves for them.
+    # Ids that don't fit in the table are inserted each time they occur, and evict another id.
     new = load.distinct_beyond(memory.num_slots, memory.num_slots)
     work = dataclasses.replace(work, forward={**work.forward, "new": new})
     if device_type != "cuda" or gpu_table_bytes(memory, hbm_bytes)[1] == 0:
@@ -47,12 +47,12 @@ def hkv_work(
 
 
 def far_share(memory: TableMemory, load: Workload, hbm_bytes: int | None) -> float:
-    """The share of a step's different ids whose rows come from host memory to a GPU.
+    """Share of a step's unique ids whose rows a GPU fetches from host memory.
 
     Args:
-        memory: of the shard.
-        load: what the step asks.
-        hbm_bytes: as the options have it.
+        memory: memory of the shard.
+        load: the step's ids in the shard.
+        hbm_bytes: limit of HBM in bytes; None for no limit.
     """
     if gpu_table_bytes(memory, hbm_bytes)[1] == 0 or load.distinct <= 0:
         return 0.0
@@ -61,7 +61,7 @@ def far_share(memory: TableMemory, load: Workload, hbm_bytes: int | None) -> flo
 
 
 def hkv_cases(options: type[BackendOptions], device_type: str) -> list[CalibrationCase]:
-    """The tables that are timed."""
+    """The tables that calibration times."""
     cases = [_case(options(), *table, device_type) for table in row_tables(device_type)]
     for size in ROW_TABLES[device_type]:
         full = _case(options(), size, 64, "rowwise_adagrad", device_type)

@@ -1,9 +1,9 @@
-"""Counts of ids that are not admitted, in a ``state_dict``: of the same size over any ranks.
+"""Admission counters in a ``state_dict``, with sizes that do not depend on the number of ranks.
 
-A table's counts are as large on each of its shards of rows. So that sizes don't depend on the
-ranks, a state has room for those of :data:`MOST_SHARDS` shards, which its shards share in whole
-rooms; each puts its counts into its first one. A shard without a room, of more than so many, leaves
-its counts out: they start anew.
+The counters of a table have the same size on each of its row shards. The state has room for the
+counters of :data:`MOST_SHARDS` row shards. Each shard owns a whole number of these rooms and stores
+its counters in the first. With more shards than that, some own no room; their counters are not
+saved and start from zero after a load.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torchrec_hkv.hash_table.files.counts import (
     set_of,
 )
 
-#: Shards of rows whose counts a state has room for.
+#: Number of row shards whose counters fit in a state.
 MOST_SHARDS = 8
 
 
 def counts_name(kind: Kind) -> str:
-    """Of the tensor in a state."""
+    """Name of the tensor in a state."""
     return f"{COUNTS}{kind.name}_{kind.cell_bits}"
 
 
 def counts_spec(shard: TableShard, admission: Admission | None) -> dict[str, TensorSpec]:
-    """The tensor of a shard of the first column; none where nothing is counted, or without room."""
+    """The tensor of a shard; empty if the table counts nothing or the shard owns no room."""
     kind = kind_of(admission)
     rows = shard.num_embeddings
 
@@ -50,7 +50,7 @@ def counts_spec(shard: TableShard, admission: Admission | None) -> dict[str, Ten
 
 
 def export_counts(group: TableGroup, table: int, spec: TensorSpec) -> Tensor:
-    """A copy of a table's counts, as :func:`counts_spec` says."""
+    """A copy of a table's counters, as a tensor of :func:`counts_spec`."""
     counts = group.read_admission(table, 0, kind_of(group.tables[table].admission).bytes)
     exported = torch.zeros(spec.shape, dtype=spec.dtype, device=counts.device)
     exported[: len(counts)] = counts
@@ -58,16 +58,16 @@ def export_counts(group: TableGroup, table: int, spec: TensorSpec) -> Tensor:
 
 
 class CountsLoad:
-    """Gives a table whose counts are empty those of a saved one, whatever its shards were.
+    """Loads saved counters, from any sharding, into a table whose counters are empty.
 
-    Cells go with their ids; where more come to a set than it has, the highest counts stay. Sketches
-    hold no ids: those of all shards are added up, so that a count is never too low.
+    A cell belongs to an id and follows it. If more cells than fit fall into a set, the highest
+    counts stay. Sketches have no ids: those of all shards are added, so that a count is never too
+    low.
 
     Args:
-        group: the table's.
-        table: its index there.
-        owners: first owner bucket of the ids that the table is asked for, and the one past the
-            last.
+        group: the group of the table.
+        table: index of the table in the group.
+        owners: range ``[first, end)`` of owner buckets whose ids the table holds.
     """
 
     def __init__(self, group: TableGroup, table: int, owners: tuple[int, int]) -> None:
@@ -78,19 +78,19 @@ class CountsLoad:
 
     @property
     def name(self) -> str | None:
-        """Of the tensor in a state; None where the table counts nothing."""
+        """Name of the tensor in a state; None if the table counts nothing."""
         return None if self._kind is None else counts_name(self._kind)
 
     def load_same(self, counts: Tensor) -> None:
-        """Takes the counts of a shard of the same rows as they are."""
+        """Loads the counters of a shard with the same rows."""
         self._group.write_admission(self._table, 0, counts[: self._kind.bytes].contiguous())
 
     def put(self, first: int, part: Tensor) -> None:
-        """Takes a part of a state's tensor, in whole sets of cells.
+        """Takes a part of a saved tensor, which begins and ends between sets of cells.
 
         Args:
-            first: its first byte in a shard's tensor.
-            part: uint8.
+            first: offset of the part in the shard's tensor, in bytes.
+            part: uint8 ``[n]``.
         """
         if self._kind.name == "cells":
             self._cells.append(cells_in(part.cpu(), self._owners))
@@ -104,7 +104,7 @@ class CountsLoad:
         self._sum.clamp_(max=self._kind.limit)
 
     def finish(self) -> None:
-        """Writes what was taken."""
+        """Writes the counters taken so far into the table."""
         if self._cells:
             cells, num_sets = torch.cat(self._cells), self._kind.bytes // SET_BYTES
             counts = placed_cells(cells, set_of(cells[:, 0], num_sets), 0, num_sets)

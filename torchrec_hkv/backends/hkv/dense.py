@@ -1,9 +1,8 @@
-"""The dense-compatible mode of ``hkv``: rows 0 to N - 1 are all there, and lie open by number.
+"""The dense-compatible mode of ``hkv``: the table holds rows 0 to N - 1, accessible by number.
 
-Such a table trains as every other of its kind. What is kept besides are tensors of its rows and
-optimizer states in the order of row numbers, as stock tables give theirs: they are brought up to
-date when they are asked for, and what was written into them is put into the table before its next
-lookup.
+The table is trained like any other hash table. In addition, tensors hold its rows and optimizer
+states in the order of row numbers, as stock tables have them. They are refreshed when they are
+read; values written into them are copied into the table before its next lookup.
 """
 
 from __future__ import annotations
@@ -15,32 +14,33 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table import Initializer, TableGroup, TableState, initial_rows
 
-#: FBGEMM's name of the sums of squares of Adagrad and of row-wise Adagrad.
+#: FBGEMM's name for the sums of squares of Adagrad and row-wise Adagrad.
 _SUMS = "momentum1"
 
 
 def dense_capacity(rows: int) -> int:
-    """Slots for so many rows that must all find a place: a quarter more, and two buckets."""
+    """Number of slots in which ``rows`` rows all find a place: 25 % more, and two buckets."""
     return rows + -(-rows // 4) + 128
 
 
 class DenseRows:
-    """The rows of one shard by their number.
+    """The rows of one shard by row number.
 
     Args:
-        group: holds the table; every row is put into it here.
-        table: its index.
-        feature: the index of a feature of its.
+        group: the group of the table. All rows are inserted into it here.
+        table: index of the table.
+        feature: index of a feature of the table.
         rows: number of rows of the shard.
-        first_row: of the shard; tables know rows by their number in the shard.
+        first_row: number of the shard's first row. In the hash table, ids are row numbers within
+            the shard.
         column_offset: first column of the shard.
-        name: the table's.
-        seed: of initial rows.
-        initializer: of initial rows.
-        num_features: of the group.
+        name: name of the table.
+        seed: seed of the initial rows.
+        initializer: initializer of the rows.
+        num_features: number of features of the group.
 
     Raises:
-        RuntimeError: not all rows found a place.
+        RuntimeError: a row found no slot.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class DenseRows:
         slots = state.occupied.nonzero().flatten()
         if slots.numel() != rows:
             raise RuntimeError(
-                f"table '{name}': {slots.numel()} of {rows} rows found a place, but dense=True "
-                "needs a place for all: report it with the number of rows."
+                f"table '{name}': {slots.numel()} of {rows} rows found a slot, but dense=True "
+                "needs a slot for each row: report this with the number of rows."
             )
-        # Rows stay where they are: nothing is evicted, and the table does not grow.
+        # The slots of rows never change: nothing is evicted, and the table does not grow.
         self._slots = torch.empty_like(slots)
         self._slots[state.ids[slots]] = slots
         dim = state.rows.shape[1]
@@ -89,10 +89,10 @@ class DenseRows:
         self._versions: dict[str, int] = {}
 
     def read(self, *, states: bool) -> dict[str, Tensor]:
-        """The tensors, up to date: always the same objects.
+        """The tensors with current values. Every call returns the same tensor objects.
 
         Args:
-            states: whether those of the optimizer are wanted, or ``"weight"`` alone.
+            states: True for the optimizer states, False for ``"weight"``.
         """
         self.flush()
         state = self._group.export_table(self._table)
@@ -108,7 +108,7 @@ class DenseRows:
         return {name: self._tensors[name] for name in wanted}
 
     def flush(self) -> None:
-        """Puts into the table what was written into the tensors since they were read."""
+        """Copies into the table what was written into the tensors since they were read."""
         changed = {
             name: tensor
             for name, tensor in self._tensors.items()
@@ -128,7 +128,7 @@ class DenseRows:
 
 
 def _parts(group: TableGroup, state: TableState) -> dict[str, Callable[[TableState], Tensor]]:
-    """The tensors by name, each as a view of a table's state."""
+    """For each tensor name, a function that returns the tensor as a view of a table's state."""
     parts: dict[str, Callable[[TableState], Tensor]] = {"weight": lambda s: s.rows}
     kind = type(group.optimizer).__name__
     if kind == "RowWiseAdagrad":

@@ -1,4 +1,4 @@
-"""Shards of hash tables in the files of a checkpoint."""
+"""Saves and loads shards of hash tables as files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_table(
     options: FileOptions,
     tracker: ChangeTracker | None = None,
 ) -> None:
-    """As :meth:`GroupLookup.save_files`, and :meth:`GroupLookup.save_changes` with a tracker."""
+    """Implements :meth:`GroupLookup.save_files`, and :meth:`GroupLookup.save_changes`."""
     files.save(
         group,
         table,
@@ -46,14 +46,14 @@ def _part(shard: SavedShard) -> Part:
 
 
 class HashTablesLoad(TablesLoad):
-    """Tables of one group.
+    """Loads tables of one group from files.
 
     Args:
-        group: theirs.
-        saved: by a table's index: the key of its shard, its rows over all ranks, the index of a
-            feature of its, all shards of the saved table, and the owner buckets of the ids that the
-            table is asked for.
-        options: of the load.
+        group: the group of the tables.
+        saved: by table index: the key of its shard, its number of rows over all ranks, the index
+            of one of its features, all shards of the saved table, and the range of owner buckets
+            whose ids the table holds.
+        options: how to read the files.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class HashTablesLoad(TablesLoad):
         if without:
             warn(
                 f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
-                "these start anew."
+                "their states start from zero."
             )
         with self._group.alone():
-            # All tables of a group count steps together.
+            # The clock and the epoch are shared by all tables of a group.
             self._group.set_clock(max(load.clock for load in self._loads))
             self._group.set_epoch(max(load.epoch for load in self._loads))
             loads = zip(self._keys, self._loads, strict=True)
@@ -101,7 +101,7 @@ class HashTablesLoad(TablesLoad):
 
 
 def saved_folder(folder: Path) -> SavedFolder:
-    """As :meth:`Backend.saved_folder`."""
+    """Implements :meth:`Backend.saved_folder`."""
     manifest = Manifest.read(folder)
     begin = manifest.table["column_offset"]
     return SavedFolder(
@@ -115,12 +115,12 @@ def saved_folder(folder: Path) -> SavedFolder:
 
 
 def merge_files(layers: Sequence[Path], folder: Path, options: FileOptions) -> None:
-    """As :meth:`Backend.merge_files`."""
+    """Implements :meth:`Backend.merge_files`."""
     merge_layers([(layer, Manifest.read(layer)) for layer in layers], folder, options.batch_bytes)
 
 
 def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
-    """As :meth:`Backend.verify_file`."""
+    """Implements :meth:`Backend.verify_file`."""
     folder = saved.folder
     manifest = Manifest.read(folder)
     batch_bytes = options.batch_bytes // options.threads

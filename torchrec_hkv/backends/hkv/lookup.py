@@ -1,4 +1,4 @@
-"""The lookup of hash tables: a group of them on one rank."""
+"""Lookup of a group of hash tables on one rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HKVLookup(RowsById, GroupLookup):
             for index, shard in enumerate(shards)
             if options_of(shard).dense
         }
-        # What makes autograd record the lookup; no parameter, since nothing ever changes it.
+        # Makes autograd record the lookup. It is not a parameter, because it never changes.
         self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
         self._no_anchor = torch.empty(0, device=self._group.device)
 
@@ -82,15 +82,15 @@ class HKVLookup(RowsById, GroupLookup):
         *,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`GroupLookup.forward`.
+        """Pools the rows of each bag, see :meth:`GroupLookup.forward`.
 
         Args:
-            ids: as there.
-            offsets: as there.
-            weights: as there.
-            batch_size: as there.
-            learning_rate: as there.
-            scores: int64 ``[n]``, which a training lookup needs where a table is under
+            ids: int64 ``[n]``, feature-major.
+            offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
+            weights: float32 ``[n]`` or None.
+            batch_size: number of bags of each feature.
+            learning_rate: float32 ``[]`` on the tables' device.
+            scores: int64 ``[n]``. Training lookups need them if a table has the eviction policy
                 ``"customized"``.
         """
         return self._look_up(ids, offsets, weights, batch_size, None, learning_rate, scores)
@@ -172,8 +172,8 @@ class HKVLookup(RowsById, GroupLookup):
         return StateLoad(self._group, self._index[key], self._shards[key], owners)
 
     def entries_loaded(self, table_states: Mapping[str, Tensor]) -> None:
-        # The loads have only put the clock forward, for the sake of tables that stay as they are.
-        # Where all are others now, it goes back: else the time between would age their ids.
+        # The loads only move the clock forward, because tables that were not loaded share it. If
+        # all tables were loaded, set it to the saved clock, so that no id ages by the load.
         if set(table_states) == set(self._shards):
             self._group.set_clock(max(saved_clock(state) for state in table_states.values()))
 
@@ -210,11 +210,11 @@ class HKVLookup(RowsById, GroupLookup):
         return HashTablesLoad(self._group, indexed, options)
 
     def counters(self, key: str) -> dict[str, int]:
-        """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
+        """See :meth:`torchrec_hkv.hash_table.TableGroup.counters`."""
         return self._group.counters()[self._index[key]]
 
     def reserve(self, key: str, rows: int) -> None:
-        """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
+        """Grows a table now, so that ``rows`` rows in all fit on this rank without further growth.
 
         Raises:
             ValueError: ``rows`` is negative, or more than the capacity on this rank.
@@ -228,6 +228,6 @@ class HKVLookup(RowsById, GroupLookup):
         return self._group.full_slots(self._index[key])
 
     def memory(self, key: str) -> StorageBytes:
-        """Bytes the table takes on this rank."""
+        """Bytes that the table takes on this rank."""
         index = self._index[key]
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))

@@ -1,4 +1,4 @@
-"""What a table asks of the backend ``hkv``."""
+"""Options of an ``hkv`` table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_restore_counts,
 )
 
-#: Of rows, and of outputs.
+#: Data types of rows and of outputs.
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,73 +26,75 @@ class HKVOptions(BackendOptions):
     """Options of an ``hkv`` table.
 
     Attributes:
-        eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago;
-            ``"lfu"``, the one looked up least often (among equals, longest ago); or an
-            :class:`torchrec_hkv.AgedLFU`, between the two: the one looked up least often where
-            counts lose half their worth after each half-life in which the id is not looked up.
-            ``"adaptive"`` chooses that half-life while the table runs, by the hit rates of small
-            tables that see a sample of the ids. ``"epoch_lru"`` and ``"epoch_lfu"`` evict ids of
-            the earliest epoch first (:func:`torchrec_hkv.set_epoch`), and among those of one epoch
-            as ``"lru"`` and ``"lfu"`` do. ``"customized"`` evicts the id of the lowest score, which
-            comes with each batch (``score_feature``, ``score_from``). Only lookups in training
+        eviction: the policy that chooses which id leaves a full bucket. Only training lookups
             count.
-        hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
-            and optimizer states don't all fit there has all of them in host memory, and those of
-            the highest score in HBM too: lookups in training bring them there. None: all in the
-            GPU's memory; where the table's constraint leaves the kernel open and has these options
-            of ``hkv`` alone, the planner may put a number here. ``"index"``: the least, the index;
-            all rows are read from host memory. On a CPU a table lies in host memory whatever this
-            says.
-        seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
-            any world size.
-        initializer: distribution of the values of initial rows: a
+
+            - ``"lru"``: the least recently looked up id.
+            - ``"lfu"``: the least frequently looked up id; among equals, the least recent.
+            - An :class:`torchrec_hkv.AgedLFU`: LFU with aging counts. The count of an id halves
+              in each half-life in which the id is not looked up.
+            - ``"adaptive"``: LFU with aging counts whose half-life is chosen while the table
+              runs, by the hit rates of small tables that see a sample of the ids.
+            - ``"epoch_lru"`` and ``"epoch_lfu"``: an id of the earliest epoch
+              (:func:`torchrec_hkv.set_epoch`); within an epoch by ``"lru"`` or ``"lfu"``.
+            - ``"customized"``: the id of the lowest score. Scores come with each batch
+              (``score_feature`` or ``score_from``).
+        hbm_bytes: maximal bytes of each GPU's memory that the table takes, including its index. If
+            rows and optimizer states do not all fit, all of them are in host memory, and HBM
+            caches those of the highest scores; training lookups bring rows into HBM. None: all in
+            HBM; the planner may set a number if the table's constraint leaves the kernel open and
+            gives only these options for ``hkv``. ``"index"``: only the index is in HBM, and all
+            rows are read from host memory. Ignored on a CPU.
+        seed: seed of the initial rows, any int64. Equal seeds, table names and ids give equal rows
+            at any world size.
+        initializer: distribution of the initial values: a
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
-            ``entries`` or ``sketch_bytes`` each rank has for the ids it is asked for, or a
-            ``Probability``. Other ids count with their initial row and are not trained. None: all
+            ``entries`` or ``sketch_bytes`` count for each rank, or a ``Probability``. A lookup of
+            an id that is not admitted returns its initial row, which is not trained. None: all ids
             are admitted.
-        expire_after: an id that no training step has looked up for more than so many steps is
-            forgotten, its optimizer state too, at the latest ``min(64, expire_after)`` steps later.
-            None: never.
-        strict: a training lookup that has no place for an id raises a ``RuntimeError`` that names
-            the table, its load and what to change. The group of the table then waits for the device
-            in every step. False: the id counts with its initial row, is not trained, and is counted
-            as ``refused``.
-        initial_capacity: rows that the table must hold at first, over all ranks, 1 to
-            ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
-            the planner counts that. None: all from the start.
-        dense: the table takes row numbers 0 to ``num_embeddings`` - 1, as stock tables do, and has
-            all of them from the start; any other id is refused. Rows lie on ranks as those of
-            stock tables do, ``state_dict`` shows them as theirs, and the optimizer's states are in
-            the ``state_dict`` of the model's fused optimizer. So a checkpoint of stock tables loads
-            into the table, and back. It takes a quarter more slots than rows, and one more copy of
-            rows and states, which the planner counts. What is written into the tensors of a
-            ``state_dict`` is in the table from its next lookup on.
-        remember_evicted: how many evicted ids each rank remembers at a time, in 2 bytes each, so
-            that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
-        capacity: rows of the table over all ranks, where that is not the config's
-            ``num_embeddings``, 1 to 2^63 - 1. None: ``num_embeddings``; where the constraint leaves
-            the kernel open and has frequencies of ids, the planner may say fewer.
-        row_dtype: data type of the rows, where that is not the config's: ``torch.float32``,
+        expire_after: number of training steps without a lookup after which an id and its optimizer
+            state are removed; removal may take up to ``min(64, expire_after)`` further steps.
+            None: ids do not expire.
+        strict: True: a training lookup raises a ``RuntimeError`` if it finds no slot for an id.
+            The message names the table, its load and what to change. The group of the table then
+            waits for the device in every step. False: the lookup returns the initial row, which is
+            not trained, and counts the id as ``refused``.
+        initial_capacity: number of rows over all ranks that the table has memory for at first, 1
+            to ``num_embeddings``. The table doubles before it gets too full, up to its capacity;
+            the planner counts the memory that this needs. None: the full capacity.
+        dense: True: the table takes row numbers 0 to ``num_embeddings`` - 1, like a stock table,
+            and always holds all of them; other ids raise. Rows are sharded as those of stock
+            tables, ``state_dict`` has the same keys, and optimizer states are in the
+            ``state_dict`` of the model's fused optimizer, so checkpoints of stock tables load into
+            the table and the reverse. The table has 25 % more slots than rows, and one more copy
+            of rows and states; the planner counts both. Values written into tensors of a
+            ``state_dict`` take effect at the next lookup.
+        remember_evicted: number of evicted ids that each rank remembers, 1 to 2^32, 2 bytes each,
+            to count how many of them return (the counter ``returned``). None: not counted.
+        capacity: number of rows of the table over all ranks, if it differs from the config's
+            ``num_embeddings``, 1 to 2^63 - 1. None: ``num_embeddings``; the planner may choose
+            fewer if the constraint leaves the kernel open and has frequencies of ids.
+        row_dtype: data type of the rows, if it differs from the config's: ``torch.float32``,
             ``torch.float16`` or ``torch.bfloat16``. None: the config's.
-        deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
-            keep and evict the same rows; a training step takes a little longer
-            (``docs/concepts/ordering.md``). All tables of the same lookup then do so. False: only
-            while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
-        restore_counts: an id that comes back while its rank remembers it (``remember_evicted``)
-            gets half of its count back, up to 65,535, under ``"lfu"``, ``"adaptive"``,
-            ``"epoch_lfu"`` and an ``AgedLFU``. It takes 4 bytes for each id of
-            ``remember_evicted`` in place of 2; on GPUs the tables of its lookups are deterministic
-            then.
+        deterministic: True: on GPUs, equal batches give bitwise equal tables, and column shards
+            keep and evict the same rows. Training steps are slightly slower
+            (``docs/concepts/ordering.md``). Applies to all tables of the same lookup. False: only
+            while ``torch.use_deterministic_algorithms(True)`` is set. CPUs are always
+            deterministic.
+        restore_counts: True: an id that returns while its rank remembers it
+            (``remember_evicted``) gets half of its count back, up to 65,535, under ``"lfu"``,
+            ``"adaptive"``, ``"epoch_lfu"`` and an ``AgedLFU``. Each remembered id then takes 4
+            bytes instead of 2, and on GPUs the tables of its lookups are deterministic.
         score_feature: for ``"customized"``: a feature of the same KeyedJaggedTensor whose values
-            are the scores, any int64; its bags must be as long as those of the table's feature. A
-            tuple where the table has several features: one for each, in their order. In a weighted
-            collection scores must be from -2^31 to 2^31 - 1. Training needs it in each batch.
+            are the scores, any int64. Its bags must be as long as those of the table's feature. A
+            tuple for a table with several features: one for each, in the same order. In a weighted
+            collection scores must be from -2^31 to 2^31 - 1. Every training batch needs it.
         score_from: for ``"customized"``: ``"weights"`` takes the scores from the weights of the
-            table's features, which are those of pooling, too, where the collection is weighted. The
-            largest weight has the highest score. Training needs weights in each batch.
+            table's features; the largest weight has the highest score. In a weighted collection
+            the same weights also weight the pooling. Every training batch needs weights.
     """
 
     eviction: EvictionPolicy = "lru"
@@ -166,8 +168,8 @@ class HKVOptions(BackendOptions):
         for name in never:
             if self.dense and getattr(self, name) is not None:
                 raise ValueError(
-                    f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
-                    f"that always has all its rows takes {name}=None only."
+                    f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a dense "
+                    f"table always holds all its rows: leave {name} at None."
                 )
 
     def _check_scores(self) -> None:
@@ -192,8 +194,8 @@ class HKVOptions(BackendOptions):
             )
         if self.eviction == "customized" and self.dense:
             raise ValueError(
-                "HKVOptions: eviction is 'customized' and dense is True, but a table that always "
-                "has all its rows evicts none: leave eviction out."
+                "HKVOptions: eviction is 'customized' and dense is True, but a dense table always "
+                "holds all its rows and evicts none: leave eviction out."
             )
 
     @property

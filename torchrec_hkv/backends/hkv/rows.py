@@ -1,4 +1,4 @@
-"""Rows of hash tables by id: given out, and taken."""
+"""Reads and writes rows of hash tables by id."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ops = torch.ops.torchrec_hkv
 
 
 def table_ids(group: TableGroup, table: int, batch: int) -> Iterator[Tensor]:
-    """The ids that a table has when the first batch is taken."""
+    """The ids in a table at the time of the first batch, in batches of ``batch``."""
     with group.unchanged():
         ids = group.ids_at(group.select([table]))
     yield from ids.split(batch) if ids.numel() else ()
 
 
 def _find(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
-    """Slots counted from the table's first, -1 where an id is not there."""
+    """Slots relative to the table's first slot; -1 for ids that are not in the table."""
     offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=group.device)
     offsets[feature + 1 :] = ids.numel()
     slots = group.find(ids, offsets, 1)
@@ -37,7 +37,8 @@ def _find(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
 
 
 def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
-    """Rows of ids, the initial one where an id is not there."""
+    """Rows of ids, float32 ``[n, dim]`` on the CPU; the initial row if an id is not in the
+    table."""
     spec, on_device = group.tables[table], ids.to(group.device)
     rows = initial_rows(
         on_device,
@@ -61,8 +62,12 @@ def put_rows(
     batches: Iterable[tuple[Tensor, Tensor]],
     owners: tuple[int, int],
 ) -> int:
-    """Sets rows of ids; ids that are new count as looked up once, in the last step, or have the
-    score 0 under ``"customized"``."""
+    """Sets rows of ids. A new id counts as looked up once, in the last step; under ``"customized"``
+    it gets the score 0.
+
+    Returns:
+        Number of ids that found no slot.
+    """
     spec = group.tables[table]
     target = Target(group, table, 1 << 20)
     lost = 0
@@ -72,7 +77,7 @@ def put_rows(
         ids, where = given[mine].unique(return_inverse=True)
         if ids.numel() == 0:
             continue
-        # Of several rows of an id, the last.
+        # If an id occurs several times, its last row is used.
         last = torch.zeros_like(ids).scatter_reduce_(
             0, where, torch.arange(len(where)), "amax", include_self=False
         )
@@ -88,7 +93,7 @@ def put_rows(
 def _put_batch(
     group: TableGroup, table: int, feature: int, ids: Tensor, own_rows: Tensor, target: Target
 ) -> int:
-    """Sets rows of distinct ids; returns how many found no place."""
+    """Sets rows of unique ids. Returns the number of ids that found no slot."""
     *_, width, scored, _, _ = _C.table_layout(group.handle, table)
     slots = _find(group, table, feature, ids.to(group.device)).cpu()
     there, new = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
@@ -117,8 +122,8 @@ def _put_batch(
 
 
 def _first_score(group: TableGroup, table: int) -> int:
-    """Of an id that is put into a table with scores: one lookup in the last step; under
-    ``"customized"``, where nobody has said a score, 0."""
+    """Score of an id that is inserted without a lookup: as after one lookup in the last step, or 0
+    under ``"customized"``."""
     eviction = group.tables[table].eviction
     if eviction == "customized":
         return 0
@@ -129,7 +134,7 @@ def _first_score(group: TableGroup, table: int) -> int:
 
 
 class RowsById:
-    """What a group of hash tables gives and takes by id; a part of its lookup."""
+    """Access to the rows of a group of hash tables by id; a mixin of its lookup."""
 
     _group: TableGroup
     _shards: dict[str, TableShard]

@@ -1,9 +1,9 @@
-"""What a ``state_dict`` holds of a hash table: tensors that have the same sizes over any ranks.
+"""State tensors of hash tables in a ``state_dict``, with sizes that do not depend on the ranks.
 
-A shard's tensors have a place for every slot, and some more: places of all shards add up to a
-number that follows from ``num_embeddings`` alone. So ``torch.distributed.checkpoint`` loads them at
-any number of ranks; a rank then has places whose ids belong to others
-(``sharding/state_exchange.py``).
+A shard's tensors have one position for each slot, and some unused ones. The positions of all shards
+add up to a number that depends only on ``num_embeddings``. ``torch.distributed.checkpoint`` can
+therefore load them at any number of ranks. A rank then reads positions whose ids belong to other
+ranks (``sharding/state/state_exchange.py``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.ops import owner_rank
 
 _FORMAT = 1
-# Where the epoch begins in the first word of the head, behind the format.
+# Lowest bit of the epoch in the first element of the head; the format is in the bits below it.
 _EPOCH_BIT = 8
-#: What is said of the whole table: format and epoch, layout of states, updates and clock.
+#: Name of the tensor about the whole table: format and epoch, state layout, updates, clock.
 HEAD = "table_state"
 _ROW_STATES = "optimizer_row_states"
-# More places than rows: what a capacity is rounded up by, for shards of any size on any ranks.
+# Unused positions, for capacities that are rounded up on each rank.
 _MORE_PLACES = 4096
 
 
@@ -40,7 +40,7 @@ def _state_name(k: int) -> str:
 
 
 def state_columns(optimizer: OptimizerSpec | None) -> tuple[StateColumns, int]:
-    """What the states of a row are, and the number of that."""
+    """The columns of a row's optimizer states, and the number of their layout."""
     made = hash_table_optimizer(optimizer)
     layout = 0 if made is None else made.config().layout
     return StateColumns.of_layout(layout), layout
@@ -63,17 +63,17 @@ def state_spec(
     keeps_scores: bool,
     admission: Admission | None,
 ) -> dict[str, TensorSpec]:
-    """The tensors of a shard. Those of whole entries are with the shards of the first column, and
-    what is said of the table with the first of them.
+    """The tensors of a shard. One-dimensional tensors are on the shards of the first column only,
+    ``"table_state"`` is on the first shard only.
 
     Raises:
-        ValueError: the table is spread over so many ranks that places don't suffice.
+        ValueError: the table is spread over so many ranks that a shard has too few positions.
     """
     places = _places(shard)
     if places < slots:
         raise ValueError(
-            f"table '{shard.name}': a shard has {slots} slots, but {places} places in a state_dict;"
-            " spread its rows over fewer ranks."
+            f"table '{shard.name}': a shard has {slots} slots, but a state_dict has room for "
+            f"{places}: spread its rows over fewer ranks."
         )
     spec = {"weight": TensorSpec((places, shard.dim), shard.dtype)}
     states, _ = state_columns(optimizer)
@@ -96,7 +96,7 @@ def state_spec(
 def export_state(
     group: TableGroup, table: int, shard: TableShard, spec: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
-    """A copy of a table, as :func:`state_spec` says, of one moment."""
+    """A consistent copy of a table with the tensors of :func:`state_spec`."""
     with group.unchanged():
         return _export_state(group, table, shard, spec)
 
@@ -133,24 +133,23 @@ def _export_state(
 
 
 def saved_clock(table_state: Tensor) -> int:
-    """The clock in the tensor of a table's state that says what is whole."""
+    """The clock in ``"table_state"``."""
     return int(table_state[3])
 
 
 def saved_epoch(table_state: Tensor) -> int:
-    """The epoch there."""
+    """The epoch in ``"table_state"``."""
     return int(table_state[0]) >> _EPOCH_BIT
 
 
 class StateLoad(EntriesLoad):
-    """Fills a table from such tensors.
+    """Fills a table from state tensors.
 
     Args:
-        group: the table's.
-        table: its index there.
-        shard: that it is.
-        owners: first owner bucket of the ids that the table is asked for, and the one past the
-            last.
+        group: the group of the table.
+        table: index of the table in the group.
+        shard: the part of the table on this rank.
+        owners: range ``[first, end)`` of owner buckets whose ids the table holds.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class StateLoad(EntriesLoad):
         self._group.set_epoch(saved_epoch(table_state))
         self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         self._step = int(table_state[2])
-        # Whoever loads has no more than this to give.
+        # The caller's batches are bounded, so the budget need not be.
         self._target = Target(self._group, self._table, 1 << 20)
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
@@ -227,8 +226,8 @@ class StateLoad(EntriesLoad):
             self._group.clear_table(self._table)
             raise ValueError(
                 f"table '{self._shard.name}': {self._lost} entries of the state to load found no "
-                "place: give it a larger num_embeddings, or use torchrec_hkv.checkpoint.load with "
-                "allow_loss=True."
+                "slot: give the table a larger num_embeddings, or use torchrec_hkv.checkpoint.load "
+                "with allow_loss=True."
             )
         self._group.optimizer_steps[self._table] = self._step
         self._group.fill_frames(self._table)

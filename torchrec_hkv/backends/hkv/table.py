@@ -1,4 +1,4 @@
-"""The hash table that a shard asks for: its options, its memory, its state."""
+"""Derives the hash table of a shard: its options, memory and state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchrec_hkv.hash_table.eviction import keeps_scores
 
 
 def options_of(shard: TableShard) -> HKVOptions:
-    """The options of a table.
+    """The options of a shard.
 
     Raises:
-        ValueError: they are those of another backend.
+        ValueError: they are the options of another backend.
     """
     return shard.options_as(HKVOptions, "hkv")
 
 
 def initializer_of(shard: TableShard) -> Initializer:
-    """What rows start from: as the options say, or uniform between the config's bounds.
+    """The initializer of the options; by default uniform between the config's bounds.
 
     Raises:
-        ValueError: the bounds are impossible.
+        ValueError: the bounds are invalid.
     """
     if (chosen := options_of(shard).initializer) is not None:
         return chosen
@@ -39,7 +39,7 @@ def initializer_of(shard: TableShard) -> Initializer:
 
 
 def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
-    """What the shard's table takes."""
+    """Memory of the shard's table."""
     options = options_of(shard)
     return table_memory(
         _slots_wanted(shard),
@@ -55,18 +55,18 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
 
 
 def hbm_bytes_of(shard: TableShard, optimizer: OptimizerSpec | None) -> int | None:
-    """The bytes that the table may take of a GPU; None for all of it."""
+    """Limit of the table's HBM in bytes; None for no limit."""
     told = options_of(shard).hbm_bytes
     return memory_of(shard, optimizer).least_hbm_bytes if told == "index" else told
 
 
 def _slots_wanted(shard: TableShard) -> int:
-    """Slots asked for: a table that must hold every row has some more than rows."""
+    """Number of slots to ask for. A dense-compatible table has more slots than rows."""
     return dense_capacity(shard.capacity) if options_of(shard).dense else shard.capacity
 
 
 def _initial_capacity(shard: TableShard) -> int | None:
-    """The shard's part, rounded up."""
+    """The shard's part of the initial capacity, rounded up."""
     initial = options_of(shard).initial_capacity
     if initial is None:
         return None
@@ -79,7 +79,7 @@ def _initial_capacity(shard: TableShard) -> int | None:
 
 
 def table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
-    """The hash table that holds the shard."""
+    """The hash table of the shard."""
     options = options_of(shard)
     return TableSpec(
         name=shard.name,
@@ -102,7 +102,7 @@ def table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
 
 
 def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
-    """The tensors of the shard's state, as :meth:`Backend.state_spec` says."""
+    """The tensors of the shard's state, see :meth:`Backend.state_spec`."""
     options = options_of(shard)
     if options.dense:
         return {"weight": TensorSpec((shard.capacity, shard.dim), shard.dtype)}

@@ -1,4 +1,4 @@
-"""What a hash table may do without: HBM, rows, bits; and what it keeps of its quality then."""
+"""Smaller variants of a hash table, with less HBM or fewer rows, and the quality they keep."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchrec_hkv.backends.specs import Kept, TableShard
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
 
-#: Parts of a table's rows in HBM, and steps and least part of the rows that it has.
+#: Number of steps between all rows and none in HBM; factor between row counts, and least share.
 _TIERS, _STEP, _FEWEST = 16, 0.97, 1 / 256
 
 
 def kept_of(
     table: TableShard, num_embeddings: int, dtype: torch.dtype, frequencies: IdFrequencies | None
 ) -> list[Kept]:
-    """What a table keeps, as :meth:`Backend.kept` says."""
+    """Implements :meth:`Backend.kept`."""
     if table.options_as(HKVOptions, "hkv").dense:
         return []
     found = []
@@ -37,11 +37,11 @@ def kept_of(
 
 
 def tiers(options: HKVOptions, memory: TableMemory) -> list[HKVOptions]:
-    """The same table with part of its rows in HBM, and all of them in host memory.
+    """Variants with part of the rows in HBM and all of them in host memory.
 
     Args:
-        options: of a table in HBM.
-        memory: of a shard.
+        options: options of a table in HBM.
+        memory: memory of a shard.
     """
     full, _ = gpu_table_bytes(memory, None)
     least = memory.least_hbm_bytes
@@ -51,11 +51,11 @@ def tiers(options: HKVOptions, memory: TableMemory) -> list[HKVOptions]:
 
 
 def fewer_rows(options: HKVOptions, num_embeddings: int) -> list[HKVOptions]:
-    """The same table with fewer and fewer rows, each time 3 % less.
+    """Variants with fewer rows, 3 % less each time.
 
     Args:
-        options: whose capacity is open.
-        num_embeddings: as the config says.
+        options: options of the table. None are returned if they set a capacity.
+        num_embeddings: rows in the config.
     """
     if options.capacity is not None or options.dense:
         return []

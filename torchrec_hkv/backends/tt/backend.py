@@ -1,4 +1,4 @@
-"""Tensor-Train tables, as sharding, planner and checkpoint know them."""
+"""The backend ``tt`` for sharding, planner and checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_RANK_ON_CUDA = 256
 
 
 class TTBackend(Backend):
-    """Tensor-Train tables as a backend."""
+    """The backend ``tt``: Tensor-Train tables."""
 
     name: ClassVar[str] = "tt"
     options_type: ClassVar[type[BackendOptions]] = TTOptions
@@ -148,8 +148,8 @@ class TTBackend(Backend):
         return StorageBytes(hbm=count, host=0) if device_type == "cuda" else StorageBytes(0, count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        # A row costs arithmetic, not traffic: on a GPU about six times a row's bytes, on a CPU,
-        # where some thousand operations make a value of a row, a hundred times.
+        # Time goes into arithmetic: about six times a row's traffic on a GPU, and a hundred times
+        # on a CPU, where a value of a row takes about a thousand operations.
         return hbm_bw / 6 if device_type == "cuda" else host_bw / 100
 
     def work(

@@ -1,4 +1,4 @@
-"""The hot rows of a group of Tensor-Train tables: which tables have some, when they are chosen."""
+"""Caches of hot rows for a group of Tensor-Train tables."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torchrec_hkv.tensor_train.hot_row_lookup import ColdLookup, lookup_with_hot
 from torchrec_hkv.tensor_train.hot_rows import HotRows
 from torchrec_hkv.tensor_train.replicas import Replicas
 
-#: Of a cache in a table's state, before the names of its parts.
+#: Prefix of the names of a cache's tensors in a table's state.
 PREFIX = "tt_cache_"
 _INT64 = ("ids", "step", "total", "populates", "counted", "counts")
-#: Training forwards since the rows were chosen, of what this module keeps itself.
+#: Name of the number of training forwards since the cached rows were selected.
 _FORWARDS = f"{PREFIX}forwards"
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSize:
-    """The hot rows of one table.
+    """Size of the cache of one table.
 
     Attributes:
-        rows: kept decompressed.
-        counted_ids: ids whose frequencies are known at a time.
-        populate_every: training forwards from one choice to the next; None: only when asked.
+        rows: number of rows that are cached decompressed.
+        counted_ids: number of ids whose frequencies are counted.
+        populate_every: number of training forwards between two selections of the cached rows.
+            None: they are only selected on request.
     """
 
     rows: int
@@ -37,9 +38,9 @@ class CacheSize:
     populate_every: int | None
 
     def num_bytes(self, shape: TTShape, optimizer: Optimizer | None) -> int:
-        """Rows, states, what finds them, counts of frequencies, and the gradient of an update."""
+        """Bytes of rows, states, index, frequency counts and the gradient of an update."""
         dim = shape.embedding_dim
-        a_row = 4 * dim + 3 * 8  # ids by place, ids in order, and their places
+        a_row = 4 * dim + 3 * 8  # id by slot, sorted id, slot of the sorted id
         if optimizer is not None:
             a_row += 4 * optimizer.state_width(dim) + 4 * dim + 1
         counts = table_memory(self.counted_ids, 1, 0, "lfu")
@@ -48,7 +49,7 @@ class CacheSize:
     def state_shapes(
         self, shape: TTShape, optimizer: Optimizer | None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of :meth:`TTCaches.state`."""
+        """Shape and dtype of each tensor of :meth:`TTCaches.state`, by name."""
         dim = shape.embedding_dim
         sizes: dict[str, tuple[int, ...]] = {
             "ids": (self.rows,), "rows": (self.rows, dim), "step": (1,), "total": (1,),
@@ -65,12 +66,12 @@ class CacheSize:
 
 
 class TTCaches(nn.Module):
-    """The caches of the tables of one group that have one.
+    """The caches of those tables of a group that have one.
 
     Args:
-        group: of the tables.
-        sizes: by the index of their table.
-        device: of the rows.
+        group: the group of the tables.
+        sizes: size of the cache, by table index.
+        device: device of the cached rows.
     """
 
     def __init__(
@@ -83,30 +84,30 @@ class TTCaches(nn.Module):
             rows = HotRows(
                 group.shapes[table], size.rows, size.counted_ids, group.optimizer, device
             )
-            rows.rows.requires_grad_(False)  # what trains them is fused, or nothing does
+            rows.rows.requires_grad_(False)  # trained by the fused optimizer, or not at all
             self._modules_by_table[str(table)] = rows
         self._forwards = dict.fromkeys(sizes, 0)
 
     @property
     def by_table(self) -> dict[int, HotRows]:
-        """The caches by the index of their table."""
+        """The caches by table index."""
         return {int(table): rows for table, rows in self._modules_by_table.items()}
 
     def replicate(self, replicas: Replicas) -> None:
-        """From now on other ranks hold the same tables."""
+        """Makes the caches replicas of those of other ranks."""
         for rows in self.by_table.values():
             rows.replicas = replicas
 
     def before_training(
         self, cores: Sequence[Tensor], ids: Tensor, offsets: Tensor, batch_size: int
     ) -> None:
-        """Chooses rows anew where it is time, and counts the ids of a batch.
+        """Selects the cached rows again if due, and counts the ids of a batch.
 
         Args:
-            cores: of all tables; written where rows leave.
+            cores: cores of all tables; evicted rows are written back into them.
             ids: int64 ``[n]``, feature-major.
             offsets: int64 ``[features * batch_size + 1]``.
-            batch_size: bags a feature.
+            batch_size: number of bags of each feature.
         """
         bounds = offsets[::batch_size].tolist() if batch_size else []
         for table, rows in self.by_table.items():
@@ -118,7 +119,7 @@ class TTCaches(nn.Module):
                     rows.count(ids[bounds[feature] : bounds[feature + 1]])
 
     def populate(self, cores: Sequence[Tensor]) -> None:
-        """Chooses the rows of all caches anew."""
+        """Selects the rows of all caches again."""
         for table in self._sizes:
             self._populate(table, cores)
 
@@ -136,7 +137,7 @@ class TTCaches(nn.Module):
         learning_rate: Tensor,
         cold: ColdLookup,
     ) -> Tensor:
-        """As :func:`torchrec_hkv.tensor_train.hot_row_lookup.lookup_with_hot_rows`."""
+        """See :func:`torchrec_hkv.tensor_train.hot_row_lookup.lookup_with_hot_rows`."""
         tables, shapes = self._group.feature_tables, self._group.shapes
         return lookup_with_hot_rows(
             self.by_table,
@@ -152,7 +153,7 @@ class TTCaches(nn.Module):
         )
 
     def state(self, table: int) -> dict[str, Tensor]:
-        """A copy of a table's cache, by name in the table's state; nothing where it has none."""
+        """A copy of a table's cache, by name in the table's state; empty if it has no cache."""
         if table not in self._sizes:
             return {}
         state = self.by_table[table].sized_state()
@@ -160,7 +161,7 @@ class TTCaches(nn.Module):
         return {**{f"{PREFIX}{name}": t for name, t in state.items()}, _FORWARDS: forwards}
 
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
-        """Takes what :meth:`state` gave; states that an optimizer has not may be left out."""
+        """Loads a result of :meth:`state`. Optimizer states may be missing if there are none."""
         if table not in self._sizes:
             return
         rows = self.by_table[table]

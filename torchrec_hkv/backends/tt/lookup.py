@@ -1,4 +1,4 @@
-"""The lookup of Tensor-Train tables: a group of them on one rank."""
+"""Lookup of a group of Tensor-Train tables on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_hkv.tensor_train import TTGroup, rows_of, tt_svd
 from torchrec_hkv.tensor_train.hot_rows import HotRows
 from torchrec_hkv.tensor_train.replicas import Replicas, replicated_lookup
 
-#: Of the state of a table: what the tensors are.
+#: Version of the state tensors, stored in ``"tt_shape"``.
 _FORMAT = 1
 
 
@@ -56,7 +56,7 @@ class TTLookup(GroupLookup):
             "tf32" if all(options_of(s).precision == "tf32" for s in shards) else "fp32",
             any(options_of(s).strict for s in shards),
         )
-        # No parameters: the sharded module exports them by table.
+        # Plain tensors, not parameters: the sharded module exports them by table.
         self._cores = [core for shard in shards for core in initial_cores_of(shard, device)]
         self._states = self._group.make_states(device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -86,7 +86,7 @@ class TTLookup(GroupLookup):
         if self._caches is None:
             return self._by_cores(ids, offsets, weights, batch_size, self._mean, learning_rate)
         if ids.device.type == "cpu":
-            # Refuses bad ids before the caches see them.
+            # Checks ids before the caches see them.
             self._group.sort(ids, offsets, batch_size)
         elif self._group.strict:
             self._group.refuse_outside(ids, offsets, batch_size)
@@ -113,7 +113,7 @@ class TTLookup(GroupLookup):
         mean: bool,
         learning_rate: Tensor,
     ) -> Tensor:
-        """The lookup of ids that have no row of their own."""
+        """Lookup of the ids that are not in a cache."""
         kind = {"weights": weights, "mean": mean}
         if not self.is_training_lookup:
             return self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
@@ -178,7 +178,8 @@ class TTLookup(GroupLookup):
     def put_rows(
         self, name: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
     ) -> int:
-        """The cores of the same ranks that are nearest to the rows; all rows must come."""
+        """Replaces the cores by those of the same ranks that approximate the rows best (TT-SVD).
+        All rows of the table must be given."""
         shape, cores = self._group.shapes[self._index[name]], self.cores(name)
         dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
         made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
@@ -187,11 +188,11 @@ class TTLookup(GroupLookup):
         for state in self._states[self._group.cores_of(self._index[name])]:
             state.zero_()
         if (hot := self._hot_rows_of(name)) is not None:
-            hot.clear()  # its rows are those of before
+            hot.clear()  # its rows are outdated
         return 0
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        """What the state of a table is copied from, and more; caches as a copy."""
+        """The tensors of a table's state and ``optimizer_step``; caches are copied."""
         table = self._index[name]
         shape, cores = self._group.shapes[table], self._group.cores_of(table)
         tensors = {f"tt_core_{k}": core for k, core in enumerate(self._cores[cores])}
@@ -201,8 +202,8 @@ class TTLookup(GroupLookup):
         return tensors if self._caches is None else {**tensors, **self._caches.state(table)}
 
     def counters(self, name: str) -> dict[str, int]:
-        """``lookups`` in training, and ``size`` and ``capacity``, the table's rows; of a table with
-        a cache also ``hits``, lookups that found their row there."""
+        """Counters of a table: ``lookups`` in training, ``size`` and ``capacity``, both its number
+        of rows, and with a cache ``hits``, the lookups that found their row in it."""
         rows, table = self._shards[name].num_embeddings, self._index[name]
         counts = {"lookups": int(self._lookups[table]), "size": rows, "capacity": rows}
         if self._caches is not None and table in self._caches.by_table:
@@ -213,7 +214,7 @@ class TTLookup(GroupLookup):
         """The cache of a table.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the table has no cache.
         """
         hot = self._hot_rows_of(name)
         if hot is None:
@@ -239,5 +240,5 @@ class TTLookup(GroupLookup):
         return StorageBytes(count, 0) if on_gpu else StorageBytes(0, count)
 
     def cores(self, name: str) -> list[Tensor]:
-        """The cores of a table, not copied."""
+        """The cores of a table; not a copy."""
         return self._cores[self._group.cores_of(self._index[name])]

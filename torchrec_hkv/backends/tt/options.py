@@ -1,4 +1,4 @@
-"""Options of Tensor-Train tables, for the planner's constraints."""
+"""Options of a ``tt`` table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _MOST = (1 << 63) - 1
 
 @dataclasses.dataclass(frozen=True)
 class TTOptions(BackendOptions):
-    """Options of a ``tt`` table. Ids are row numbers, 0 to ``num_embeddings - 1``.
+    """Options of a ``tt`` table. Its ids are row numbers, 0 to ``num_embeddings - 1``.
 
     Attributes:
-        ranks: ranks between neighbouring cores. One number for all is lowered if the table can't
-            use it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32; if the table's
-            constraint leaves the kernel open, the largest ranks that fit, chosen by the planner.
+        ranks: ranks between neighbouring cores. A single number is used for all, and reduced where
+            the table is too small for it. None, without ``compression_ratio`` and ``max_bytes``:
+            32, or the largest ranks that fit into memory, chosen by the planner, if the table's
+            constraint leaves the kernel open.
         compression_ratio: minimal ratio of the table's elements to those of the cores; at least 1.
         max_bytes: maximal bytes of the cores.
         p: row factors; their product is at least ``num_embeddings``. None: balanced factors.
@@ -43,16 +44,16 @@ class TTOptions(BackendOptions):
         precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`. All tables that are looked up together use
             ``"fp32"`` if one of them asks for it.
-        strict: refuses ids outside the table on a GPU too, as a CPU always does. Each step then
-            waits for the GPU. False: on a GPU such ids have rows of zeros and are counted. All
-            tables that are looked up together are strict if one of them is.
-        cache_size: number of rows of the most frequent ids that are kept decompressed and trained
-            as rows (docs/concepts/tensor_train.md); 0: none. On a GPU lookups of tables with a
-            cache wait for the device.
-        cache_counted_ids: number of ids whose frequencies are known at a time. None: four times
-            the cache.
-        cache_populate_every: number of training forwards between two choices of the cached rows.
-            None: only :func:`torchrec_hkv.sharding.populate_caches` chooses them.
+        strict: True: ids outside the table raise on a GPU, too; each step then waits for the GPU.
+            False: on a GPU such ids have rows of zeros and are counted. On a CPU they always
+            raise. All tables that are looked up together are strict if one of them is.
+        cache_size: number of rows in the cache. It keeps the rows of the most frequent ids
+            decompressed and trains them as rows (docs/concepts/tensor_train.md). 0: no cache. On
+            a GPU, lookups of tables with a cache wait for the device.
+        cache_counted_ids: number of ids whose frequencies are counted. None: four times
+            ``cache_size``.
+        cache_populate_every: number of training forwards between two selections of the cached
+            rows. None: they are only selected by :func:`torchrec_hkv.sharding.populate_caches`.
     """
 
     ranks: int | tuple[int, ...] | None = None
@@ -106,7 +107,7 @@ class TTOptions(BackendOptions):
 
     @property
     def cache(self) -> CacheSize | None:
-        """The cache; None without one."""
+        """The size of the cache; None without a cache."""
         if not self.cache_size:
             return None
         counted = self.cache_counted_ids or 4 * self.cache_size
@@ -114,7 +115,7 @@ class TTOptions(BackendOptions):
 
     @property
     def leaves_ranks_open(self) -> bool:
-        """Whether nothing says how large the cores are."""
+        """Whether no option fixes the size of the cores."""
         return all(getattr(self, name) is None for name in SIZES)
 
     def shape(self, num_embeddings: int, embedding_dim: int, element_size: int = 4) -> TTShape:

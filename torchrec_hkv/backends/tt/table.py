@@ -1,4 +1,4 @@
-"""The Tensor-Train table that a shard asks for: its options, its cores, its state."""
+"""Derives the Tensor-Train table of a shard: its options, cores and state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
 def options_of(shard: TableShard) -> TTOptions:
-    """The options of a table.
+    """The options of a shard.
 
     Raises:
-        ValueError: they are those of another backend.
+        ValueError: they are the options of another backend.
     """
     return shard.options_as(TTOptions, "tt")
 
@@ -30,7 +30,7 @@ def shape_of(shard: TableShard) -> TTShape:
     """The shape of a table's cores.
 
     Raises:
-        ValueError: the options allow none.
+        ValueError: no shape satisfies the options.
     """
     try:
         return options_of(shard).shape(
@@ -41,7 +41,8 @@ def shape_of(shard: TableShard) -> TTShape:
 
 
 def head_bytes(shape: TTShape) -> int:
-    """What a GPU keeps of a table of four cores: the products of the first two, and gradients."""
+    """Bytes that a GPU keeps for a table with four cores: the products of its first two cores, and
+    their gradients."""
     if shape.num_cores != 4:
         return 0
     return 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
@@ -51,7 +52,7 @@ def optimizer_of(spec: OptimizerSpec | None) -> Optimizer | None:
     """The optimizer of slices of cores.
 
     Raises:
-        ValueError: an optimizer that the backend has not, or an impossible attribute.
+        ValueError: the backend lacks this optimizer, or an attribute has an invalid value.
     """
     if spec is not None and spec.name not in _OPTIMIZERS:
         raise ValueError(
@@ -67,7 +68,7 @@ def optimizer_of(spec: OptimizerSpec | None) -> Optimizer | None:
 
 
 def initial_cores_of(shard: TableShard, device: torch.device) -> list[Tensor]:
-    """Cores whose rows have the mean and deviation of the config's uniform distribution."""
+    """Cores whose rows have the mean and variance of the config's uniform distribution."""
     low, high = shard.init_range
     options = options_of(shard)
     generator = torch.Generator().manual_seed(table_seed(options.seed, shard.name))
@@ -83,7 +84,7 @@ def initial_cores_of(shard: TableShard, device: torch.device) -> list[Tensor]:
 
 
 def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
-    """The tensors of the shard's state, as :meth:`Backend.state_spec` says."""
+    """The tensors of the shard's state, see :meth:`Backend.state_spec`."""
     shape, made = shape_of(shard), optimizer_of(optimizer)
     spec = {
         f"tt_core_{k}": TensorSpec(shape.core_shape(k), shard.dtype) for k in range(shape.num_cores)

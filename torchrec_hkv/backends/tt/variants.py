@@ -1,4 +1,4 @@
-"""Ranks that a Tensor-Train table may have, and what it keeps of a dense table's quality."""
+"""Ranks that a Tensor-Train table may have, and the quality it keeps with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchrec_hkv.backends.tt.options import TTOptions
 from torchrec_hkv.backends.tt.table import options_of, shape_of
 from torchrec_hkv.backends.workload import IdFrequencies
 
-#: Kernels are fastest for multiples of four.
+#: Ranks to try. Kernels are fastest for multiples of four.
 _RANKS = (1, 2, 3, *range(4, 257, 4), *range(272, 1025, 16))
 
 
 def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | None) -> list[Kept]:
-    """What a table keeps, as :meth:`Backend.kept` says: bytes of cores and cached rows over those
-    of rows for the ids that come."""
+    """Implements :meth:`Backend.kept`: bytes of cores and cached rows over those of dense rows for
+    the ids that occur."""
     shape, cache = shape_of(table), options_of(table).cache
     ids = table.num_embeddings
     if frequencies is not None:
@@ -32,7 +32,8 @@ def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | 
 
 
 def ladder_of_ranks(shard: TableShard) -> list[TTOptions]:
-    """Options with ranks in the place of open ones, up to those that take as much as dense rows."""
+    """Options with increasing ranks for a table that leaves them open, up to the size of dense
+    rows."""
     options = options_of(shard)
     if not options.leaves_ranks_open:
         return []

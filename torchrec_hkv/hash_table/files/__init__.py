@@ -1,7 +1,7 @@
-"""Tables in files: saved, loaded whole or in parts, verified, and their digests.
+"""Hash tables in files: save, load, partial load, verification and digests.
 
-``docs/reference/file_format.md`` has the format. ``save_load`` is where to begin: a table's folder
-is a ``manifest`` and ``shard_files``, which are read and written as ``block_files``.
+``docs/reference/file_format.md`` describes the format. Start reading at ``save_load``. A table's
+folder has a ``manifest`` and ``shard_files``, which are read and written as ``block_files``.
 """
 
 from torchrec_hkv.hash_table.files.save_load import (

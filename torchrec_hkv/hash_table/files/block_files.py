@@ -1,9 +1,9 @@
-"""Files read and written in whole blocks past the page cache, and memory that such blocks fit.
+"""Direct I/O: files that are read and written in whole blocks without the page cache.
 
-A table is larger than what a page cache should hold, and each of its bytes is needed once. Going
-past the cache saves a copy, pages that have to be found first, and a disk that waits until a
-kernel begins to write back: on virtual machines that is most of the time of a save. File systems
-that don't offer it are read and written as usual.
+A table is larger than what a page cache should hold, and each byte is used once. Bypassing the
+cache
+saves a copy, the allocation of pages, and waiting for the kernel's write-back, which on virtual
+machines takes most of the time of a save. File systems without direct I/O use the page cache.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: Where blocks begin, in files and in memory; a multiple of what disks ask for.
+#: Alignment of blocks in files and in memory; a multiple of what disks require.
 BLOCK = 4096
-# What a file system or a device says that can't do it.
+# Errors of file systems and devices without direct I/O.
 _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 def host_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of host memory, which they keep."""
+    """The bytes of a contiguous CPU tensor. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -33,18 +33,18 @@ def host_memory(tensor: Tensor) -> memoryview:
 
 
 def block_memory(size: int, pin: bool = False) -> Tensor:
-    """uint8 host memory of so many bytes, which begins where a block may.
+    """uint8 host memory that is aligned to :data:`BLOCK`.
 
     Args:
-        size: bytes.
-        pin: memory that a GPU copies to and from without help.
+        size: number of bytes.
+        pin: whether to allocate pinned memory, for copies from and to a GPU.
     """
     memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pin)
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
 def copy_of_blocks(data: memoryview) -> memoryview:
-    """A copy of writable bytes in :func:`block_memory`, made without the interpreter's lock."""
+    """Copies writable bytes to :func:`block_memory`. Releases the GIL while copying."""
     copy = block_memory(data.nbytes)
     source = (ctypes.c_ubyte * data.nbytes).from_buffer(data)
     ctypes.memmove(copy.data_ptr(), ctypes.addressof(source), data.nbytes)
@@ -52,16 +52,16 @@ def copy_of_blocks(data: memoryview) -> memoryview:
 
 
 def copy_to_host(to: Tensor, source: Tensor) -> None:
-    """Copies a contiguous tensor to one of host memory, without waiting for a GPU.
+    """Copies a contiguous tensor to host memory. Does not synchronize with a GPU.
 
     Args:
-        to: of the shape and dtype of ``source``, contiguous; pinned where that is on a GPU.
-        source: must outlive the copy.
+        to: contiguous CPU tensor of the same shape and dtype; pinned if ``source`` is on a GPU.
+        source: the tensor to copy; must outlive the copy.
     """
     if source.is_cuda:
         to.copy_(source, non_blocking=True)
     else:
-        # Several threads copy at a time: none should have threads of its own.
+        # Tensor.copy_ would use a thread pool, but several threads call this already.
         ctypes.memmove(to.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
 
@@ -69,12 +69,12 @@ class BlockFile:
     """An open file.
 
     Args:
-        path: of the file.
-        flags: of ``os.open``.
-        direct: whole blocks go past the page cache, where the file system can.
+        path: path of the file.
+        flags: flags of ``os.open``.
+        direct: whether whole blocks bypass the page cache, if the file system supports it.
 
     Raises:
-        OSError: it can't be opened.
+        OSError: the file can't be opened.
     """
 
     def __init__(self, path: Path, flags: int, direct: bool = True) -> None:
@@ -91,15 +91,15 @@ class BlockFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether whole blocks go past the page cache."""
+        """Whether whole blocks bypass the page cache."""
         return self._direct is not None
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return os.fstat(self._file).st_size
 
     def write_blocks(self, data: memoryview, at: int) -> None:
-        """Writes whole blocks of :func:`block_memory`."""
+        """Writes whole blocks from :func:`block_memory` at offset ``at``."""
         while data.nbytes:
             if self._direct is None:
                 self.write(data, at)
@@ -112,22 +112,22 @@ class BlockFile:
             data, at = data[written:], at + written
 
     def write(self, data: memoryview | bytes, at: int) -> None:
-        """Writes any bytes, through the page cache."""
+        """Writes bytes at offset ``at`` through the page cache."""
         data = memoryview(data)
         while data.nbytes:
             written = os.pwrite(self._file, data, at)
             data, at = data[written:], at + written
 
     def read_blocks(self, data: memoryview, at: int, needed: int) -> int:
-        """Reads whole blocks to :func:`block_memory`.
+        """Reads whole blocks into :func:`block_memory`.
 
         Args:
-            data: where to; as many bytes as the blocks have.
-            at: where in the file they begin.
-            needed: bytes of the first ones that must be there; what follows may be past the end.
+            data: destination; its size is that of the blocks.
+            at: offset of the blocks in the file.
+            needed: number of bytes that must be read; the bytes after them may be past the end.
 
         Returns:
-            Bytes that were read, fewer than ``needed`` where the file ends before.
+            Number of bytes read; fewer than ``needed`` if the file ends before.
         """
         got = 0
         while got < needed:
@@ -143,19 +143,19 @@ class BlockFile:
         return got
 
     def read(self, size: int, at: int) -> bytes:
-        """Reads any bytes, through the page cache."""
+        """Reads bytes at offset ``at`` through the page cache."""
         return os.pread(self._file, size, at)
 
     def read_into(self, data: memoryview, at: int) -> int:
-        """Reads any bytes, through the page cache; returns how many there were."""
+        """Reads bytes at offset ``at`` through the page cache; returns their number."""
         return os.preadv(self._file, [data], at)
 
     def sync(self) -> None:
-        """Makes sure that the file is on the disk."""
+        """Flushes the file to the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         for file in (self._direct, self._file):
             if file is not None:
                 os.close(file)

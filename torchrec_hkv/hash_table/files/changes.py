@@ -1,9 +1,10 @@
-"""What changed in a table since it was last saved, found when it is asked for.
+"""Finds what changed in a table since it was last saved.
 
-Training marks nothing. Every slot keeps the step of its last lookup, and a row changes only between
-a lookup and that lookup's backward: rows that may have changed are those of slots with a step from
-the first one that was open at the last save. Ids that left or moved are found by comparing the id
-of each slot with a copy from the last save.
+Training does not mark changes. Every slot stores the step of its last lookup, and a row changes
+only
+between a lookup and the backward of that lookup. The rows that may have changed are therefore those
+of slots whose step is not before the first step that was open at the last save. Ids that left or
+moved are found by comparing the id of each slot with a copy from the last save.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
 _LEAST_STEP = -(1 << 31)
-# Bytes a slot that a look takes: owners, ids and steps of now and before, and comparisons.
+# Bytes for each slot while comparing: owners, ids and steps of now and before, and comparisons.
 _LOOK_BYTES = 48
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a look at a table found.
+    """The changes found by :meth:`ChangeTracker.look`.
 
     Attributes:
-        slots: int64, ascending, in host memory: those whose entries changed or are new. None where
-            the whole table is to be saved.
-        changes: what the manifest says of it; None where the whole table is to be saved.
+        slots: int64, ascending, on the CPU: slots whose entries changed or are new. None if the
+            whole table must be saved.
+        changes: the changes for the manifest. None if the whole table must be saved.
     """
 
     slots: Tensor | None
@@ -44,43 +45,44 @@ class Look:
 
 
 class ChangeTracker:
-    """Knows what a table held when it was last looked at.
+    """Tracks what changed in a table since the last look at it.
 
     It takes 9 bytes of host memory for each slot of the table.
 
     Args:
-        group: the table's.
-        table: its index there.
+        group: the group of the table.
+        table: index of the table in the group.
     """
 
     def __init__(self, group: TableGroup, table: int) -> None:
         self._group, self._table = group, table
         self._ids = torch.empty(0, dtype=torch.int64)
         self._occupied = torch.empty(0, dtype=torch.bool)
-        # Of the last look; None: the next one finds that everything changed.
+        # First open step at the last look. None: the next look treats everything as changed.
         self._first_open: int | None = None
         self._rewrites = 0
 
     def forget(self) -> None:
-        """Makes the next look find that the whole table changed."""
+        """Makes the next look treat the whole table as changed."""
         self._first_open = None
 
     def look(self, folder: Path, save_name: str, batch_bytes: int, written: list[Path]) -> Look:
-        """Finds what changed since the last look, and writes which ids left their slots.
+        """Finds the changes since the last look, and writes the ids that left their slots to a
+        file.
 
-        Called within ``group.unchanged()``. If the save fails, call :meth:`forget`.
+        Call it within ``group.unchanged()``. If the save fails, call :meth:`forget`.
 
         Args:
-            folder: gets the file of ids that left.
-            save_name: 8 hexadecimal digits, a name of the save's own.
-            batch_bytes: memory it may take, on the host and on the device, besides 8 bytes of the
-                host's for each entry that changed.
-            written: gets the file, if one is begun.
+            folder: folder for the file of ids that left.
+            save_name: 8 hexadecimal digits, unique for the save.
+            batch_bytes: memory limit in bytes, on the host and on the device each. 8 more bytes of
+                host memory are used for each changed entry.
+            written: the path of the file is appended if one is written.
         """
         group = self._group
         first_open, rewrites = group.first_open_step, group.rewrites
         since = self._first_open if rewrites == self._rewrites else None
-        self.forget()  # until the look has ended
+        self.forget()  # in case the look fails
         self._resize(group.present_slots(self._table), keep=since is not None)
         batch = max(1, batch_bytes // _LOOK_BYTES)
         if since is None:
@@ -105,7 +107,7 @@ class ChangeTracker:
                 before = self._ids[own].to(ids.device, non_blocking=True)
                 was_there = self._occupied[own].to(ids.device, non_blocking=True)
                 other = (ids != before) & was_there & is_there | (was_there != is_there)
-                # Unsigned steps as signed numbers of the same order.
+                # Map unsigned steps to signed numbers of the same order.
                 touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
                 now = (is_there & (touched | other)).nonzero().flatten()
                 changed.append((now + first).cpu())
@@ -124,10 +126,10 @@ class ChangeTracker:
         return Look(torch.cat(changed), Changes(entries, path.name, left, crc32))
 
     def _resize(self, slots: int, *, keep: bool) -> None:
-        """Makes room for the slots that the table has now; further ones were free before."""
+        """Resizes the copy to the current slots of the table; new slots were free before."""
         if slots == len(self._ids):
             return
-        pin = self._group.device.type == "cuda"  # a GPU copies from it without help
+        pin = self._group.device.type == "cuda"  # for copies to the GPU
         ids = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
         occupied = torch.zeros(slots, dtype=torch.bool, pin_memory=pin)
         if keep:
@@ -136,8 +138,7 @@ class ChangeTracker:
         self._ids, self._occupied = ids, occupied
 
     def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, the bits of last steps, and whether there is an entry, of some slots; on the
-        table's device."""
+        """Ids, the bits of last steps, and whether each slot is occupied, on the table's device."""
         group, table = self._group, self._table
         slots = torch.arange(own.start, own.stop, device=group.device)
         ids, steps = group.ids_and_steps(table, slots)
@@ -147,7 +148,7 @@ class ChangeTracker:
 
 
 def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slots that held other ids before, and these ids, int64, at most ``batch`` at a time."""
+    """Slots that held other ids before, and these ids, int64, in batches of ``batch``."""
     with open(folder / changes.left_file, "rb") as file:
         while data := file.read(batch * _PAIR_BYTES):
             pairs = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 2)
@@ -155,16 +156,16 @@ def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tens
 
 
 def verify_left(folder: Path, changes: Changes, slots: int, batch_bytes: int) -> None:
-    """Reads a file of ids that left.
+    """Verifies a file of ids that left.
 
     Args:
-        folder: that holds it.
-        changes: what the manifest says of it.
-        slots: of the table.
-        batch_bytes: memory it may take.
+        folder: the folder of the file.
+        changes: the manifest's description of the file.
+        slots: number of slots of the table.
+        batch_bytes: memory limit in bytes.
 
     Raises:
-        ValueError: it is missing, of another size, damaged, or names an impossible slot.
+        ValueError: the file is missing, damaged or of another size, or has a slot out of range.
     """
     path = folder / changes.left_file
     crc32, last, ascending = 0, -1, True
@@ -183,10 +184,10 @@ def verify_left(folder: Path, changes: Changes, slots: int, batch_bytes: int) ->
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
     if crc32 != changes.left_crc32:
         raise ValueError(
-            f"{path} is damaged: its checksum is {crc32}, but the manifest names "
+            f"{path} is damaged: its checksum is {crc32}, but the manifest has "
             f"{changes.left_crc32}."
         )
     if not ascending or last >= slots:
         raise ValueError(
-            f"{path} contradicts itself: its slots do not ascend from 0 to {slots - 1}."
+            f"{path} is inconsistent: its slots do not ascend within 0 to {slots - 1}."
         )

@@ -1,6 +1,6 @@
-"""Counts of ids that are not admitted, as bytes, and how those of several tables become one's.
+"""Admission counters as bytes, and how counters of several tables are combined.
 
-``csrc/hash_table/admission.h`` says what they are.
+``csrc/hash_table/admission.h`` defines the layout.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torchrec_hkv.hash_table.admission import (
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
 
-#: Bytes of a cell: the id, and its count and step.
+#: Bytes of a cell: the id, its count and its step.
 CELL_BYTES = 16
-#: Bytes of the cells that an id has to choose from.
+#: Bytes of a set: the cells in which an id can be counted.
 SET_BYTES = SET_ENTRIES * CELL_BYTES
 _LOW = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a table counts.
+    """The kind of a table's admission counters.
 
     Attributes:
         name: ``"cells"`` or ``"sketch"``.
-        cell_bits: of a cell.
-        bytes: of all counts.
+        cell_bits: bits of a cell.
+        bytes: bytes of all counters.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Kind:
 
     @property
     def limit(self) -> int:
-        """The largest number of a sketch's cell: counting stops there."""
+        """The largest count of a sketch's cell."""
         return (1 << self.cell_bits) - 1
 
     def numbers(self, piece: Tensor) -> Tensor:
-        """The cells of a piece of a sketch, int32, from its bytes."""
+        """Unpacks cells of a sketch: int32 from uint8 bytes."""
         cells = piece if self.cell_bits == 8 else piece.view(torch.int16)
         return cells.to(torch.int32) & self.limit
 
     def packed(self, numbers: Tensor) -> Tensor:
-        """The bytes of such cells, uint8."""
+        """Packs cells of a sketch: uint8 bytes from int32."""
         if self.cell_bits == 8:
             return numbers.to(torch.uint8)
         signed = torch.where(numbers >= 1 << 15, numbers - (1 << 16), numbers)
@@ -59,7 +59,7 @@ class Kind:
 
 
 def kind_of(admission: Admission | None) -> Kind | None:
-    """How a table with this admission counts; None where it does not."""
+    """The kind of counters for an admission rule; None if it does not count."""
     if not isinstance(admission, MinFrequency):
         return None
     if admission.entries is not None:
@@ -68,11 +68,11 @@ def kind_of(admission: Admission | None) -> Kind | None:
 
 
 def cells_in(counts: Tensor, owners: tuple[int, int]) -> Tensor:
-    """The taken cells whose ids have these owners.
+    """The occupied cells whose ids have these owners.
 
     Args:
-        counts: uint8, whole cells, in host memory.
-        owners: first owner bucket, and the one past the last.
+        counts: uint8, whole cells, on the CPU.
+        owners: range ``[first, end)`` of owner buckets.
 
     Returns:
         int64 ``[n, 2]``: ids, and their counts and steps.
@@ -84,13 +84,13 @@ def cells_in(counts: Tensor, owners: tuple[int, int]) -> Tensor:
 
 
 def placed_cells(cells: Tensor, sets: Tensor, begin: int, end: int) -> Tensor:
-    """Cells in their sets; of more than a set holds, the highest counts stay.
+    """Places cells in their sets. If more cells than fit fall into a set, the highest counts stay.
 
     Args:
         cells: int64 ``[n, 2]``.
-        sets: int64 ``[n]``, by :func:`set_of`.
-        begin: the first set.
-        end: the one past the last.
+        sets: int64 ``[n]``, see :func:`set_of`.
+        begin: first set.
+        end: one past the last set.
 
     Returns:
         uint8, the bytes of these sets.
@@ -108,12 +108,12 @@ def placed_cells(cells: Tensor, sets: Tensor, begin: int, end: int) -> Tensor:
 
 
 def set_of(ids: Tensor, num_sets: int) -> Tensor:
-    """The set of cells that an id is counted in."""
+    """The set of cells in which an id is counted."""
     return ((mix64(ids ^ _signed(0xBB67AE8584CAA73B)) >> 32 & _LOW) * num_sets) >> 32
 
 
 def mix64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 (``csrc/common/hashing.h``)."""
+    """The finalizer of SplitMix64 on int64 (``csrc/common/hashing.h``)."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
     return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,8 +1,8 @@
-"""Counts of ids that are not admitted, in files: written, checked, and moved between ranks.
+"""Admission counters in files: written, verified, and redistributed over ranks.
 
-Cells move with their ids: to another number of cells, and to the table that asks for the id. A
-sketch holds no ids. Sketches of several ranks are added up, cell by cell, where their tables become
-one, and a table that becomes several leaves its sketch to each: no count is ever too low.
+A cell follows its id, to another number of cells and to the table that holds the id. A sketch has
+no ids: if the tables of several ranks become one, their sketches are added cell by cell; if one
+table becomes several, each gets a copy of the sketch. A count is therefore never too low.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 @dataclasses.dataclass(frozen=True)
 class SavedCounts:
-    """The counts of one part of a saved table.
+    """The counters of one shard of a saved table.
 
     Attributes:
-        folder: that holds the file.
-        counts: what its manifest says.
-        owners: first owner bucket of the ids that the part was asked for, and the one past the
-            last.
+        folder: the folder of the file.
+        counts: the manifest's description of the file.
+        owners: range ``[first, end)`` of owner buckets whose ids the shard held.
     """
 
     folder: Path
@@ -48,7 +47,7 @@ class SavedCounts:
 def write_counts(
     group: TableGroup, table: int, folder: Path, save: str, batch_bytes: int
 ) -> Counts | None:
-    """Writes the counts of a table to a file of its own; None where it counts nothing."""
+    """Writes the counters of a table to a file; None if the table counts nothing."""
     kind = kind_of(group.tables[table].admission)
     if kind is None:
         return None
@@ -66,10 +65,10 @@ def write_counts(
 
 
 def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:
-    """Reads a file of counts.
+    """Verifies a file of counters.
 
     Raises:
-        ValueError: it is missing, of another size or damaged.
+        ValueError: the file is missing, damaged or of another size.
     """
     path = folder / counts.file
     crc32 = 0
@@ -85,7 +84,7 @@ def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
     if crc32 != counts.crc32:
         raise ValueError(
-            f"{path} is damaged: its checksum is {crc32}, but the manifest names {counts.crc32}."
+            f"{path} is damaged: its checksum is {crc32}, but the manifest has {counts.crc32}."
         )
 
 
@@ -96,18 +95,17 @@ def load_counts(
     owners: tuple[int, int],
     batch_bytes: int,
 ) -> None:
-    """Gives a table whose counts are empty those of saved parts.
+    """Loads saved counters into a table whose counters are empty.
 
-    Nothing is done where the table counts in another way than they did, or in a sketch of another
-    size: its counts start anew.
+    If the table counts in another way than the saved one, or in a sketch of another size, nothing
+    is loaded.
 
     Args:
-        group: the table's.
-        table: its index there.
-        saved: parts whose owner buckets don't overlap.
-        owners: first owner bucket of the ids that the table is asked for, and the one past the
-            last.
-        batch_bytes: host memory it may take.
+        group: the group of the table.
+        table: index of the table in the group.
+        saved: saved shards with disjoint owner buckets.
+        owners: range ``[first, end)`` of owner buckets whose ids the table holds.
+        batch_bytes: host memory limit in bytes.
     """
     kind = kind_of(group.tables[table].admission)
     if kind is None:
@@ -131,7 +129,7 @@ def load_counts(
 
 
 def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
-    """Where pieces of whole sets begin, and their bytes."""
+    """Splits ``size`` bytes into pieces of whole sets; yields offset and size of each."""
     most = max(SET_BYTES, most // SET_BYTES * SET_BYTES)
     for first in range(0, size, most):
         yield first, min(most, size - first)
@@ -158,8 +156,8 @@ def _copied(part: SavedCounts, batch_bytes: int) -> Iterator[tuple[int, Tensor]]
 def _added_sketches(
     parts: Sequence[SavedCounts], kind: Kind, batch_bytes: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Sums that stop at the largest number of a cell, as counting does."""
-    # A piece is read once a part and summed in int32.
+    """Adds sketches. Sums saturate at the largest count of a cell."""
+    # For each piece, the files of all shards are read and added in int32.
     for first, n in _pieces(kind.bytes, batch_bytes // (8 if kind.cell_bits == 8 else 6)):
         total = torch.zeros(8 * n // kind.cell_bits, dtype=torch.int32)
         for part in parts:
@@ -171,9 +169,9 @@ def _added_sketches(
 def _moved_cells(
     parts: Sequence[SavedCounts], owners: tuple[int, int], size: int, batch_bytes: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Each cell to its id's set."""
+    """Moves each cell to the set of its id."""
     num_sets = size // SET_BYTES
-    # Sets that lie together hold a range of hashes, in tables of any size.
+    # Consecutive sets correspond to a range of hashes, in tables of any size.
     for first, n in _pieces(size, batch_bytes // 12):
         begin, end = first // SET_BYTES, (first + n) // SET_BYTES
         cells = [torch.empty(0, 2, dtype=torch.int64)]
@@ -185,7 +183,7 @@ def _moved_cells(
 def _cells_of(
     part: SavedCounts, begin: int, end: int, num_sets: int, owners: tuple[int, int]
 ) -> Tensor:
-    """The cells of a file whose ids are in sets ``begin`` to ``end`` of ``num_sets``."""
+    """The cells of a file whose ids belong to sets ``begin`` to ``end`` of ``num_sets``."""
     own_sets = part.counts.bytes // SET_BYTES
     low = ((begin << 32) // num_sets * own_sets) >> 32
     high = min(own_sets, ((-(-(end << 32) // num_sets) * own_sets) >> 32) + 1)

@@ -1,9 +1,9 @@
-"""A digest of what tables hold, whichever ranks and columns they are spread over.
+"""A digest of the contents of tables that does not depend on their sharding.
 
-Every value of an entry, as a number, is multiplied by an odd number that follows from what it is
-and its column, and by one that follows from the id; the digest is the sum of all, modulo 2^64. So
-the digests of the shards of a table add up to that of the table, in any order, and one value that
-differs makes another digest.
+Every value of an entry, as an integer, is multiplied by an odd number derived from its kind and
+column, and by one derived from the id. The digest is the sum of these products modulo 2^64. The
+digests of the shards of a table therefore add up to that of the table, and a change of a single
+value changes the digest.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 _MASK = (1 << 64) - 1
-# What a hashed value is; numbers of states follow.
+# Kinds of hashed values; further states follow.
 _ENTRY, _LAST_STEP, _SCORE, _ROW, _STATE = range(5)
-# Bytes that a value of 4 takes while it counts.
+# Temporary bytes for each value of 4 bytes.
 _WORK = 24
-# Memory it may take of a host and of a GPU, whose work begins anew with each batch.
+# Default memory limits on a CPU and on a GPU. A GPU needs large batches to be efficient.
 _HOST_BYTES, _GPU_BYTES = 32 << 20, 256 << 20
 
 
 def table_digest(group: TableGroup, table: int, batch_bytes: int | None = None) -> tuple[int, int]:
-    """The digest of ids, rows, states, scores and last steps; it waits for the device.
+    """Digest of ids, rows, states, scores and last steps. Synchronizes with the device.
 
-    All of one moment: calls of other threads that change the table wait.
-
-    What rows have once, such as the sum of row-wise Adagrad, counts with every column: shards of
-    columns each have their own.
+    The digest is consistent: calls of other threads that change the table wait. State values that
+    exist once for each row, such as the sum of row-wise Adagrad, are hashed once for each column,
+    because each column shard has its own.
 
     Args:
-        group: the table's.
-        table: its index there.
-        batch_bytes: memory it may take, of the device that the table is on. None: 32 MiB of the
-            host's, 256 MiB of a GPU's.
+        group: the group of the table.
+        table: index of the table in the group.
+        batch_bytes: memory limit in bytes on the table's device. None: 32 MiB on a CPU, 256 MiB on
+            a GPU.
 
     Returns:
-        Entries and digest; both 0 for those that the shard of the first column counts. Sums of
-        digests are modulo 2^64.
+        Number of entries (0 for column shards without the first column), and the digest. Digests
+        add up modulo 2^64.
     """
     if batch_bytes is None:
         batch_bytes = _GPU_BYTES if group.device.type == "cuda" else _HOST_BYTES
@@ -71,7 +70,7 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
         if "states" not in batch:
             continue
         own = _bits(batch["states"])
-        if group.optimizer is None:  # no state of an optimizer's, and of no column
+        if group.optimizer is None:  # states that belong to no optimizer and no column
             total += _sum(ids, _STATE, own, torch.arange(own.shape[1], device=device))
             continue
         for k in range(states.of_columns):
@@ -85,12 +84,12 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Of each value, int64."""
+    """The bits of each value as int64."""
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16).long()
 
 
 def _sum(ids: Tensor, what: int, values: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Of ``[n]`` values, or of ``[n, columns]``."""
+    """Hash of ``[n]`` values, or of ``[n, columns]``."""
     if columns is not None:
         values = (values * (mix64(columns * 64 + what) | 1)).sum(1)
     else:

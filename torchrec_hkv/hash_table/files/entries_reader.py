@@ -1,4 +1,4 @@
-"""Entries of a saved table, read without a table: one after the other, or those of some owners."""
+"""Reads entries of a saved table without creating a table."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ def read_entries(
     batch_bytes: int,
     owners: tuple[int, int] = (0, OWNERS),
 ) -> Iterator[dict[str, Tensor]]:
-    """Entries of a part of a saved table, deltas merged.
+    """Reads entries of a shard of a saved table, with deltas merged.
 
     Args:
-        part: of the table.
-        names: of tensors that are read besides ``ids`` and ``slots``; those that it lacks are not
-            there.
-        batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
-        owners: first owner bucket of ids that are wanted, and the one past the last.
+        part: the saved shard.
+        names: names of tensors to read besides ``ids`` and ``slots``; missing tensors are skipped.
+        batch_bytes: memory limit in bytes. With deltas, one more byte is used for each slot.
+        owners: range ``[first, end)`` of owner buckets whose ids to read.
 
     Yields:
-        Tensors by name, valid until the next ones.
+        Tensors by name, valid until the next iteration.
 
     Raises:
-        ValueError: a file is missing or cut short. Checksums are not compared.
+        ValueError: a file is missing or cut short. Checksums are not verified.
     """
     fields = _fields(part, names)
     size = max(1, batch_bytes // (2 * entry_bytes(fields)))
@@ -64,7 +63,7 @@ def read_entries(
 
 
 def count_owners(part: Part, batch_bytes: int) -> Tensor:
-    """Entries of each owner bucket, int64 ``[65536]``."""
+    """Number of entries of each owner bucket, int64 ``[65536]``."""
     counts = torch.zeros(OWNERS, dtype=torch.int64)
     for batch in read_entries(part, (), batch_bytes):
         counts += torch.bincount(owner_rank(batch["ids"], OWNERS).long(), minlength=OWNERS)
@@ -72,12 +71,12 @@ def count_owners(part: Part, batch_bytes: int) -> Tensor:
 
 
 def owner_ranges(counts: Tensor, most: int) -> list[tuple[int, int]]:
-    """Ranges of owner buckets that hold at most so many entries each, but where one bucket alone
-    holds more.
+    """Splits the owner buckets into ranges of at most ``most`` entries. A bucket with more entries
+    is a range by itself.
 
     Args:
-        counts: entries of each owner bucket, int64 ``[65536]``.
-        most: entries.
+        counts: number of entries of each owner bucket, int64 ``[65536]``.
+        most: maximal number of entries in a range.
     """
     return list(dict.fromkeys(ends[:2] for ends in plan_shards(counts, max(1, most))))
 
@@ -85,7 +84,7 @@ def owner_ranges(counts: Tensor, most: int) -> list[tuple[int, int]]:
 def collect_entries(
     part: Part, names: Collection[str], batch_bytes: int, owners: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """All entries of some owner buckets at once, ascending by id; as :func:`read_entries`."""
+    """All entries of some owner buckets, sorted by id; see :func:`read_entries`."""
     pieces = [
         {name: tensor.clone() for name, tensor in batch.items()}
         for batch in read_entries(part, names, batch_bytes, owners)

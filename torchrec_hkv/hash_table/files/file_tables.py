@@ -1,4 +1,4 @@
-"""Tables as files see them: entries in the order of slots, in batches of bounded memory."""
+"""Tables as sources and targets of files: entries in slot order, in batches of bounded memory."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance
 from torchrec_hkv.write_behind import SaveHandle
 
-# Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
-# read, what it displaces, and what that displaces.
+# Number of batches alive at a time in a load with another capacity: the batch that was read, the
+# entries it displaces, and the entries those displace.
 _COPIES = 3
-# Of what a save may take, staging takes a half, looking for entries a quarter, and entries on their
-# way from the table to the staging twice one of so many parts.
+# A save uses half of its memory for staging, a quarter to scan for entries, and for each batch read
+# from the table two parts of this many.
 SAVED_PARTS = 8
-# Bytes a slot that looking for the entries of a shard takes.
+# Bytes for each slot while scanning for the entries of a shard.
 _SCAN_BYTES = 32
 
 _ops = torch.ops.torchrec_hkv
 
 
 class FileTable:
-    """A table of a group as files see it."""
+    """A table of a group that is saved or loaded."""
 
     def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
         self.group = group
@@ -58,7 +58,7 @@ class FileTable:
         self.scan = max(1, batch_bytes // (4 * _SCAN_BYTES))
 
     def _entries(self, parts: int) -> int:
-        """Entries that one of so many parts of the memory holds."""
+        """Number of entries that fit into one of ``parts`` parts of the memory."""
         return max(1, self._batch_bytes // (parts * entry_bytes(self.fields)))
 
 
@@ -66,11 +66,11 @@ class Source(FileTable):
     """A table that is saved.
 
     Args:
-        group: the table's.
-        table: its index there.
-        batch_bytes: memory that may be taken.
-        only: int64, ascending, in host memory: the slots whose entries are saved; None for all.
-        reduced: what is saved of each entry; None for all.
+        group: the group of the table.
+        table: index of the table in the group.
+        batch_bytes: memory limit in bytes.
+        only: int64, ascending, on the CPU: slots whose entries are saved; None for all.
+        reduced: the reduced form in which entries are saved; None to save them completely.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Source(FileTable):
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
-        of its slots where only some are saved."""
+        """Yields owner buckets of slots in pieces, -1 for free slots, each with its first slot, or
+        with all its slots if only some slots are saved."""
         if self._only is not None:
             for slots in self._only.split(self.scan) if len(self._only) else ():
                 slots = slots.to(self.group.device)
@@ -104,18 +104,18 @@ class Source(FileTable):
             yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
 
     def count_owners(self) -> Tensor:
-        """Entries of each owner bucket, int64 ``[65536]``."""
+        """Number of entries of each owner bucket, int64 ``[65536]``."""
         counts = torch.zeros(OWNERS + 1, dtype=torch.int64)
         for _, owners in self._owners():
             counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
         return counts[1:]
 
     def staging(self) -> Staging:
-        """Memory for a batch on its way to a file: half of what may be taken."""
+        """Staging memory for a batch on its way to a file: half of the memory limit."""
         return Staging(self.fields, self._entries(2), pin=self.group.device.type == "cuda")
 
     def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
-        """Entries of a range of owner buckets, in the order of their slots, where the table is."""
+        """Entries of a range of owner buckets in slot order, on the table's device."""
         size = self._entries(SAVED_PARTS)
         for slots in self._slots(begin, end):
             for part in slots.split(size) if slots.numel() else ():
@@ -141,8 +141,8 @@ class Source(FileTable):
         narrow = rows.to(dtype)
         if bool((narrow.isinf() & rows.isfinite()).any()):
             raise ValueError(
-                f"table {self.name!r} has values beyond {torch.finfo(dtype).max:g}, which are no "
-                f"{dtype}: save its rows as torch.bfloat16, or as they are."
+                f"table {self.name!r} has values beyond {torch.finfo(dtype).max:g}, which {dtype} "
+                "can't represent: save its rows as torch.bfloat16, or with their own dtype."
             )
         return narrow
 
@@ -165,16 +165,16 @@ class Target(FileTable):
         return bucket_slots == self.bucket_slots and buckets in sizes
 
     def grow(self, manifest: Manifest, exact: bool) -> None:
-        """Grows to the saved table's geometry, or to where all of its entries fit."""
+        """Grows to the saved table's geometry if ``exact``, else until all of its entries fit."""
         if exact:
             self.group.reserve_buckets(self.table, manifest.buckets, manifest.bucket_slots)
         else:
             self.group.reserve(self.table, min(manifest.entries, self.capacity))
 
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
-        """Puts entries into the table; returns how many found no place.
+        """Inserts entries; returns how many found no slot.
 
-        Where the table keeps counts and the entries come without, each counts once.
+        If the table stores counts and the entries have none, each gets the count 1.
         """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
@@ -200,7 +200,7 @@ class Target(FileTable):
             *displaced, counts = _ops.restore_entries(*place, *entries)
             again, refused = counts.tolist()
             lost += refused
-            # What another entry took the place of may still have one in its other bucket.
+            # A displaced entry may still find a slot in its other bucket.
             entries = tuple(tensor[:again] for tensor in displaced)
         return lost
 
@@ -209,12 +209,12 @@ def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
     """Cuts the owner buckets into ranges of at most ``most`` entries.
 
     Args:
-        counts: entries of each owner bucket.
-        most: entries a shard may hold.
+        counts: number of entries of each owner bucket.
+        most: maximal number of entries in a shard.
 
     Returns:
-        ``(begin, end, entries)`` of each shard, ascending and disjoint; but a bucket of more
-        entries is a range of its own, cut into several shards.
+        ``(begin, end, entries)`` of each shard, ascending and disjoint. A bucket with more entries
+        is a range by itself, cut into several shards.
     """
     ends = counts.cumsum(0).tolist()  # entries up to the end of each bucket
     plan = []
@@ -239,17 +239,17 @@ def write_shards(
 ) -> list[Shard]:
     """Writes the shards of a table.
 
-    While one thread waits for the disk, others read the table and add up checksums.
+    While one thread waits for the disk, others read the table and compute checksums.
 
     Args:
         source: the table.
-        plan: of :func:`plan_shards`.
-        folder: that exists.
-        save_name: 8 hexadecimal digits, a name of this save's own.
-        written: gets the files that were begun.
-        threads: that write files at the same time, each with batches of its own.
-        compression: whether files are compressed once they are written.
-        handle: of a save that does not block.
+        plan: result of :func:`plan_shards`.
+        folder: an existing folder.
+        save_name: 8 hexadecimal digits, unique for this save.
+        written: the paths of the files are appended when they are created.
+        threads: number of threads that write files; each has its own batches.
+        compression: whether files are compressed after they are written.
+        handle: handle of a non-blocking save; None for a blocking one.
 
     Raises:
         OSError: writing failed.
@@ -309,10 +309,10 @@ def _write_range(
 def _fill(
     memory: dict[str, Tensor], rest: dict[str, Tensor], batches: Iterator[dict[str, Tensor]]
 ) -> tuple[int, dict[str, Tensor]]:
-    """Fills host memory with the rest of a batch and those that follow.
+    """Fills host memory with the rest of a batch and with further batches.
 
     Returns:
-        Entries that came, and what is left of the last batch.
+        Number of entries copied, and the rest of the last batch.
     """
     room = len(memory["ids"])
     filled = 0
@@ -342,18 +342,17 @@ def verify_shard(
     batch_bytes: int,
     owners: tuple[int, int] = (0, OWNERS),
 ) -> None:
-    """Reads a shard: all of its bytes, that every id stands where it may, and that none repeats.
+    """Reads a shard and verifies its checksums, the bucket of each id, and that no id repeats.
 
     Args:
-        folder: that holds the shard.
-        manifest: of the folder.
-        shard: one of the manifest.
-        batch_bytes: host memory it may take.
-        owners: first owner bucket of the ids that the table was asked for, and the one past the
-            last.
+        folder: the folder of the shard.
+        manifest: manifest of the folder.
+        shard: a shard of the manifest.
+        batch_bytes: host memory limit in bytes.
+        owners: range ``[first, end)`` of owner buckets whose ids the table held.
 
     Raises:
-        ValueError: it is missing, damaged, or contradicts the manifest.
+        ValueError: the shard is missing, damaged or does not match the manifest.
     """
     path = folder / shard.file
     fields = manifest_fields(manifest)
@@ -377,13 +376,12 @@ def verify_shard(
                 continue
             if int(slots[0]) <= last_slot or bool((slots[1:] <= slots[:-1]).any()):
                 raise ValueError(
-                    f"{path} contradicts itself: its slots do not ascend, so that one may be "
-                    "taken twice."
+                    f"{path} is inconsistent: its slots do not ascend, so a slot may occur twice."
                 )
             last_slot = int(slots[-1])
     if misplaced:
         raise ValueError(
-            f"{path} contradicts itself: {misplaced} of its {shard.entries} ids are not in their "
+            f"{path} is inconsistent: {misplaced} of its {shard.entries} ids are not in their "
             "own buckets."
         )
     _check_unique(folder, manifest, shard, fields, batch_bytes)
@@ -396,12 +394,13 @@ def _check_unique(
     fields: Sequence[Field],
     batch_bytes: int,
 ) -> None:
-    """Refuses an id that is there twice. Ids of other owner buckets are others, so that only shards
-    of the same ones are read: one, but where an owner bucket was too large for a shard."""
+    """Raises if an id occurs twice. Only shards of the same owner buckets are compared, since ids
+    of
+    other owner buckets differ. There are several only if an owner bucket was too large for one."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
     if shard != together[0]:
-        return  # read with the first
+        return  # verified with the first shard
     entries = sum(s.entries for s in together)
     ids_only = [field for field in fields if field.name == "ids"]
     quarter = max(1, batch_bytes // 4)
@@ -416,5 +415,5 @@ def _check_unique(
     repeated = repeated_id(read, entries, batch_bytes - quarter)
     if repeated is not None:
         raise ValueError(
-            f"{folder / shard.file} contradicts itself: it holds id {repeated} more than once."
+            f"{folder / shard.file} is inconsistent: it holds id {repeated} more than once."
         )

@@ -1,9 +1,10 @@
-"""A saved table and later changes of it, read as one.
+"""A saved table and later changes of it (layers), read as one table.
 
 Layers are folders of one table, the newest first; the last one holds the whole table. An entry is
-the table's unless a newer layer names its slot: as the slot of an entry, or as one whose id left.
-Slots of all layers count alike, also where the table grew in between: an entry that growth moved is
-named by the layer that was written next.
+valid unless a newer layer lists its slot, as the slot of an entry or as one whose id left. Slots
+are
+numbered alike in all layers, also if the table grew in between: the layer written after a growth
+lists the entries that it moved.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.changes import read_left
 from torchrec_hkv.hash_table.files.manifest import Manifest
 
-# Pairs of slot and id that are read at a time.
+# Number of pairs of slot and id that are read at a time.
 _PAIRS = 1 << 16
 
 
 def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
-    """Refuses layers that do not end with a whole table, or are of several.
+    """Checks that layers belong to one table and end with a whole one.
 
     Args:
         layers: folders and their manifests, the newest first.
 
     Raises:
-        ValueError: the sentence names the folder.
+        ValueError: they don't; the message names the folder.
     """
     folder, newest = layers[0]
     *later, (first_folder, first) = layers
     if first.changes is not None:
         raise ValueError(
-            f"{first_folder} holds changes of a table only: load the folder that the chain of "
-            "deltas is in."
+            f"{first_folder} holds only changes of a table: load the folder of its chain of "
+            "deltas instead."
         )
     for whole, manifest in later:
         if manifest.changes is None:
-            raise ValueError(f"{whole} holds a whole table, to which {first_folder} adds nothing.")
+            raise ValueError(f"{whole} holds a whole table, so {first_folder} must not follow it.")
     for other, manifest in layers[1:]:
         for what in ("table", "state_layout", "bucket_slots", "reduced"):
             if getattr(manifest, what) != getattr(newest, what):
@@ -54,7 +55,7 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
 
 
 class SlotFilter:
-    """Says which entries of layers are the table's; layers are asked for newest first.
+    """Determines which entries of layers are valid. Layers must be processed from the newest on.
 
     It takes one byte for each slot of the table.
 
@@ -65,17 +66,17 @@ class SlotFilter:
     def __init__(self, layers: Sequence[tuple[Path, Manifest]]) -> None:
         self._layers = layers
         newest = layers[0][1]
-        # A single layer is whole: nothing hides its entries.
+        # All entries of a single layer are valid.
         slots = newest.buckets * newest.bucket_slots if len(layers) > 1 else 0
         self._named = torch.zeros(slots, dtype=torch.bool)
         self._layer = 0
 
     def pick(self, layer: int, slots: Tensor) -> Tensor | None:
-        """Which entries are the table's, bool ``[n]``; None: all.
+        """Which entries are valid, bool ``[n]``; None if all are.
 
         Args:
-            layer: the entries' layer, not lower than in the call before.
-            slots: the entries'; each is given once.
+            layer: index of the entries' layer; must not decrease between calls.
+            slots: slots of the entries. Pass each slot of a layer once.
         """
         if len(self._layers) == 1:
             return None

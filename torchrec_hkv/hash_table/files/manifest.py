@@ -1,4 +1,4 @@
-"""The manifest of a saved table: what the table is, and which shards hold its entries."""
+"""The manifest of a saved table: properties of the table and a list of its shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchrec_hkv.json_schema import (
 MANIFEST = "manifest.json"
 FORMAT = "torchrec_hkv.hash_table"
 VERSION = 2
-#: Owner buckets, which the ranges of all shards together cover.
+#: Number of owner buckets, which the shards together cover.
 OWNERS = 1 << 16
 
 _SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors(\.zst)?")
@@ -39,16 +39,16 @@ _LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
 _MOST_CAPACITY = 1 << 37
 _MOST_SLOTS = 1 << 38
-# What states may be: an optimizer's number, plus 256 where rows count their own steps.
+# State layouts: the number of an optimizer, plus 256 if rows count their own steps.
 _OWN_STEPS = 256
 _LAYOUTS = [
     int(kind) + own for own in (0, _OWN_STEPS) for kind in _C.Optimizer.__members__.values()
 ]
 
 
-#: Ids of saves, as :func:`new_save_id` makes them.
+#: Schema of save ids (:func:`new_save_id`).
 SAVE_ID = Text(r"[0-9a-f]{8,32}", "8 to 32 hexadecimal digits")
-#: Checksums of files and of tensors.
+#: Schema of checksums of files and tensors.
 CRC32 = Integer(0, (1 << 32) - 1)
 
 
@@ -57,12 +57,12 @@ class Shard:
     """One file of entries.
 
     Attributes:
-        file: its name.
+        file: name of the file.
         owner_begin: first owner bucket of its ids.
-        owner_end: the one past the last.
-        entries: how many it holds.
-        bytes: size of the file; of a compressed one, whose name ends with ``.zst``, what it is
-            uncompressed.
+        owner_end: one past its last owner bucket.
+        entries: number of entries.
+        bytes: size of the file. For a compressed file, whose name ends with ``.zst``, its
+            uncompressed size.
         crc32: checksum of each tensor's bytes.
     """
 
@@ -76,14 +76,14 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The file of the counts of ids that are not admitted.
+    """The file of the admission counters.
 
     Attributes:
-        file: its name.
+        file: name of the file.
         kind: ``"cells"`` or ``"sketch"``.
         cell_bits: bits of a cell.
         bytes: size of the file.
-        crc32: its checksum.
+        crc32: checksum of the file.
     """
 
     file: str
@@ -95,13 +95,13 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a folder says that holds only what changed in a table since an earlier save.
+    """Description of a folder that holds only what changed in a table since an earlier save.
 
     Attributes:
-        entries: that the table had.
+        entries: number of entries in the table.
         left_file: name of the file of slots that held other ids before, with these ids.
-        left: how many it holds.
-        left_crc32: its checksum.
+        left: number of pairs in this file.
+        left_crc32: checksum of this file.
     """
 
     entries: int
@@ -112,11 +112,11 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """What a folder says that holds less of each entry than the table has.
+    """Description of a folder that holds entries in a reduced form.
 
     Attributes:
-        dtype: of the rows in its shards.
-        states: whether they hold optimizer states.
+        dtype: data type of the rows in its shards.
+        states: whether the shards hold optimizer states.
     """
 
     dtype: str
@@ -125,27 +125,26 @@ class Reduced:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All of a saved table but its entries.
+    """Everything about a saved table except its entries.
 
     Attributes:
-        save: an id of the save; all shards of a checkpoint have the checkpoint's.
-        table: what makes it this table, by name; see :func:`torchrec_hkv.hash_table.files.save`.
-        capacity: what was asked for.
-        initial_capacity: likewise; None where the table had all from the start.
-        buckets: of the table that was saved.
-        bucket_slots: slots of each.
+        save: id of the save; all shards of a checkpoint have the same.
+        table: properties of the table by name, see :func:`torchrec_hkv.hash_table.files.save`.
+        capacity: requested capacity.
+        initial_capacity: requested initial capacity; None for the full capacity.
+        buckets: number of buckets of the saved table.
+        bucket_slots: number of slots in a bucket.
         clock: the last step begun.
-        epoch: of the epoch policies.
-        optimizer_step: updates of the table so far.
-        state_layout: what the columns of its optimizer states are, as a number; 0 where the table
-            had no optimizer.
-        entries: in all shards.
-        shards: in the order of their owner buckets.
-        counts: of ids that are not admitted; None where the table counted none.
-        changes: where the shards hold only entries that changed since an earlier save; None where
-            they hold the whole table.
-        reduced: where the shards hold less of each entry; None where they hold all.
-        aging: under ``aged_lfu``, the lookups of some calls, the number of these, and c; else None,
+        epoch: epoch of the epoch policies.
+        optimizer_step: number of updates of the table so far.
+        state_layout: layout of the optimizer states, as a number; 0 without an optimizer.
+        entries: number of entries in all shards.
+        shards: the shards in the order of their owner buckets.
+        counts: the admission counters; None if the table counted nothing.
+        changes: for a folder with only the entries that changed since an earlier save; None if the
+            shards hold the whole table.
+        reduced: for entries in a reduced form; None if entries are complete.
+        aging: under ``aged_lfu``, the lookups of a number of calls, this number, and c; else None,
             and not in the file.
     """
 
@@ -167,21 +166,21 @@ class Manifest:
     aging: tuple[float, float, float] | None = None
 
     def write(self, folder: Path) -> None:
-        """Writes it beside the folder's manifest, for :meth:`commit`."""
-        # What a killed save left, or a link, which must not be followed.
+        """Writes the manifest under a temporary name; :meth:`commit` renames it."""
+        # Remove the file of a killed save, or a link, which must not be followed.
         (folder / _UNFINISHED).unlink(missing_ok=True)
         write_signed(folder / _UNFINISHED, FORMAT, VERSION, self._content(), mode="x")
 
     @staticmethod
     def commit(folder: Path) -> None:
-        """Puts what was written in the place of the folder's manifest, in one step."""
+        """Atomically replaces the folder's manifest by the one that was written."""
         sync_folder(folder)
         (folder / _UNFINISHED).rename(folder / MANIFEST)
         sync_folder(folder)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of a folder.
+        """Reads the manifest of a folder.
 
         Raises:
             ValueError: there is none, or it is damaged.
@@ -199,24 +198,24 @@ class Manifest:
 
     @property
     def crc32(self) -> int:
-        """The checksum that its file names."""
+        """The checksum in the file."""
         return checksum(FORMAT, VERSION, self._content())
 
     def _content(self) -> dict[str, Any]:
         content = dataclasses.asdict(self)
-        # So that earlier versions read what they can.
+        # Optional keys are left out, so that earlier versions can read the file.
         return {
             key: content[key] for key in content if key not in _OPTIONAL or content[key] is not None
         }
 
     @property
     def total_entries(self) -> int:
-        """Entries of the table, whether all of them are in the shards or not."""
+        """Number of entries of the table; the shards may hold only some of them."""
         return self.entries if self.changes is None else self.changes.entries
 
     @property
     def files(self) -> list[str]:
-        """The names of all files but the manifest itself."""
+        """The names of all files except the manifest itself."""
         left = [] if self.changes is None else [self.changes.left_file]
         return [part.file for part in (*self.shards, self.counts) if part is not None] + left
 
@@ -277,7 +276,7 @@ _CHANGES = Fields(
     Changes,
 )
 _REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
-#: Keys that are not there where they have nothing to say.
+#: Keys that are left out if they are None.
 _OPTIONAL = ("changes", "reduced", "aging")
 MANIFEST_SCHEMA = Fields(
     {
@@ -304,10 +303,11 @@ MANIFEST_SCHEMA = Fields(
 
 
 def check_manifest(manifest: Manifest, place: Place) -> None:
-    """Refuses values that contradict each other.
+    """Checks that the values of a manifest are consistent.
 
     Raises:
-        ValueError: the sentence names the file, the key, the value and what is allowed.
+        ValueError: they are not; the message names the file, the key, the value and what is
+            allowed.
     """
     _check_table(manifest, place)
     _check_geometry(manifest, place)
@@ -345,7 +345,7 @@ def _check_geometry(manifest: Manifest, place: Place) -> None:
     capacity, initial = manifest.capacity, manifest.initial_capacity
     if initial is not None and initial > capacity:
         raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
-    # A table has less than one slot a bucket more than its capacity.
+    # Rounding up adds less than one slot for each bucket.
     slots = manifest.buckets * manifest.bucket_slots
     least = capacity if initial is None else initial
     if not least <= slots < capacity + manifest.buckets:
@@ -364,7 +364,7 @@ def _check_shards(shards: Sequence[Shard], place: Place) -> None:
             raise at.of("file").refuse(shard.file, "the name of no other shard")
         names.add(shard.file)
         owners = (shard.owner_begin, shard.owner_end)
-        # An owner bucket that is too large for a shard is cut into several.
+        # An owner bucket that is too large for a shard is cut into several shards.
         if owners[0] < end and owners != (begin, end):
             raise at.of("owner_begin").refuse(owners[0], f"at least {end}, where the last one ends")
         if owners[0] >= owners[1]:
@@ -391,12 +391,12 @@ def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> Non
 
 
 def new_save_id() -> str:
-    """An id that no other save has."""
+    """A new unique id for a save."""
     return os.urandom(8).hex()
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes sure that a folder's names are on the disk."""
+    """Flushes the directory entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -405,17 +405,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def shard_name(save: str, index: int) -> str:
-    """The file of a save's shard; ``save`` is 8 hexadecimal digits of its own."""
+    """File name of a shard; ``save`` is 8 hexadecimal digits that are unique for the save."""
     return f"shard-{save}-{index:05d}.safetensors"
 
 
 def counts_name(save: str) -> str:
-    """The file of a save's counts; ``save`` is 8 hexadecimal digits of its own."""
+    """File name of the admission counters; ``save`` as for :func:`shard_name`."""
     return f"counts-{save}.bin"
 
 
 def left_name(save: str) -> str:
-    """The file of what left since an earlier save; ``save`` is 8 hexadecimal digits of its own."""
+    """File name of the ids that left; ``save`` as for :func:`shard_name`."""
     return f"left-{save}.bin"
 
 
@@ -424,24 +424,24 @@ def _is_ours(name: str) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes the folder of a saved table, or clears it of what killed saves left.
+    """Creates the folder of a saved table, or removes the files that killed saves left in it.
 
     Raises:
-        ValueError: it holds something else, or is a link to nothing.
+        ValueError: the path is not a folder of a saved table, or is a broken link.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, but a table is saved to a folder.")
+        raise ValueError(f"{folder} is a file, but a table is saved to a folder: name a folder.")
     if folder.is_symlink() and not folder.exists():
         raise ValueError(
-            f"{folder} is a link to {os.readlink(folder)!r}, where there is nothing: make that "
+            f"{folder} is a link to {os.readlink(folder)!r}, which does not exist: create that "
             "folder, or name another."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(os.listdir(folder)):
         if name not in (MANIFEST, _UNFINISHED) and not _is_ours(name):
             raise ValueError(
-                f"{folder} holds {name!r}, which is not of a saved table: name a folder that "
-                "doesn't exist, or of an earlier save."
+                f"{folder} holds {name!r}, which does not belong to a saved table: name a folder "
+                "that does not exist, or one of an earlier save."
             )
     for name in (MANIFEST, _UNFINISHED):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -451,12 +451,12 @@ def prepare_folder(folder: Path) -> None:
     try:
         kept = Manifest.read(folder)
     except ValueError:
-        return  # cleared once there is a manifest again
+        return  # the next commit removes other files
     remove_others(folder, kept)
 
 
 def remove_others(folder: Path, manifest: Manifest) -> None:
-    """Removes the shards and counts that are not of a manifest."""
+    """Removes shards and counters that do not belong to a manifest."""
     named = set(manifest.files)
     for name in os.listdir(folder):
         if _is_ours(name) and name not in named:

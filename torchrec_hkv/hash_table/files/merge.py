@@ -1,4 +1,4 @@
-"""A saved table and later changes of it, written as one saved table in bounded memory."""
+"""Merges a saved table and later changes of it into one saved table, in bounded memory."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance
 
 Layers = Sequence[tuple[Path, Manifest]]
-# Bytes that an entry of the file being written takes: where it is read, its slot, and its place.
+# Bytes for each entry of the file being written: its source, its slot, and its position.
 _PLACE_BYTES = 64
 
 
 def merge_layers(layers: Layers, folder: Path, batch_bytes: int) -> Manifest:
-    """Writes the table that layers make up to a new folder, as a save of it would have been.
+    """Writes the table that layers make up to a new folder, like a save of the whole table.
 
     Args:
-        layers: folders and their manifests, the newest first; verified
+        layers: folders and their manifests, the newest first, already verified
             (:func:`torchrec_hkv.hash_table.files.verify`).
-        folder: to write to.
-        batch_bytes: memory it may take, besides one byte for each slot of the table.
+        folder: the folder to write.
+        batch_bytes: memory limit in bytes. One more byte is used for each slot of the table.
 
     Returns:
-        What the folder's manifest says.
+        The manifest of the new folder.
 
     Raises:
-        ValueError: layers contradict each other.
+        ValueError: the layers are inconsistent.
         OSError: writing failed.
     """
     check_layers(layers)
@@ -70,7 +70,7 @@ def merge_layers(layers: Layers, folder: Path, batch_bytes: int) -> Manifest:
     entries = sum(shard.entries for shard in shards)
     if entries != newest.total_entries:
         raise ValueError(
-            f"{layers[0][0]} contradicts itself: with what it adds to, it has {entries} entries "
+            f"{layers[0][0]} is inconsistent: with its earlier layers it has {entries} entries "
             f"instead of {newest.total_entries}."
         )
     if newest.counts is not None:
@@ -87,8 +87,8 @@ def merge_layers(layers: Layers, folder: Path, batch_bytes: int) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Entries of one file that go to the file being written: their numbers there, ascending, and
-    their slots."""
+    """Entries of one source file that go to the file being written: their ascending numbers in the
+    source, and their slots."""
 
     path: Path
     shard: Shard
@@ -109,7 +109,7 @@ class _Merge:
         self._places = Staging(places, max(1, quarter // (4 * entry_bytes(places))))
 
     def plan(self) -> list[tuple[int, int, int]]:
-        """Ranges of owner buckets for a file each, by how many entries all layers have of them."""
+        """Ranges of owner buckets, one for each file, by their number of entries in all layers."""
         counts = torch.zeros(OWNERS, dtype=torch.int64)
         total = 0
         ids_only: list[Field] = [field for field in self._fields if field.name == "ids"]
@@ -125,11 +125,11 @@ class _Merge:
         most = min(
             default_shard_bytes(total * size, 1) // size, self._batch_bytes // 4 // _PLACE_BYTES
         )
-        # One file for a range, though an owner bucket may be too large for one.
+        # One file for each range, even if an owner bucket is too large for a shard.
         return list({ends[:2]: ends for ends in plan_shards(counts, max(1, most))}.values())
 
     def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
-        """Writes the entries of some owner buckets; None, and no file, where there are none."""
+        """Writes the entries of some owner buckets; returns None, and writes no file, if empty."""
         sources = self._sources(owners)
         if not sources:
             return None
@@ -183,7 +183,7 @@ class _Merge:
     def _read(
         self, reader: ShardReader, numbers: Tensor, memory: dict[str, Tensor], to: Tensor
     ) -> None:
-        """Reads entries of ascending numbers into places of memory."""
+        """Reads entries of ascending numbers into positions of memory."""
         while len(numbers):
             first = int(numbers[0])
             n = int(torch.searchsorted(numbers, first + self._reading.entries))

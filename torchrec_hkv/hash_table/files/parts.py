@@ -1,8 +1,8 @@
-"""A table out of the saved parts of a sharded one: shards of other rows or columns than its own.
+"""Loads a table from saved shards with other rows or columns.
 
-Every part is a folder as :mod:`torchrec_hkv.hash_table.files` writes it. A table takes the ids of
-its owner buckets and the columns that it has. Entries come from the parts that hold its first
-column; parts of other columns are then written beside them, id by id.
+Each saved shard is a folder written by :mod:`torchrec_hkv.hash_table.files`. A table takes the ids
+of its owner buckets, and its columns. Entries are inserted from the shards that hold the table's
+first column; shards of other columns are then written into the same entries, id by id.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torchrec_hkv.progress import advance
 
 _ops = torch.ops.torchrec_hkv
 
-# Of a table's description: what parts of the same table differ in, and the distribution of rows
-# that come later, whose default follows from a table's size.
+# Properties in which shards of the same table may differ, and the initializer of later rows, whose
+# default depends on the table's size.
 _MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
-# Batches beside those that are read ahead: the one that is put into the table, and what is picked
-# and made of it.
+# Number of batches besides those that are read ahead: the one being inserted, and the tensors
+# selected and converted from it.
 _COPIES = 3
 
 
@@ -54,14 +54,14 @@ class Part:
     """A shard of a saved table.
 
     Attributes:
-        folder: that it was saved to.
-        owners: first owner bucket of the ids that it was asked for, and the one past the last.
-        manifest: of the folder.
-        earlier: where the folder holds only what changed since an earlier save: the folders of
-            earlier ones with their manifests, the newest first, the last one whole.
+        folder: the folder of the shard.
+        owners: range ``[first, end)`` of owner buckets whose ids the shard held.
+        manifest: manifest of the folder.
+        earlier: for a folder that holds only the changes since an earlier save: the folders of
+            the earlier saves with their manifests, the newest first. The last one is whole.
 
     Raises:
-        ValueError: the folders don't make up a table.
+        ValueError: the folders do not make up a table.
     """
 
     folder: Path
@@ -79,38 +79,39 @@ class Part:
 
     @property
     def columns(self) -> Columns:
-        """That it holds."""
+        """The columns of the shard."""
         begin = self.manifest.table["column_offset"]
         return Columns(begin, begin + self.manifest.table["dim"])
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Of its shards."""
+        """The tensors of the shard's files."""
         return manifest_fields(self.manifest)
 
 
 def _saved_rows(parts: Sequence[Part]) -> int:
-    """Rows that a saved table had over all ranks."""
+    """Number of rows of a saved table over all ranks."""
     first = min(part.columns.begin for part in parts)
     return sum(part.manifest.capacity for part in parts if part.columns.begin == first)
 
 
 class PartsLoad:
-    """Replaces all that a table holds by what parts of a saved table hold of it.
+    """Replaces the contents of a table by entries from saved shards.
 
     Args:
-        group: the table's.
-        table: its index there.
-        feature: the index of a feature of its.
-        parts: of one table, not verified here (:func:`torchrec_hkv.hash_table.files.verify`).
-        owners: first owner bucket of the ids that the table is asked for, and the one past the
-            last.
-        rows: of the table over all ranks; None where that is not known.
-        allow_loss: load also into a table that has too little room; what ranks lowest is left out.
-            None: only where ``rows`` are no fewer than those of the saved table. It may have been
-            full, and another number of shards has other bounds, and buckets of other ids.
-        batch_bytes: memory it may take, on the host and on the device.
-        threads: that read files at the same time.
+        group: the group of the table.
+        table: index of the table in the group.
+        feature: index of a feature of the table.
+        parts: shards of one saved table; not verified here
+            (:func:`torchrec_hkv.hash_table.files.verify`).
+        owners: range ``[first, end)`` of owner buckets whose ids the table holds.
+        rows: number of rows of the table over all ranks; None if unknown.
+        allow_loss: True: load even if there is too little room; the entries that rank lowest are
+            left out. None: allow it only if ``rows`` is at least the saved table's number. A full
+            table may not fit exactly, because another number of shards assigns ids to other
+            buckets.
+        batch_bytes: memory limit in bytes, on the host and on the device each.
+        threads: number of threads that read files.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class PartsLoad:
             if part.columns.common(self.columns).width > 0
             and max(part.owners[0], owners[0]) < min(part.owners[1], owners[1])
         ]
-        # Those of the first column first.
+        # Sorted by first column.
         self._by_columns = [
             (columns, list(group))
             for columns, group in itertools.groupby(
@@ -154,11 +155,11 @@ class PartsLoad:
     # -- before anything changes ------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuses parts that can't be loaded, reading no more than ids.
+        """Checks the shards before anything changes. Reads at most their ids.
 
         Raises:
-            ValueError: parts are of another table, do not make up this one, or hold more entries
-                than surely find a place.
+            ValueError: the shards are of another table, do not make up this one, or hold more
+                entries than certainly fit.
         """
         here = describe(self._group, self._table)
         for part in self._parts:
@@ -170,7 +171,7 @@ class PartsLoad:
         if entries > safe and not self._allow_loss and self._exact() is None:
             raise ValueError(
                 f"table {self.name!r}: the checkpoint holds {entries} entries for a shard of "
-                f"{slots} slots, which surely takes {safe}: give the table a larger "
+                f"{slots} slots, which is sure to fit only {safe}: give the table a larger "
                 "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
             )
 
@@ -198,11 +199,11 @@ class PartsLoad:
         if width != needed.state_width(part.manifest.table["dim"]):
             raise ValueError(
                 f"{part.folder} has states of {width} values for rows of "
-                f"{part.manifest.table['dim']}, which are not those of {self._group.optimizer}."
+                f"{part.manifest.table['dim']}, which do not match {self._group.optimizer}."
             )
 
     def _check_whole(self) -> None:
-        """Every column and owner bucket of the table once."""
+        """Checks that every column and owner bucket of the table is covered."""
         column = self.columns.begin
         for columns, parts in self._by_columns:
             owner = self._owners[0]
@@ -224,11 +225,11 @@ class PartsLoad:
         return self._owners[0] <= owners[0] and owners[1] <= self._owners[1]
 
     def _shards(self, part: Part) -> Iterator[tuple[int, Path, Shard, bool]]:
-        """Shards of a part that may hold ids of the table: the number of the layer, the file, the
-        shard, and whether it may hold ids of others."""
+        """Files of a shard that may hold ids of the table: index of the layer, path, file, and
+        whether it may also hold ids of other tables."""
         for layer, (folder, manifest) in enumerate(part.layers):
             for shard in manifest.shards:
-                # Shards share all owner buckets among them, whatever the part was asked for.
+                # The files of a shard cover all owner buckets, also those that it did not hold.
                 held = (
                     max(shard.owner_begin, part.owners[0]),
                     min(shard.owner_end, part.owners[1]),
@@ -238,11 +239,11 @@ class PartsLoad:
 
     @functools.cached_property
     def entries(self) -> int:
-        """How many entries of the parts are the table's."""
+        """Number of entries in the saved shards that belong to the table."""
         return sum(self._entries(part) for part in self._by_columns[0][1])
 
     def _entries(self, part: Part) -> int:
-        """How many entries of a part are the table's."""
+        """Number of entries in a saved shard that belong to the table."""
         if part.earlier and self._is_mine(part.owners):
             return part.manifest.total_entries
         count = 0
@@ -265,7 +266,7 @@ class PartsLoad:
         return (owner >= self._owners[0]) & (owner < self._owners[1])
 
     def _exact(self) -> Manifest | None:
-        """The manifest that says where every entry stands, where the table can have it so."""
+        """The manifest to restore every entry to its own slot, if that is possible; else None."""
         parts = self._by_columns[0][1]
         if len(parts) != 1 or parts[0].owners != self._owners:
             return None
@@ -277,23 +278,23 @@ class PartsLoad:
 
     @property
     def clock(self) -> int:
-        """The last step that any part began; the group's clock must be there."""
+        """The last step of any saved shard. The group's clock must be set to it."""
         return max(part.manifest.clock for part in self._parts)
 
     @property
     def epoch(self) -> int:
-        """The last epoch of any part, for the epoch policies."""
+        """The last epoch of any saved shard, for the epoch policies."""
         return max(part.manifest.epoch for part in self._parts)
 
     def run(self) -> int:
-        """Loads. The group's clock must have been set.
+        """Loads the entries. Set the group's clock before.
 
         Returns:
-            How many entries found no place.
+            Number of entries that found no slot.
 
         Raises:
-            ValueError: files contradict themselves in spite of right checksums, or entries found
-                no place although the table is less than 95 % full; the table is left empty.
+            ValueError: files are inconsistent although their checksums are right, or entries found
+                no slot although the table is less than 95 % full. The table is empty afterwards.
         """
         group, table = self._group, self._table
         manifest = self._exact()
@@ -320,7 +321,8 @@ class PartsLoad:
         return lost
 
     def _measured_aging(self) -> tuple[float, float, float] | None:
-        """Those of the parts, where owners have as many lookups each in all of them."""
+        """Aging measurements from the saved shards, on the assumption that each owner bucket has
+        equally many lookups."""
         measured = [(part, part.manifest.aging) for part in self._by_columns[0][1]]
         if len(measured) == 1 and measured[0][0].owners == self._owners:
             return measured[0][1]
@@ -347,17 +349,18 @@ class PartsLoad:
             filled += columns.common(self.columns).width
         if lost and exact:
             raise ValueError(
-                f"{self._parts[0].folder} contradicts itself: {lost} of its slots are taken twice."
+                f"{self._parts[0].folder} is inconsistent: {lost} of its slots occur twice."
             )
         if lost and not self._allow_loss:
             raise ValueError(
-                f"table {self.name!r}: {lost} entries of the checkpoint found no place: give "
+                f"table {self.name!r}: {lost} entries of the checkpoint found no slot: give "
                 "it a larger num_embeddings, or pass allow_loss=True."
             )
         return lost
 
     def _batches(self, part: Part) -> Iterator[dict[str, Tensor]]:
-        """The table's entries in a part, valid until the next ones; read ahead by threads."""
+        """The table's entries in a shard, read ahead by threads; each batch is valid until the
+        next."""
         fields = part.fields
         width = max(entry_bytes(fields), entry_bytes(self._target.fields))
         size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
@@ -396,7 +399,7 @@ class PartsLoad:
                 yield from take()
 
     def _as_target(self, batch: dict[str, Tensor], columns: Columns) -> dict[str, Tensor]:
-        """Entries with the table's columns; those that are still to come as of new rows."""
+        """Entries with the table's columns. Columns to be read later get initial values."""
         if columns == self.columns:
             return batch
         n, spec = batch["ids"].numel(), self._spec
@@ -421,13 +424,13 @@ class PartsLoad:
         return {name: tensor for name, tensor in made.items() if name in names}
 
     def _states_of(self, batch: dict[str, Tensor], columns: Columns) -> Tensor:
-        """States of entries; zeros, as of new rows, where files have none."""
+        """States of entries; zeros if the files have none."""
         width = self._states.of_columns * columns.width + self._states.of_rows
         return batch["states"] if "states" in batch else torch.zeros(len(batch["ids"]), width)
 
     @property
     def lacks_states(self) -> bool:
-        """Whether the table has optimizer states that the parts were saved without."""
+        """Whether the table has optimizer states but the shards were saved without them."""
         return self._state_dim > 0 and any(
             part.manifest.reduced is not None and not part.manifest.reduced.states
             for part in self._parts
@@ -438,8 +441,8 @@ class PartsLoad:
         return _C.table_layout(self._group.handle, self._table)[2]
 
     def _write_beside(self, batch: dict[str, Tensor], columns: Columns, filled: int) -> None:
-        """Writes the columns of entries into those of the same ids. An id that is not there was
-        left out, or never was in the shard of the first column."""
+        """Writes columns of entries into the entries of the same ids. Ids that are not in the table
+        were left out, or were missing in the shard of the first column; they are skipped."""
         group, table, device = self._group, self._table, self._group.device
         ids = batch["ids"].to(device)
         offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
 """Saves a table of a group to files, and loads it.
 
-``docs/reference/file_format.md`` has the format.
+``docs/reference/file_format.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
 from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
-#: What a save or a load may take of host memory, and as much of a GPU's.
+#: Default memory limit of a save or a load, on the host and on a GPU each.
 BATCH_BYTES = 64 << 20
-#: Size that shards of a table keep below, but a sixteenth of a larger table's: each shard costs a
-#: look at all slots. Several threads share a table in shards that are no less than the second.
+#: Maximal size of a shard, and minimal size when several threads share a table. A shard of a larger
+#: table may be a sixteenth of it, because writing a shard scans all slots.
 SHARD_BYTES, LEAST_SHARD_BYTES = 1 << 30, 64 << 20
 SHARDS = 16
 
-#: Nothing is evicted before a table is this full (promise 7).
+#: Load factor up to which nothing is evicted.
 SAFE_LOAD = 0.95
 
-# A spec's fields that may differ between a table and its file.
+# Fields of a spec that may differ between a table and its file.
 _FREE_FIELDS = (
     "capacity",
     "initial_capacity",
@@ -71,11 +71,11 @@ _FREE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What loading a table tells.
+    """The result of loading a table.
 
     Attributes:
-        epoch: that the table was saved in.
-        lost: entries that found no place.
+        epoch: the epoch in which the table was saved.
+        lost: number of entries that found no slot.
     """
 
     epoch: int
@@ -98,33 +98,34 @@ def save(
     compression: bool = False,
     handle: SaveHandle | None = None,
 ) -> None:
-    """Saves a table with its scores, last steps, optimizer state and clock.
+    """Saves a table with its scores, last steps, optimizer states and clock.
 
-    A save that is killed leaves the last one whole. What is saved is of one moment: calls of other
-    threads that change a table of the group wait until the files are written.
+    If the save is killed, the previous one stays complete. The saved contents are consistent: calls
+    of other threads that change a table of the group wait until the files are written.
 
     Args:
-        group: the table's.
-        table: its index there.
-        path: a folder; an earlier save in it is replaced.
-        epoch: of the epoch policies.
-        batch_bytes: memory the save may take, on the host and on the device.
-        shard_bytes: size that files keep below. None: 1 GiB, or a sixteenth of a larger table; of
-            a smaller one less, so that several threads have two files each.
-        threads: that write files at the same time; they share ``batch_bytes``.
-        save_id: of a save of several tables (:func:`~.manifest.new_save_id`); by default one of
-            its own.
-        tracker: of the table: what changed since its last save is saved alone, where it can say.
+        group: the group of the table.
+        table: index of the table in the group.
+        path: a folder. An earlier save in it is replaced.
+        epoch: epoch of the epoch policies.
+        batch_bytes: memory limit in bytes, on the host and on the device each.
+        shard_bytes: maximal size of a file. None: 1 GiB, or a sixteenth of a larger table; less for
+            a small table and several threads, so that each thread has two files.
+        threads: number of threads that write files; they share ``batch_bytes``.
+        save_id: id of a save of several tables (:func:`~.manifest.new_save_id`); by default a new
+            id.
+        tracker: change tracker of the table. Only what changed since its last save is saved, if the
+            tracker knows it.
         states: whether optimizer states are saved.
-        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
-        compression: whether shards are compressed by Zstandard.
-        handle: of a save that does not block: its thread writes what is copied here. All that the
-            table holds has been copied when this function returns.
+        row_dtype: float16 or bfloat16: rounds 32-bit rows to it. None: rows are saved as they are.
+        compression: whether shards are compressed with Zstandard.
+        handle: handle of a non-blocking save. The table is copied when this function returns, and
+            the handle's thread writes the copy.
 
     Raises:
-        ValueError: ``path`` is something else than a saved table, a size is not positive, or a
-            value of a row is none of ``row_dtype``.
-        OSError: writing failed; the last save is whole.
+        ValueError: ``path`` exists and is not a saved table, a size is not positive, or
+            ``row_dtype`` can't represent a value.
+        OSError: writing failed; the previous save is complete.
     """
     given = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     _check_positive(batch_bytes=batch_bytes, threads=threads, **given)
@@ -167,7 +168,7 @@ def save(
 
     def commit() -> None:
         manifest.commit(folder)
-        written.clear()  # they are the saved table now, whatever fails after this
+        written.clear()  # from here on they are the saved table and must not be deleted
         sync_folder(folder.absolute().parent)
         remove_others(folder, manifest)
 
@@ -189,7 +190,7 @@ def _write_files(
     compression: bool,
     handle: SaveHandle | None,
 ) -> Manifest:
-    """Writes all files but the manifest; ``written`` gets those that were begun."""
+    """Writes all files except the manifest. Appends their paths to ``written``."""
     save_name = os.urandom(4).hex()
     found = Look(None, None)
     if tracker is not None:
@@ -226,7 +227,7 @@ def _write_files(
 
 
 def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
-    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    """The reduced form in which entries are saved; None if they are saved completely."""
     saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
     if states and saved == dtype:
         return None
@@ -234,10 +235,10 @@ def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) 
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
-    """What shards of a table keep below whose entries have so many bytes.
+    """Maximal size of the shards of a table whose entries take ``size`` bytes.
 
-    So many that the threads end at about the same time, but 16 or so at most where each thread
-    still has one.
+    With several threads each gets two shards or more, so that they end at about the same time.
+    There are at most about 16 shards, unless there are more threads.
     """
     most = SHARD_BYTES
     if threads > 1:
@@ -253,26 +254,27 @@ def load(
     allow_loss: bool = False,
     batch_bytes: int = BATCH_BYTES,
 ) -> Loaded:
-    """Replaces all that a table holds, and its group's clock, by what was saved.
+    """Replaces the contents of a table, and its group's clock, by saved ones.
 
-    Where the table has the geometry of the saved one, or can grow to it, every entry gets its own
-    slot again. In another one entries are placed anew; where both buckets of an entry are full, the
-    lowest scores leave. Tables under LRU, LFU and AgedLFU load what the others have saved; an id
-    whose count is not known counts once. Calls of other threads wait from the first change until
-    all is loaded.
+    If the table has the geometry of the saved one, or can grow to it, each entry gets its own slot.
+    Otherwise entries are inserted again; if both buckets of an entry are full, the lowest score is
+    evicted. Tables under LRU, LFU and AgedLFU load files of each other; an id whose count is
+    unknown
+    gets the count 1. Calls of other threads wait from the first change to the end.
 
     Args:
-        group: the table's.
-        table: its index there.
-        path: as it was saved to.
-        allow_loss: load also into a table that is too small; what ranks lowest is left out.
-        batch_bytes: memory the load may take, on the host and on the device.
+        group: the group of the table.
+        table: index of the table in the group.
+        path: the folder of the saved table.
+        allow_loss: whether to load into a table that is too small, too; the entries that rank
+            lowest are left out.
+        batch_bytes: memory limit in bytes, on the host and on the device each.
 
     Raises:
         ValueError: the files are damaged or of another table, the table is too small, or a backward
-            is still to come. Nothing has changed then. Only where files contradict themselves in
-            spite of right checksums, or entries find no place although the table is less than 95 %
-            full, is it left empty.
+            is pending. Nothing has changed then. Only if files are inconsistent although their
+            checksums are right, or entries find no slot although the table is less than 95 % full,
+            the table is empty afterwards.
     """
     _check_positive(batch_bytes=batch_bytes)
     folder = Path(path)
@@ -284,7 +286,7 @@ def load(
     _check_fits(folder, manifest, target, allow_loss)
     verify(folder, manifest, batch_bytes)
     with group.alone():
-        # Another thread may have made the table grow since.
+        # Another thread may have grown the table in the meantime.
         target = Target(group, table, batch_bytes)
         exact = _check_fits(folder, manifest, target, allow_loss)
         lost = _replace(group, table, target, folder, manifest, exact, allow_loss)
@@ -297,7 +299,7 @@ def load(
 
 
 def _check_fits(folder: Path, manifest: Manifest, target: Target, allow_loss: bool) -> bool:
-    """Whether every entry gets its own slot; refuses a table that may be too small."""
+    """Whether every entry gets its own slot. Raises if the table may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)
@@ -313,7 +315,7 @@ def _replace(
     exact: bool,
     allow_loss: bool,
 ) -> int:
-    """Puts the entries of files in the place of the table's; returns how many found no place."""
+    """Replaces the table's entries by those of files; returns how many found no slot."""
     clock = group.clock
     group.set_clock(manifest.clock)
     try:
@@ -332,10 +334,10 @@ def _replace(
                 for batch in reader.batches(staging):
                     lost += target.restore(batch, exact)
         if exact and lost:
-            raise ValueError(f"{folder} contradicts itself: {lost} of its slots are taken twice.")
+            raise ValueError(f"{folder} is inconsistent: {lost} of its slots occur twice.")
         if lost and not allow_loss:
             raise ValueError(
-                f"{lost} of the {manifest.entries} entries of {folder} found no place in table "
+                f"{lost} of the {manifest.entries} entries of {folder} found no slot in table "
                 f"{target.name!r}: give it a larger capacity, or pass allow_loss=True."
             )
     except BaseException:
@@ -345,10 +347,10 @@ def _replace(
 
 
 def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> None:
-    """Reads all files of a saved table.
+    """Reads and verifies all files of a saved table.
 
     Raises:
-        ValueError: one is missing, damaged, or contradicts the manifest.
+        ValueError: a file is missing, damaged or does not match the manifest.
     """
     for shard in manifest.shards:
         verify_shard(folder, manifest, shard, batch_bytes)
@@ -360,7 +362,7 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
 
 
 def describe(group: TableGroup, table: int) -> dict[str, Any]:
-    """What makes a table this table, in JSON's types: its spec but for capacity and memory."""
+    """Properties that identify a table, as JSON values: its spec without capacity and memory."""
     spec = group.tables[table]
     names = [field.name for field in dataclasses.fields(spec) if field.name not in _FREE_FIELDS]
     description = {name: _plain(getattr(spec, name)) for name in names}
@@ -412,7 +414,7 @@ def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) ->
 
 
 def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, table: int) -> None:
-    # Where either has no optimizer, states are numbers that mean nothing here.
+    # Without an optimizer on either side, states are plain numbers of the user.
     saved, own = manifest.state_layout, group.state_layout
     if saved and own and saved != own:
         raise ValueError(
@@ -423,12 +425,12 @@ def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, t
 
 
 def _check_room(folder: Path, manifest: Manifest, target: Target) -> None:
-    # With one bucket or two, every entry may take every slot.
+    # With one or two buckets, every entry fits in every slot.
     slots = target.capacity
     safe = slots if slots <= 2 * target.bucket_slots else int(SAFE_LOAD * slots)
     if manifest.entries > safe:
         raise ValueError(
             f"{folder} holds {manifest.entries} entries, but table {target.name!r} has "
-            f"{slots} slots and surely takes {safe}: give it a larger capacity, or pass "
+            f"{slots} slots and is sure to fit only {safe}: give it a larger capacity, or pass "
             "allow_loss=True to leave out those of the lowest scores."
         )

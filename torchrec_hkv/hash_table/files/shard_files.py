@@ -1,8 +1,8 @@
 """One shard of a saved table: a safetensors file, written and read in batches.
 
-The safetensors package writes tensors that are whole in memory; a shard is larger than what a save
-may take. The format is simple enough to be written in pieces: 8 bytes with the length of the
-header, the header, then tensor after tensor. The package reads these files.
+The safetensors package only writes tensors that are completely in memory, and a shard exceeds the
+memory limit of a save. This module therefore writes the format itself: 8 bytes with the length of
+the header, the header, then one tensor after the other. The package can read these files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
-# The format's names. Steps and scores are unsigned, but a table hands them over as signed.
+# Names of dtypes in the format. Steps and scores are unsigned, but tables return them as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _LENGTH_BYTES = 8
-# Shorter files go through the page cache, which holds them: a disk is slow with small pieces.
+# Shorter files use the page cache, because disks are slow with small direct writes.
 _DIRECT_BYTES = 16 << 20
 
 
@@ -41,10 +41,10 @@ class Field:
     """One tensor of a shard.
 
     Attributes:
-        name: of the tensor.
-        dtype: in memory.
-        type: in the header.
-        columns: of a matrix; None for a vector.
+        name: name of the tensor.
+        dtype: dtype in memory.
+        type: name of the dtype in the header.
+        columns: number of columns of a matrix; None for a vector.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Field:
         return self.dtype.itemsize * (1 if self.columns is None else self.columns)
 
     def shape(self, entries: int) -> tuple[int, ...]:
-        """Of the tensor of so many entries."""
+        """Shape of the tensor for this number of entries."""
         return (entries,) if self.columns is None else (entries, self.columns)
 
 
@@ -77,7 +77,7 @@ def fields_of(
 
 
 def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
-    """The tensors of the shards that a manifest names."""
+    """The tensors of the shards of a manifest."""
     table, reduced = manifest.table, manifest.reduced
     dtype = table["dtype"] if reduced is None else reduced.dtype
     has_states = reduced is None or reduced.states
@@ -119,50 +119,50 @@ def _starts(fields: Sequence[Field], shard: Shard, header: bytes) -> dict[str, i
 
 
 class Staging:
-    """Host memory that batches of entries pass through, between a table and a file.
+    """Host memory for batches of entries on their way between a table and a file.
 
     Args:
-        fields: of the entries.
-        entries: how many a batch may have.
-        pin: memory that a GPU copies to and from without help.
+        fields: tensors of the entries.
+        entries: maximal number of entries in a batch.
+        pin: whether to allocate pinned memory, for copies from and to a GPU.
     """
 
     def __init__(self, fields: Sequence[Field], entries: int, pin: bool = False) -> None:
         self.fields = tuple(fields)
         self.entries = entries
-        # A batch begins and ends within a block of the file.
+        # A batch may begin and end within a block of the file.
         self._memory = {
             field.name: block_memory(entries * field.entry_bytes + 2 * BLOCK, pin)
             for field in fields
         }
 
     def view(self, field: Field, lead: int, n: int) -> Tensor:
-        """A tensor of ``n`` entries, after ``lead`` bytes of the first block."""
+        """A tensor of ``n`` entries that begins ``lead`` bytes into the first block."""
         part = self._memory[field.name][lead : lead + n * field.entry_bytes]
         return part.view(field.dtype).view(field.shape(n))
 
     def blocks(self, field: Field) -> memoryview:
-        """All bytes of a field's."""
+        """The whole memory of a field."""
         return host_memory(self._memory[field.name])
 
     def keep(self, field: Field, begin: int, end: int) -> None:
-        """Moves bytes that are less than a block to where it begins."""
+        """Moves the bytes of an incomplete block to the beginning."""
         memory = self._memory[field.name]
         memory[: end - begin] = memory[begin:end]
 
 
 class ShardWriter:
-    """Writes a new shard, batch after batch; a context manager.
+    """A context manager that writes a new shard in batches.
 
-    Whole blocks are written as they come. What two tensors, or a tensor and the header, share of a
-    block is written at the end.
+    Whole blocks are written as they are complete. Blocks that two tensors share, or a tensor and
+    the header, are written at the end.
 
     Args:
-        path: of the file.
-        staging: memory for batches, of its own.
-        owners: first owner bucket of its ids, and the one past the last.
-        entries: how many will come.
-        handle: of a save that does not block: its thread writes copies.
+        path: path of the file.
+        staging: memory for batches, used by this writer only.
+        owners: range ``[first, end)`` of owner buckets of the ids.
+        entries: total number of entries.
+        handle: handle of a non-blocking save, whose thread writes copies; None to write at once.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ShardWriter:
         )
 
     def memory(self, n: int) -> dict[str, Tensor]:
-        """Where to put the next ``n`` entries, by name; at most as many as the staging takes."""
+        """Memory for the next ``n`` entries, by name; ``n`` is limited by the staging."""
         return {
             field.name: self._staging.view(field, self._at[field.name] % BLOCK, n)
             for field in self._staging.fields
@@ -202,7 +202,7 @@ class ShardWriter:
         self._written += n
 
     def append(self, batch: dict[str, Tensor]) -> None:
-        """Writes entries out of other memory."""
+        """Writes entries from other memory."""
         for first in range(0, len(batch["ids"]), self._staging.entries):
             part = {name: tensor[first:][: self._staging.entries] for name, tensor in batch.items()}
             n = len(part["ids"])
@@ -213,14 +213,14 @@ class ShardWriter:
     def _write(self, field: Field, size: int) -> None:
         name = field.name
         start, at = self._starts[name], self._at[name]
-        first = at - at % BLOCK  # of the file, in memory at 0
+        first = at - at % BLOCK  # offset in the file of the beginning of the memory
         blocks = self._staging.blocks(field)
         end = at + size
         self._crc32[name] = zlib.crc32(blocks[at - first : end - first], self._crc32[name])
         self._at[name] = end
         last = end - end % BLOCK
         if last == first:
-            return  # the rest of the block is still to come
+            return  # the block is not complete yet
         begin = first
         if start > first:
             begin = first + BLOCK
@@ -239,13 +239,13 @@ class ShardWriter:
 
     @property
     def room(self) -> int:
-        """Entries still to come."""
+        """Number of entries that are still to be written."""
         return self._shard.entries - self._written
 
     def finish(self) -> Shard:
-        """Makes sure that the file is on the disk; returns what a manifest says of it.
+        """Flushes the file to the disk; returns its description for a manifest.
 
-        The thread of a save that does not block does so later.
+        In a non-blocking save, the handle's thread flushes it later.
         """
         for field in self._staging.fields:
             start, at = self._starts[field.name], self._at[field.name]
@@ -272,7 +272,7 @@ class ShardWriter:
 
 
 def compressed(path: Path, shard: Shard, handle: SaveHandle | None = None) -> Shard:
-    """Puts a compressed file in the place of a shard's; returns what a manifest says of it."""
+    """Replaces the file of a shard by a compressed one; returns its description for a manifest."""
     into = path.with_name(path.name + SUFFIX)
 
     def replace() -> None:
@@ -284,15 +284,15 @@ def compressed(path: Path, shard: Shard, handle: SaveHandle | None = None) -> Sh
 
 
 class ShardReader:
-    """Reads a shard, batch after batch; a context manager.
+    """A context manager that reads a shard in batches.
 
     Args:
-        path: of the file.
-        fields: that its entries must have.
-        shard: what the manifest says of it.
+        path: path of the file.
+        fields: the tensors that it must have.
+        shard: its description in the manifest.
 
     Raises:
-        ValueError: the file is missing, or not what the manifest says.
+        ValueError: the file is missing, or does not match the manifest.
     """
 
     def __init__(self, path: Path, fields: Sequence[Field], shard: Shard) -> None:
@@ -315,7 +315,7 @@ class ShardReader:
                 what = "cut short" if size < shard.bytes else "too long"
                 raise ValueError(f"{path} is {what}: it has {size} bytes instead of {shard.bytes}.")
             if len(header) + shard.entries * entry_bytes(fields) != size:
-                raise ValueError(f"{path} has {size} bytes, which is not what its entries take.")
+                raise ValueError(f"{path} has {size} bytes, which does not match its entries.")
             if self._file.read(len(header), 0) != header:
                 raise ValueError(f"{path} is damaged: its header is not what its manifest implies.")
         except ValueError:
@@ -332,10 +332,10 @@ class ShardReader:
         """Entries in the order of the file.
 
         Args:
-            staging: memory for a batch; only the fields that it has are read.
+            staging: memory for a batch; only its fields are read.
 
         Returns:
-            Views of that memory, valid until the next ones.
+            Batches as views of that memory, each valid until the next.
         """
         for first in range(0, self._shard.entries, staging.entries):
             yield self.read(first, min(staging.entries, self._shard.entries - first), staging)
@@ -356,10 +356,10 @@ class ShardReader:
         return staging.view(field, lead, n)
 
     def verified_batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
-        """As :meth:`batches`; after the last one the checksums are compared.
+        """Like :meth:`batches`, but verifies the checksums after the last batch.
 
         Raises:
-            ValueError: one is not what the manifest says.
+            ValueError: a checksum differs from the manifest's.
         """
         crc32 = {field.name: 0 for field in self._fields}
         for batch in self.batches(staging):
@@ -371,5 +371,5 @@ class ShardReader:
             if value != expected:
                 raise ValueError(
                     f"{self._path} is damaged: the checksum of its {name} is {value}, but the "
-                    f"manifest names {expected}."
+                    f"manifest has {expected}."
                 )

@@ -1,4 +1,4 @@
-"""JSON files that name their format and version, and carry a checksum of what they say."""
+"""JSON files with a format name, a version, and a checksum of their content."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchrec_hkv.json_schema import parse_json
 def write_signed(
     path: Path, form: str, version: int, content: dict[str, Any], mode: Literal["w", "x"] = "w"
 ) -> None:
-    """Writes a file, and makes sure that it is on the disk.
+    """Writes a file and flushes it to the disk.
 
     Args:
-        path: of the file.
+        path: path of the file.
         form: name of the format.
-        version: of the format.
-        content: what JSON can hold.
-        mode: ``"x"``: the file must not exist.
+        version: version of the format.
+        content: JSON values.
+        mode: ``"x"`` raises if the file exists.
     """
     content = {"format": form, "version": version, **content}
     with open(path, mode, encoding="utf-8") as file:
@@ -32,37 +32,37 @@ def write_signed(
 
 
 def read_signed(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
-    """What :func:`write_signed` was given.
+    """Reads the content of a file of :func:`write_signed`.
 
     Args:
-        path: of the file.
+        path: path of the file.
         form: name of the format.
-        version: of the format.
-        what: has such a file, as a message says it.
+        version: version of the format.
+        what: what has such a file, for messages.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is damaged, or of another format or version.
+        OSError: the file can't be read.
+        ValueError: the file is damaged, or of another format or version.
     """
     content = parse_json(path, path.read_bytes())
     if not isinstance(content, dict) or content.get("format") != form:
-        raise ValueError(f"{path} is damaged, or not of {what}: it names no {form!r}.")
+        raise ValueError(f"{path} is damaged, or not a file of {what}: its format is not {form!r}.")
     found = content.get("version")
     if type(found) is not int or found != version:
         raise ValueError(
-            f"{path} is of version {found!r}, but this program reads version {version}: load it "
+            f"{path} has version {found!r}, but this program reads version {version}: load it "
             "with the torchrec_hkv that saved it."
         )
     named = content.pop("crc32", None)
     if type(named) is not int or named != _checksum(content):
         raise ValueError(
-            f"{path} is damaged: its checksum is {_checksum(content)}, but it names {named!r}."
+            f"{path} is damaged: its checksum is {_checksum(content)}, but it has {named!r}."
         )
     return {key: value for key, value in content.items() if key not in ("format", "version")}
 
 
 def checksum(form: str, version: int, content: dict[str, Any]) -> int:
-    """The checksum that :func:`write_signed` gives a file."""
+    """The checksum that :func:`write_signed` writes for this content."""
     return _checksum({"format": form, "version": version, **content})
 
 

@@ -1,4 +1,4 @@
-"""Rows and states of some columns of a table, out of those of other columns."""
+"""Converts rows and states between ranges of columns of a table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OF_ROWS = (_C.Optimizer.ROWWISE_ADAGRAD, _C.Optimizer.ROWWISE_ADAM)
 
 @dataclasses.dataclass(frozen=True)
 class StateColumns:
-    """What a row's states are (``csrc/common/optimizers.h``): the values of all columns, one
-    quantity after the other, then what the row has once, then padding.
+    """The layout of a row's states (``csrc/common/optimizers.h``): one vector of all columns for
+    each quantity, then the values that a row has once, then padding.
 
     Attributes:
-        of_columns: quantities that each column has.
-        of_rows: values that the row has once.
+        of_columns: number of quantities with a value for each column.
+        of_rows: number of values that a row has once.
     """
 
     of_columns: int
@@ -35,7 +35,7 @@ class StateColumns:
 
     @classmethod
     def of_layout(cls, layout: int) -> StateColumns:
-        """From the number that saved states carry."""
+        """Makes it from the layout number in saved states."""
         kind = _C.Optimizer(layout % _OWN_STEPS)
         own_step = layout >= _OWN_STEPS
         return cls(_OF_COLUMNS.get(kind, 0), (kind in _OF_ROWS) + own_step)
@@ -53,7 +53,7 @@ class Columns:
         return self.end - self.begin
 
     def common(self, other: Columns) -> Columns:
-        """Those that are in both; ``width`` is not positive where there are none."""
+        """The common columns; ``width`` is not positive without any."""
         return Columns(max(self.begin, other.begin), min(self.end, other.end))
 
 
@@ -68,20 +68,20 @@ def copy_columns(
     *,
     filled: int,
 ) -> None:
-    """Copies what two ranges of columns have in common, and joins what rows have once.
+    """Copies the common columns of two ranges, and merges the values that rows have once.
 
-    That is a mean over columns for every optimizer that has it: the mean of the ranges' values by
-    their numbers of columns. Equal values stay as they are, to the bit.
+    For every optimizer such a value is a mean over columns. Merged, it is the mean of the ranges'
+    values, weighted by their numbers of columns. Equal values are not changed, bit for bit.
 
     Args:
         rows: ``[n, columns.width]``.
-        states: float32 ``[n, ...]`` of the same rows.
-        columns: theirs.
-        into_rows: ``[n, into.width]``, written.
-        into_states: float32 ``[n, ...]`` of the same rows, written.
-        into: theirs.
-        parts: what the states are.
-        filled: columns of ``into`` that were copied before.
+        states: float32 ``[n, ...]`` of these rows.
+        columns: columns of ``rows``.
+        into_rows: ``[n, into.width]``; written in place.
+        into_states: float32 ``[n, ...]`` of these rows; written in place.
+        into: columns of ``into_rows``.
+        parts: layout of the states.
+        filled: number of columns of ``into`` that were copied before.
     """
     both = columns.common(into)
     width = both.width

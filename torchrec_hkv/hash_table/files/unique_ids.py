@@ -1,4 +1,4 @@
-"""Whether ids repeat, found in bounded memory."""
+"""Finds repeated ids in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.files.counts import mix64
 
-# Sorting takes the ids, the sorted ids, and their positions; gathering them takes the ids again.
+# Bytes for each id: the ids, the sorted ids, their positions, and the concatenated ids.
 _BYTES_OF_ID = 32
-# However little memory may be taken: each part of the ids costs a look at all of them.
+# Minimal number of ids in a part, because each part reads all ids.
 _LEAST_IDS = 4096
 
 
 def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes: int) -> int | None:
-    """An id that is there more than once, or None.
+    """Finds an id that occurs more than once; None if there is none.
 
-    Ids are read once where all fit into the memory. Otherwise they are sorted in parts, by a hash,
-    and read once for each part.
+    If all ids fit into the memory, they are read once. Otherwise they are sorted in parts, by a
+    hash, and read once for each part.
 
     Args:
-        read: the ids, int64, in batches that are valid until the next one; the same in each call.
-        entries: how many there are.
-        batch_bytes: memory it may take.
+        read: returns the ids, int64, in batches that are valid until the next one; the same ids in
+            each call.
+        entries: number of ids.
+        batch_bytes: memory limit in bytes.
     """
     most = max(_LEAST_IDS, batch_bytes // _BYTES_OF_ID)
     bits = max(0, -(-entries // most) - 1).bit_length()
@@ -43,13 +44,13 @@ def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes:
         if found is not None:
             return found
         if size > most and bits < 63:
-            # Distinct ids have distinct hashes: parts get small enough.
+            # Unique ids have different hashes, so parts become small enough.
             parts += [(bits + 1, 2 * part), (bits + 1, 2 * part + 1)]
     return None
 
 
 def _of_part(ids: Tensor, bits: int, part: int) -> Tensor:
-    """Copies the ids whose hash begins with so many bits."""
+    """A copy of the ids whose hash begins with the ``bits`` bits of ``part``."""
     if bits == 0:
         return ids.clone()
     begins = (mix64(ids) >> (64 - bits)) & ((1 << bits) - 1)

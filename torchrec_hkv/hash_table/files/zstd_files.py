@@ -1,8 +1,8 @@
-"""Shards compressed by Zstandard, read at any place.
+"""Shards compressed with Zstandard, with random access.
 
-A file is a sequence of frames of 1 MiB of the shard each, and the table of Zstandard's seekable
-format, which says where they begin. ``zstd -d`` gives back the shard. The package ``zstandard`` is
-needed to write and to read such files, and for nothing else.
+A file is a sequence of frames, each of 1 MiB of the shard, and the seek table of Zstandard's
+seekable format. ``zstd -d`` restores the shard. The package ``zstandard`` is only needed to write
+and read such files.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import struct
 from pathlib import Path
 from types import ModuleType
 
-#: Ends the name of a compressed shard.
+#: Suffix of the names of compressed shards.
 SUFFIX = ".zst"
 _FRAME_BYTES = 1 << 20
 _LEVEL = 3
-# Zstandard's seekable format: a skippable frame of entries and a footer, without checksums, which
-# a shard's manifest has.
+# Zstandard's seekable format: a skippable frame of entries and a footer. Its optional checksums are
+# not used, because the shard's manifest has checksums.
 _SKIPPABLE, _SEEKABLE = 0x184D2A5E, 0x8F92EAB1
 _HEAD, _ENTRY, _FOOTER = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
 
 
 def zstandard(what: str) -> ModuleType:
-    """The package.
+    """The package ``zstandard``.
 
     Args:
-        what: needs it, as a message begins.
+        what: what needs the package, as the beginning of the message.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed.
     """
     try:
         return importlib.import_module("zstandard")
@@ -42,7 +42,7 @@ def zstandard(what: str) -> ModuleType:
 
 
 def compress(path: Path, into: Path) -> None:
-    """Writes a compressed copy of a file to a new one, and makes sure that it is on the disk."""
+    """Writes a compressed copy of a file to a new file, and flushes it to the disk."""
     compressor = zstandard("compression='zstd'").ZstdCompressor(level=_LEVEL)
     sizes = []
     with open(path, "rb") as source, open(into, "xb") as target:
@@ -59,15 +59,15 @@ def compress(path: Path, into: Path) -> None:
 
 
 class ZstdFile:
-    """What :class:`~torchrec_hkv.hash_table.files.block_files.BlockFile` is to read from, of a
-    compressed file. Several threads may read.
+    """A compressed file with the reading methods of
+    :class:`~torchrec_hkv.hash_table.files.block_files.BlockFile`. Several threads may read.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        ValueError: the file or its table is damaged, or the package ``zstandard`` is missing.
-        OSError: it can't be opened.
+        ValueError: the file or its seek table is damaged, or the package ``zstandard`` is missing.
+        OSError: the file can't be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class ZstdFile:
         return ValueError(f"{self._path} is damaged: {why}.")
 
     def _read_table(self) -> list[int]:
-        """Where frames begin in the file, and where the last one ends."""
+        """Offsets of the frames in the file, and the end of the last one."""
         size = os.fstat(self._file).st_size
         footer = os.pread(self._file, _FOOTER.size, max(0, size - _FOOTER.size))
         if len(footer) < _FOOTER.size:
@@ -101,7 +101,7 @@ class ZstdFile:
         for compressed, bytes_held in _ENTRY.iter_unpack(table):
             begins.append(begins[-1] + compressed)
             held.append(bytes_held)
-        # All frames but the last are whole.
+        # All frames except the last have full size.
         if begins[-1] != start or any(n != _FRAME_BYTES for n in held[:-1]):
             raise self._damaged("its table names other frames than it has")
         if held and not 0 < held[-1] <= _FRAME_BYTES:
@@ -110,11 +110,11 @@ class ZstdFile:
         return begins
 
     def size(self) -> int:
-        """Bytes of the shard."""
+        """Uncompressed size in bytes."""
         return self._size
 
     def read(self, size: int, at: int) -> bytes:
-        """Reads any bytes; fewer where the shard ends before."""
+        """Reads bytes; fewer if the shard ends before."""
         end = min(at + size, self._size)
         if at >= end:
             return b""
@@ -123,11 +123,11 @@ class ZstdFile:
         return data[at - first * _FRAME_BYTES : end - first * _FRAME_BYTES]
 
     def read_blocks(self, data: memoryview, at: int, needed: int) -> int:
-        """Reads at least ``needed`` bytes where there are so many; returns how many."""
+        """Reads ``needed`` bytes, fewer if the shard ends before; returns their number."""
         return io.BytesIO(self.read(needed, at)).readinto(data)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         os.close(self._file)
 
     def _frame(self, number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Tables that are looked up and trained in one call: ``table_group`` and what it is made of."""
+"""Groups of tables that are looked up and trained in one call: ``TableGroup`` and its parts."""
 
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 

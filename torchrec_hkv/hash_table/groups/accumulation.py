@@ -1,8 +1,8 @@
-"""Gradients of several backwards, applied to the rows at once.
+"""Gradient accumulation: gradients of several backwards, applied in one update.
 
-A held gradient is that of the pooled output, with the ids and slots it belongs to: nothing is added
-up by row before it is applied. Then the held batches are one batch whose features come once for
-each of them, so that one update sums and applies them as it does within a batch.
+The gradient of the pooled output is stored with the ids and slots of its batch. Rows are not summed
+before the update. The update treats the stored batches as one batch in which each feature occurs
+once for each stored batch, and sums the gradients of each row as within a batch.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
-    """One backward: arguments of ``update_rows``, and what pins its slots."""
+class PendingGradient:
+    """A stored backward: the arguments of ``update_rows``, and the pin of its slots."""
 
     grad: Tensor
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
     slots: Tensor
-    growths: int  # of the group, when the slots were found
+    growths: int  # number of growths of the group when the slots were found
     batch_size: int
     mean: bool
-    pin: Any  # while it is there, the rows of the slots stay
-    bags: tuple[int, ...] | None = None  # of each feature, where they differ in them
+    pin: Any  # keeps the rows in their slots
+    bags: tuple[int, ...] | None = None  # number of bags of each feature, if they differ
 
 
 class Accumulator:
-    """The held gradients of a group's lookups.
+    """The stored gradients of a group's lookups.
 
     Args:
-        group: of the tables.
-        optimizer: theirs, None where they are not trained.
+        group: the group of the tables.
+        optimizer: the optimizer of the tables; None if they are not trained.
     """
 
     def __init__(self, group: _C.TableGroup, optimizer: Optimizer | None) -> None:
         self.group = group
         self.optimizer = optimizer
-        self._rounds: list[Round] = []
+        self._rounds: list[PendingGradient] = []
         self._holds = False
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Within it, lookups are made whose backwards hold their gradients."""
+        """A context in which the backwards of lookups store their gradients."""
         before, self._holds = self._holds, True
         try:
             yield
@@ -64,25 +64,25 @@ class Accumulator:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the next lookup holds its gradient, or has held ones to apply."""
+        """Whether the next lookup stores its gradient, or has stored gradients to apply."""
         return self._holds or bool(self._rounds)
 
     def lookup(self, anchor: Tensor, weights: Tensor | None, *args: Any) -> Tensor:
-        """As ``TableGroup.pooled_lookup`` in training.
+        """A training lookup, see ``TableGroup.pooled_lookup``.
 
         Args:
-            anchor: as there.
-            weights: as there.
+            anchor: a tensor that requires grad.
+            weights: float32 ``[n]`` or None.
             args: ids, offsets, slots, batch_size, mean, pin, learning_rate, bags, dtype.
         """
         return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
 
-    def add(self, backward: Round) -> None:
-        """Holds one more."""
+    def add(self, backward: PendingGradient) -> None:
+        """Stores a backward."""
         self._rounds.append(backward)
 
     def apply(self, learning_rate: Tensor) -> None:
-        """Updates the rows by all that is held."""
+        """Updates the rows by all stored gradients, and drops these and their pins."""
         rounds, self._rounds = self._rounds, []
         group = self.group
         if self.optimizer is not None:
@@ -90,9 +90,8 @@ class Accumulator:
             dims = _C.group_feature_dims(group.handle)
             *batch, bags = as_one_batch(rounds, dims)
             _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds), bags)
-        # With the rounds go their pins.
 
-    def _present(self, held: Round) -> Round:
+    def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size, held.bags)
         return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
 
@@ -106,18 +105,21 @@ def slots_at_present(
     batch_size: int,
     bags: Sequence[int] | None = None,
 ) -> tuple[Tensor, int]:
-    """Slots, found again where a table has grown since; and the growths that they are of.
+    """Finds slots again if a table has grown since they were found.
 
-    What is pinned is still there. What had no slot stays without one.
+    Pinned ids are still in the table. Ids that had no slot keep none.
 
     Args:
-        group: a TableGroup, in Python or the extension's.
-        slots: as they were found.
-        growths: of the group, then.
-        ids: of the slots; the other arguments as for ``TableGroup.find``.
-        offsets: likewise.
-        batch_size: likewise.
-        bags: likewise.
+        group: a TableGroup, of Python or of the extension.
+        slots: the slots found before.
+        growths: number of growths of the group at that time.
+        ids: the ids of the slots.
+        offsets: as for ``TableGroup.find``.
+        batch_size: as for ``TableGroup.find``.
+        bags: as for ``TableGroup.find``.
+
+    Returns:
+        The current slots, and the current number of growths.
     """
     now = group.growths
     if now == growths:
@@ -151,7 +153,7 @@ class _HeldLookup(torch.autograd.Function):
         ctx.save_for_backward(ids, offsets, slots, weights)
         ctx.batch_size, ctx.mean, ctx.bags = batch_size, mean, bags
         ctx.pin = pin
-        # Without a pin: the lookup itself neither pins nor trains.
+        # No pin is passed: this lookup must neither release it nor record a backward.
         args = (ids, offsets, weights, slots, batch_size, mean, None, learning_rate, bags, dtype)
         return _ops.pooled_lookup(anchor, group.handle, *args)
 
@@ -166,7 +168,7 @@ class _HeldLookup(torch.autograd.Function):
         where = (slots, ctx.growths, ids, offsets, ctx.batch_size, ctx.bags)
         slots, growths = slots_at_present(accumulator.group, *where)
         optimizer = accumulator.optimizer
-        # A copy: the gradient's memory may be used again.
+        # A copy, because autograd may reuse the memory of the gradient.
         bound = None if optimizer is None else optimizer.clip_output
         grad = grad.clone(memory_format=torch.contiguous_format)
         if bound is not None:
@@ -178,19 +180,22 @@ class _HeldLookup(torch.autograd.Function):
         if weights is not None:
             weights = weights.detach()
         batch = (grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean)
-        accumulator.add(Round(*batch, ctx.pin, ctx.bags))
+        accumulator.add(PendingGradient(*batch, ctx.pin, ctx.bags))
         ctx.pin = None
         if not ctx.holds:
             accumulator.apply(ctx.learning_rate)
         return (None, weights_grad, *[None] * 11)
 
 
-def as_one_batch(rounds: list[Round], dims: Sequence[int]) -> tuple[Any, ...]:
-    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean, bags. Asks no device.
+def as_one_batch(rounds: list[PendingGradient], dims: Sequence[int]) -> tuple[Any, ...]:
+    """Concatenates backwards into one batch, without synchronization.
 
     Args:
-        rounds: at least one.
-        dims: of the features of their group.
+        rounds: at least one backward.
+        dims: number of columns of each feature of the group.
+
+    Returns:
+        grad, ids, offsets, weights, slots, batch_size, mean, bags: arguments of ``update_rows``.
     """
     if len(rounds) == 1:
         (held,) = rounds
@@ -232,20 +237,20 @@ def as_one_batch(rounds: list[Round], dims: Sequence[int]) -> tuple[Any, ...]:
     )
 
 
-def _bags(held: Round, features: int) -> tuple[int, ...]:
-    """Of each feature."""
+def _bags(held: PendingGradient, features: int) -> tuple[int, ...]:
+    """Number of bags of each feature."""
     return (held.batch_size,) * features if held.bags is None else held.bags
 
 
-def _flat(held: Round, dims: Sequence[int]) -> Tensor:
-    """The gradient, feature by feature."""
+def _flat(held: PendingGradient, dims: Sequence[int]) -> Tensor:
+    """The gradient, one feature after the other."""
     if held.bags is not None:
         return held.grad
     return torch.cat([part.flatten() for part in held.grad.split(list(dims), dim=1)])
 
 
-def _starts(held: Round, batch_size: int, features: int) -> Tensor:
-    """Where the bags of a batch start, with empty ones up to ``batch_size`` a feature."""
+def _starts(held: PendingGradient, batch_size: int, features: int) -> Tensor:
+    """Offsets of the bags of a batch, with empty bags up to ``batch_size`` for each feature."""
     size = held.batch_size
     if size == batch_size:
         return held.offsets[:-1]

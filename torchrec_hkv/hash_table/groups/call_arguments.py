@@ -1,5 +1,5 @@
-"""Checks of what the calls of a table or a group are given, before they get their number: a refused
-call does not count."""
+"""Checks of the arguments of calls. They run before a call is numbered, so that a call that raises
+does not count as a step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-#: Policies whose scores the table makes by itself.
+#: Policies that compute scores themselves.
 _OWN_SCORES = ("lru", "epoch_lru")
 
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """What the calls of a group take.
+    """Properties of the arguments that the calls of a group accept.
 
     Attributes:
-        device: of the tables.
-        row_width: columns of rows: the dim of the widest table.
-        dtype: of rows: that of the tables, or float32 where theirs differ.
-        evictions: their policies, each once.
+        device: device of the tables.
+        row_width: number of columns of rows: the dim of the widest table.
+        dtype: dtype of rows: that of the tables, or float32 if theirs differ.
+        evictions: the policies of the tables, without repetition.
     """
 
     device: torch.device
@@ -33,7 +33,7 @@ class CallArguments:
 
     @classmethod
     def of(cls, tables: tuple[TableSpec, ...], device: torch.device) -> CallArguments:
-        """What the calls of a group of these tables take."""
+        """The properties for a group of these tables."""
         dtypes = {spec.dtype for spec in tables}
         return cls(
             device,
@@ -43,7 +43,12 @@ class CallArguments:
         )
 
     def check(self, tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raises TypeError or ValueError for another dtype, shape or device."""
+        """Checks a tensor.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: another shape or device.
+        """
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{what} must be a tensor of dtype {dtype}, but is {kind}.")
@@ -53,7 +58,7 @@ class CallArguments:
             raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
 
     def checked_ids(self, ids: Tensor) -> Tensor:
-        """What every call takes, as contiguous int64."""
+        """Checks ids and returns them as contiguous int64."""
         converted = int64_ids(ids)
         if ids.dim() != 1:
             raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
@@ -62,11 +67,11 @@ class CallArguments:
         return converted.contiguous()
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
-        """A row for each id."""
+        """Checks that there is a row for each id."""
         self.check(rows, "rows", self.dtype, (ids.numel(), self.row_width))
 
     def check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
-        """A score for each id, where a policy takes any."""
+        """Checks that there is a score for each id if a policy takes scores, and none otherwise."""
         if scores is None:
             if "customized" in self.evictions:
                 raise ValueError("scores must be given under eviction 'customized'.")

@@ -1,4 +1,4 @@
-"""What is done with ids in the tables of a group, all tables in one launch."""
+"""Operations on ids of a group's tables, all tables in one launch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _ops = torch.ops.torchrec_hkv
 
 
 class GroupCalls(GroupStrictness):
-    """HierarchicalKV's operations on the tables of a group. Part of ``TableGroup``.
+    """The operations of HierarchicalKV for the tables of a group; a base of ``TableGroup``.
 
-    ``HashTable`` has the same operations for one table, says what they do, and is made of these.
-    All of them take ids as :meth:`TableGroup.find` does: ``ids``, integers ``[n]`` of 8 to 64 bits,
-    feature-major, and ``offsets``, int64 ``[features * batch_size + 1]`` (None where the group has
-    one feature), from which the table of each id follows. A group that has one feature for each
-    table, in order, takes ``batch_size`` 1 and offsets by table. The same id in two tables is two
-    entries; an id may repeat within its table, also through several features.
+    :class:`torchrec_hkv.hash_table.HashTable` describes the operations and calls them for one
+    table.
+    All take ids like :meth:`TableGroup.find`: ``ids``, integers ``[n]`` of 8 to 64 bits,
+    feature-major, and ``offsets``, int64 ``[features * batch_size + 1]``, which determine the table
+    of each id (None if the group has one feature). To pass ids by table to a group with one feature
+    for each table, in order, use ``batch_size`` 1. Equal ids in two tables are two entries. An id
+    may occur several times in its table, also in several features.
 
-    Rows are a matrix ``[n, row_width]``, row ``i`` that of ``ids[i]``: as wide as the widest table
-    of the group, so that where a row lies does not depend on what is on the device. A narrower
-    table takes the first columns; the others are not read, and are given back as zeros. So a group
-    is best made of tables of like dims. :meth:`TableGroup.split_rows` and
-    :meth:`TableGroup.join_rows` change between the matrix and a tensor a feature.
+    Rows are a matrix ``[n, row_width]`` in which row ``i`` belongs to ``ids[i]``. It is as wide as
+    the widest table, so that its layout is known on the host. A narrower table uses the first
+    columns; the others are ignored as input and zeros as output. A group should therefore have
+    tables of similar dims. :meth:`TableGroup.split_rows` and :meth:`TableGroup.join_rows` convert
+    between the matrix and one tensor for each feature.
 
-    ``scores``, int64 ``[n]``, are given where a table of the group takes scores; tables that make
-    their own don't read theirs.
+    ``scores`` are int64 ``[n]``, given if a table of the group takes scores. Tables that compute
+    their own ignore them.
     """
 
     tables: tuple[TableSpec, ...]
@@ -44,37 +45,39 @@ class GroupCalls(GroupStrictness):
 
     @property
     def row_width(self) -> int:
-        """Columns of the rows that calls take and give: the dim of the widest table."""
+        """Number of columns of rows in calls: the dim of the widest table."""
         return self._arguments.row_width
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows that calls take and give: the tables', or float32 where theirs differ."""
+        """Dtype of rows in calls: that of the tables, or float32 if theirs differ."""
         return self._arguments.dtype
 
     # -- lookups ----------------------------------------------------------------------------------
 
     def find_slots(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
-        """Slots of ids, int64 ``[n]``, numbered through the tables; -1 where an id is not there."""
+        """Looks up slots, int64 ``[n]``, numbered over all tables of the group; -1 for missing
+        ids. Changes nothing."""
         ids = self._arguments.checked_ids(ids)
         return _ops.find(self._group.handle, ids, offsets, batch_size)
 
     def find_rows(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Rows of ids, or initial rows, and whether an id is there; changes nothing."""
+        """Looks up rows, the initial row for missing ids, and whether each id was found. Changes
+        nothing."""
         with self.unchanged():
             slots = self.find_slots(ids, offsets, batch_size)
             return self._gather(ids, offsets, batch_size, slots)
 
     def contains(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
-        """Whether ids are in their tables, bool ``[n]``; changes nothing."""
+        """Whether ids are in their tables, bool ``[n]``. Changes nothing."""
         return self.find_slots(ids, offsets, batch_size) >= 0
 
     def find_missing(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Ids that are not in their tables, and their positions (waits for the device)."""
+        """Ids that are not in their tables, and their positions. Synchronizes with the device."""
         slots = self.find_slots(ids, offsets, batch_size)
         positions = (slots < 0).nonzero().flatten()
         missing = self._arguments.checked_ids(ids)[positions]
@@ -84,9 +87,10 @@ class GroupCalls(GroupStrictness):
     def find_or_insert_rows(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows of ids, inserted with their initial rows where they were not there, and which were.
+        """Looks up rows and inserts missing ids with their initial rows; returns rows, and whether
+        each id was in its table before.
 
-        Of an id that is refused or not admitted it is the initial row.
+        Ids that are refused or not admitted get their initial row.
         """
         with self.alone():
             slots, found = self.find_or_insert_slots(ids, offsets, batch_size, scores)
@@ -95,7 +99,8 @@ class GroupCalls(GroupStrictness):
     def find_or_insert_slots(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same with slots, int64 ``[n]``, instead of rows; -1 for ids without one."""
+        """Like :meth:`find_or_insert_rows`, but returns slots, int64 ``[n]``; -1 for ids without
+        one."""
         slots, found, *_ = self._insert(ids, offsets, batch_size, scores, None, initialize=True)
         self.check_strict()
         return slots, found
@@ -110,7 +115,7 @@ class GroupCalls(GroupStrictness):
         rows: Tensor,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """Sets rows and scores of ids, inserting those that are not there.
+        """Sets rows and scores of ids, and inserts missing ids.
 
         Returns:
             bool ``[n]``: False for ids that were refused or not admitted.
@@ -130,7 +135,8 @@ class GroupCalls(GroupStrictness):
         *,
         trim: bool = True,
     ) -> GroupEvicted:
-        """The same; gives back what the tables threw out, refused or did not admit.
+        """Like :meth:`insert_or_assign`, but returns the entries that were evicted, refused or not
+        admitted.
 
         Args:
             ids: see the class.
@@ -138,7 +144,7 @@ class GroupCalls(GroupStrictness):
             batch_size: see the class.
             rows: see the class.
             scores: see the class.
-            trim: as in :meth:`HashTable.insert_and_evict`.
+            trim: see :meth:`HashTable.insert_and_evict`.
         """
         evicted, tables = self._insert_and_evict(ids, offsets, batch_size, rows, scores, trim)
         if len(self.tables) == 1:
@@ -154,15 +160,15 @@ class GroupCalls(GroupStrictness):
         accumulate: Tensor,
         scores: Tensor | None = None,
     ) -> None:
-        """Adds rows to ids that are there, assigns them to ids that are not.
+        """Adds rows to ids in the tables, and assigns rows to missing ids.
 
         Args:
             ids: see the class.
             offsets: see the class.
             batch_size: see the class.
             rows: see the class.
-            accumulate: bool ``[n]``, what the caller believes of each id: True that it is there,
-                False that it is not. Where the belief is wrong, nothing is done with the id.
+            accumulate: bool ``[n]``: True if the caller expects the id in its table, False if it
+                expects it to be missing. Ids for which this is wrong are skipped.
             scores: see the class.
         """
         ids = self._arguments.checked_ids(ids)
@@ -185,7 +191,7 @@ class GroupCalls(GroupStrictness):
         rows: Tensor,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
+        """Sets rows and scores of ids in the tables; returns which were found, bool ``[n]``."""
         self._check_rows(ids, rows)
         with self.alone():
             slots = self._touch(ids, offsets, batch_size, scores)
@@ -195,7 +201,7 @@ class GroupCalls(GroupStrictness):
     def assign_rows(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, rows: Tensor
     ) -> Tensor:
-        """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
+        """Sets rows, but not scores, of ids in the tables; returns which were found, ``[n]``."""
         self._check_rows(ids, rows)
         with self.alone():
             slots = self.find_slots(ids, offsets, batch_size)
@@ -206,18 +212,19 @@ class GroupCalls(GroupStrictness):
     def assign_scores(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None = None
     ) -> Tensor:
-        """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
+        """Updates scores, but not rows, of ids in the tables as a hit does; returns which were
+        found, bool ``[n]``."""
         return self._touch(ids, offsets, batch_size, scores) >= 0
 
     def erase(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> None:
-        """Forgets ids; those that are not there are passed over."""
+        """Removes ids; missing ids are skipped."""
         with self.alone():
             self._erase_slots(self.find_slots(ids, offsets, batch_size))
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _check_rows(self, ids: Tensor, rows: Tensor) -> None:
-        if isinstance(ids, Tensor):  # what else it is the call itself refuses
+        if isinstance(ids, Tensor):  # anything else is refused by the call itself
             self._arguments.check_rows(rows, ids)
 
     def _insert_and_evict(
@@ -229,12 +236,12 @@ class GroupCalls(GroupStrictness):
         scores: Tensor | None,
         trim: bool,
     ) -> tuple[Evicted, Tensor]:
-        """What is given back, and the tables of it; of a group of one table these are empty."""
+        """The evicted entries and their tables; the tables are empty in a group of one table."""
         self._check_rows(ids, rows)
         _, _, out_ids, out_rows, out_scores, number, tables = self._insert(
             ids, offsets, batch_size, scores, rows, assign=True, evicted=True
         )
-        self.take_crowded()  # they are given back, so that a strict table need not raise
+        self.take_crowded()  # refused ids are returned, so a strict table does not raise
         if trim:
             n = int(number)
             out_ids, out_rows, out_scores = out_ids[:n], out_rows[:n], out_scores[:n]
@@ -283,7 +290,7 @@ class GroupCalls(GroupStrictness):
     def _touch(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None
     ) -> Tensor:
-        """A call that touches what is there; returns slots."""
+        """Updates scores of ids in the tables; returns slots."""
         group, ids = self._group, self._arguments.checked_ids(ids)
         self._arguments.check_scores(scores, ids)
         if scores is not None:

@@ -1,4 +1,4 @@
-"""What a table of a group holds, as a whole: sizes, growth, and its contents in and out."""
+"""Whole tables of a group: sizes, growth, and export and load of their contents."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from torchrec_hkv.hash_table.table_spec import TableState
 
 
 class GroupContents:
-    """Whole tables of a group. Part of ``TableGroup``, which has the rest."""
+    """Operations on whole tables of a group; a base of ``TableGroup``."""
 
     _group: _C.TableGroup
     _rewrites = 0
 
     @property
     def rewrites(self) -> int:
-        """How often rows may have changed that were not looked up, as when a table is loaded."""
+        """How often rows may have changed without a lookup, as when a table is loaded."""
         return self._rewrites
 
     def note_rewrite(self) -> None:
-        """Called before rows change that are not looked up in the same step."""
+        """Counts a change of rows that are not looked up in the same step. Call it before the
+        change."""
         self._rewrites += 1
 
     def ids_and_steps(self, table: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and last steps of slots; of free slots they mean nothing.
+        """Ids and last steps of slots. Values of free slots are undefined.
 
         Args:
             table: index of the table.
             slots: int64 ``[n]``, counted from the table's first slot.
 
         Returns:
-            int64 ``[n]``, and the bits of unsigned steps, int32 ``[n]``.
+            int64 ids ``[n]``, and steps as int32 ``[n]`` with the bits of unsigned numbers.
         """
         return self._group.ids_and_steps(table, slots)
 
     def present_slots(self, table: int) -> int:
-        """Slots that a table has at present; it grows up to its capacity."""
+        """Number of slots of a table now; grows up to its capacity."""
         return self._group.present_slots(table)
 
     def full_slots(self, table: int) -> int:
-        """Slots of a table at its full capacity."""
+        """Number of slots of a table at its full capacity."""
         return self._group.full_slots(table)
 
     def reserve(self, table: int, rows: int) -> None:
-        """Grows a table now, so that it takes ``rows`` rows in all without growing.
+        """Grows a table now, so that ``rows`` rows in all fit without further growth.
 
-        Slots that were found before are not valid any more, but those of lookups whose backward is
-        to come are found again. Waits for the device.
+        Slots found before become invalid, except that pending backwards find theirs again.
+        Synchronizes with the device.
 
         Raises:
             ValueError: ``rows`` is negative, or more than the capacity.
@@ -59,24 +60,24 @@ class GroupContents:
         self._group.reserve(table, rows)
 
     def reserve_buckets(self, table: int, num_buckets: int, bucket_slots: int) -> bool:
-        """Grows a table to this geometry; False, and nothing is done, where it can't have it."""
+        """Grows a table to a geometry. Returns False, and changes nothing, if it can't have it."""
         return self._group.reserve_buckets(table, num_buckets, bucket_slots)
 
     def export_table(self, table: int) -> TableState:
-        """A copy of all that a table holds."""
+        """A copy of a table's contents."""
         state = self._group.export_table(table)
         fields = [field.name for field in dataclasses.fields(TableState)]
         return TableState(**{name: getattr(state, name) for name in fields})
 
     def load_table(self, table: int, state: TableState) -> None:
-        """Replaces all that a table holds by an exported state of a table of the same capacity.
+        """Replaces a table's contents by an exported state of a table of the same capacity.
 
-        The state may be of a table that has grown more or less far. This one grows as far; it does
-        not shrink.
+        The exported table may have grown to another size. This table grows as far; it does not
+        shrink.
 
         Raises:
-            ValueError: a tensor has another shape or dtype, or an id stands where the table would
-                not find it; nothing has changed then.
+            ValueError: a tensor has another shape or dtype, or an id is in a slot where the table
+                would not find it. Nothing has changed then.
         """
         self.note_rewrite()
         loaded = _C.TableState()
@@ -85,25 +86,25 @@ class GroupContents:
         self._group.load_table(table, loaded)
 
     def clear_table(self, table: int) -> None:
-        """Forgets all ids of a table. Counters go on."""
+        """Removes all ids of a table. Counters are not reset."""
         self._group.clear_table(table)
 
     def read_admission(self, table: int, first: int, n: int) -> Tensor:
-        """A copy of ``n`` bytes of a table's counts of ids that are not admitted, from ``first``.
+        """A copy of ``n`` bytes of a table's admission counters, from byte ``first`` on.
 
         Returns:
-            uint8 on the table's device; what they are says ``csrc/hash_table/admission.h``.
+            uint8 ``[n]`` on the table's device, in the layout of ``csrc/hash_table/admission.h``.
         """
         return self._group.read_admission(table, first, n)
 
     def write_admission(self, table: int, first: int, counts: Tensor) -> None:
-        """Overwrites such bytes."""
+        """Overwrites admission counters from byte ``first`` on."""
         self._group.write_admission(table, first, counts)
 
     def fill_frames(self, table: int) -> None:
-        """Brings the rows of the highest rank into HBM, as far as there is room.
+        """Brings the rows of the highest scores into HBM, as far as there is room.
 
-        For a table with rows in host memory that has just been filled otherwise than by lookups.
-        Elsewhere nothing happens.
+        Call it after a table with rows in host memory was filled by something other than lookups.
+        Does nothing for other tables.
         """
         self._group.fill_frames(table)

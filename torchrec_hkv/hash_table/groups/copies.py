@@ -1,4 +1,4 @@
-"""Copies of a group, with all that its tables hold."""
+"""Copies of a group with the contents of its tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrec_hkv.hash_table.groups.selection import GroupSelection
 from torchrec_hkv.hash_table.optimizers import Optimizer
 
 _ops = torch.ops.torchrec_hkv
-#: Memory of the device that entries on their way take.
+#: Device memory for entries that are being copied.
 _BATCH_BYTES = 64 << 20
 
 
 class GroupCopies(GroupSelection, GroupContents):
-    """What ``copy`` and ``pickle`` do with a group. Part of ``TableGroup``, which has the rest."""
+    """Support of ``copy`` and refusal of ``pickle``; a base of ``TableGroup``."""
 
     feature_tables: tuple[int, ...]
     optimizer: Optimizer | None
@@ -36,8 +36,8 @@ class GroupCopies(GroupSelection, GroupContents):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._accumulator.is_needed:
             raise RuntimeError(
-                "Gradients are held for these tables: make the lookup that applies them before the "
-                "tables are copied."
+                "The tables can't be copied, because gradients are stored for them: first make the "
+                "lookup that applies them."
             )
         made = type(self)(
             self.tables, self.feature_tables, self.optimizer, self.device, self._given_state_dim
@@ -64,7 +64,7 @@ class GroupCopies(GroupSelection, GroupContents):
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
-            f"A {type(self).__name__} has no shallow copy, which would share its memory: use "
+            f"A {type(self).__name__} has no shallow copy, because it would share its memory: use "
             "copy.deepcopy."
         )
 
@@ -76,7 +76,7 @@ class GroupCopies(GroupSelection, GroupContents):
         )
 
     def _copy_entries(self, made: Self, table: int) -> None:
-        """Gives each entry the slot that it has here."""
+        """Copies each entry to the slot that it has here."""
         dim, dtype, width, _, buckets, bucket_slots = _C.table_layout(self._group.handle, table)
         made.reserve_buckets(table, buckets, bucket_slots)
         slots = self.select_slots(table)
@@ -88,5 +88,5 @@ class GroupCopies(GroupSelection, GroupContents):
             if not placed.all():
                 raise RuntimeError(
                     f"table {self.tables[table].name!r} could not be copied: "
-                    f"{int((~placed).sum())} of its slots are taken twice."
+                    f"{int((~placed).sum())} of its slots are occupied twice."
                 )

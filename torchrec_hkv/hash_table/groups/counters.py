@@ -1,4 +1,4 @@
-"""What the tables of a group have counted, how full they are, and the memory they take."""
+"""Counters, sizes and memory of the tables of a group."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-#: What :meth:`GroupCounters.device_counters` gives of a table.
+#: Columns of :meth:`GroupCounters.device_counters`.
 DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
 DEVICE_COUNTS += ("expired", "fetched", "written_home", "host_hits", "returned", "size")
 _COUNTED = DEVICE_COUNTS[:-1]
-#: Half-lives of the miniatures of an adaptive table, as an ``AgedLFU`` names them.
+#: Half-lives c of the miniature tables of an adaptive table, see ``AgedLFU``.
 MINIATURE_CS = _C.MINIATURES
-#: Behind these, of tables whose counts age: 1 each, c in hundredths (at most 10^8), and what their
-#: miniatures have counted lately.
+#: Further columns, for tables with aging counts: 1, c in hundredths (at most 10^8), and recent
+#: counts of the miniature tables.
 DEVICE_COUNTS += ("aged", "c_hundredths", "miniature_lookups")
 DEVICE_COUNTS += tuple(f"miniature_hits_{c:g}" for c in MINIATURE_CS)
-#: What kernels count, by column of the counters.
+#: Columns of the counters that kernels write.
 COUNTERS = (
     "lookups",
     "misses",
@@ -38,7 +38,7 @@ COUNTERS = (
 
 
 class GroupCounters:
-    """Counters of a group. Part of ``TableGroup``, which has the rest."""
+    """Counters of a group; a base of ``TableGroup``."""
 
     tables: tuple[TableSpec, ...]
     device: torch.device
@@ -54,29 +54,34 @@ class GroupCounters:
 
     @property
     def counter_tensor(self) -> Tensor:
-        """int64 ``[tables, 12]`` on the device; ops that change a table write it."""
+        """int64 ``[tables, 12]`` on the device; written by ops that change a table."""
         return self._group.counters
 
     def sizes(self) -> list[int]:
-        """Entries of each table (waits for the device)."""
+        """Number of entries of each table. Synchronizes with the device."""
         return self._group.sizes().tolist()
 
     def counters(self) -> list[dict[str, int]]:
-        """For each table, counts since it was made, its size and its full capacity in slots.
+        """For each table, counts since its creation, its size and its full capacity in slots.
+        Synchronizes with the device.
 
-        ``lookups`` are ids of training lookups and insertions, ``hits`` those that were there,
-        ``inserted`` those that were placed, ``evicted`` those in whose place they were,
-        ``refused`` those that found no place, ``unadmitted`` those that were not admitted;
-        ``expired`` are entries that left for their age. Of tables with rows in host memory,
-        ``fetched`` are rows that came into HBM, ``written_home`` those that had changed there and
-        were written to host memory when others took their place. ``host_hits`` are the hits whose
-        row was in host memory (on a CPU all of them), ``returned`` the ids placed that the table
-        remembers as evicted (0 without ``remember_evicted``). Waits for the device.
+        - ``lookups``: ids in training lookups and insertions.
+        - ``hits``: lookups whose id was in the table.
+        - ``inserted``: ids that got a slot.
+        - ``evicted``: ids that were evicted.
+        - ``refused``: ids for which no slot was found.
+        - ``unadmitted``: ids that were not admitted.
+        - ``expired``: entries that were removed because of their age.
+        - ``fetched``: rows copied from host memory to HBM.
+        - ``written_home``: rows that were changed in HBM and written back to host memory.
+        - ``host_hits``: hits whose row was in host memory; on a CPU all hits.
+        - ``returned``: inserted ids that the table remembers as evicted; 0 without
+          ``remember_evicted``.
 
         Raises:
-            ValueError: as :meth:`TableGroup.check_offsets` says.
+            ValueError: see :meth:`TableGroup.check_offsets`.
         """
-        # First: waits for calls on other streams too.
+        # Read sizes first: this also waits for calls on other streams.
         sizes = self._group.sizes().tolist()
         counts = self._counts().tolist()
         self._group.check_offsets()
@@ -87,7 +92,8 @@ class GroupCounters:
         ]
 
     def device_counters(self) -> Tensor:
-        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 20]`` on the device; no wait."""
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 20]`` on the device. Does not
+        synchronize."""
         sizes = self._group.sizes().to(self.device)  # first: in order with other streams
         hundredths = (self._group.aged_lfu[:, :1] * 100).clamp(max=1e8).long()
         tally, k = self._group.miniature_tally, len(MINIATURE_CS)
@@ -96,18 +102,18 @@ class GroupCounters:
         return torch.cat([*parts, recent[:, k:], recent[:, :k]], dim=1)
 
     def _counts(self) -> Tensor:
-        """What is counted since the tables were made."""
+        """Counts since the creation of the tables."""
         counted = dict(zip(COUNTERS, self._group.counters.unbind(1), strict=True))
         counted["hits"] = counted["lookups"] - counted["misses"]
-        # Kernels count hits in host memory where there are frames in HBM; elsewhere a table has all
-        # its rows in one memory.
+        # Kernels count hits in host memory only if there are frames in HBM. Without frames, all
+        # rows of a table are in one memory.
         counted["host_hits"] = torch.where(self._all_on_host, counted["hits"], counted["host_hits"])
         return torch.stack([counted[name] for name in _COUNTED], dim=1)
 
     def hbm_bytes(self, table: int) -> int:
-        """Bytes a table takes of a GPU's memory."""
+        """Bytes of GPU memory that a table takes."""
         return self._group.hbm_bytes(table)
 
     def host_bytes(self, table: int) -> int:
-        """Bytes a table takes of host memory."""
+        """Bytes of host memory that a table takes."""
         return self._group.host_bytes(table)

@@ -1,4 +1,4 @@
-"""Several calls of one thread that no other thread's calls come between."""
+"""Locks of a group for several calls of one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrec_hkv import _C
 
 
 class Hold:
-    """Holds a group within a ``with`` block.
+    """A context that locks a group.
 
     Args:
         group: the group.
@@ -31,26 +31,26 @@ class Hold:
 
 
 class GroupHolds:
-    """Holds of a group by one thread. Part of ``TableGroup``, which has the rest."""
+    """Locks of a group; a base of ``TableGroup``."""
 
     _group: _C.TableGroup
 
     def unchanged(self) -> Hold:
-        """Keeps the tables of the group as they are within a ``with`` block.
+        """A context in which the tables of the group do not change.
 
-        All that is read within it is of one moment: saves of several tables, exports, counters.
-        Calls of other threads that change a table wait until the block ends; those that read don't.
-        Replays of CUDA graphs are not seen by the host and do not wait.
+        Everything read in it is consistent: saves of several tables, exports, counters. Calls of
+        other threads that change a table wait until the context ends; calls that only read do not
+        wait. Replays of CUDA graphs do not wait, because the host does not see them.
 
         Raises:
-            RuntimeError: within the block, where the thread itself changes a table.
+            RuntimeError: this thread changes a table within the context.
         """
         return Hold(self._group, _C.Hold.UNCHANGED)
 
     def alone(self) -> Hold:
-        """Keeps all calls of other threads out within a ``with`` block.
+        """A context in which calls of other threads wait.
 
-        Other threads see what is done within it as one change.
+        Other threads see the changes made in it as one.
 
         Raises:
             RuntimeError: the thread is within :meth:`unchanged`.

@@ -1,4 +1,4 @@
-"""Rows of a group's tables: the matrix that calls take and give, and a tensor a feature."""
+"""Conversion between the matrix of rows in calls and one tensor for each feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 
 
 class GroupRows:
-    """Rows of several dims in one tensor. Part of ``TableGroup``, which has the rest."""
+    """Rows of several dims in one matrix; a base of ``TableGroup``."""
 
     tables: tuple[TableSpec, ...]
     device: torch.device
@@ -20,23 +20,23 @@ class GroupRows:
     _arguments: CallArguments
 
     def split_rows(self, rows: Tensor, offsets: Tensor, batch_size: int) -> list[Tensor]:
-        """A tensor of rows for each feature (waits for the device).
+        """Splits a matrix of rows by feature. Synchronizes with the device.
 
         Args:
-            rows: ``[n, row_width]``, as calls of the group give them.
-            offsets: as in the call.
-            batch_size: as in the call.
+            rows: ``[n, row_width]``, as returned by calls of the group.
+            offsets: the offsets of the call.
+            batch_size: the batch size of the call.
 
         Returns:
-            ``[ids of the feature, dim of its table]``, of its table's dtype; views of ``rows``
-            where the dtypes allow.
+            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype; views
+            of ``rows`` if the dtypes are equal.
         """
         ends = offsets[:: max(1, batch_size)].tolist()
         features = len(self.feature_tables)
         if batch_size < 1 or len(ends) != features + 1 or ends[-1] != rows.shape[0]:
             raise ValueError(
-                f"offsets of {features} features and a batch_size of {batch_size} must go to the "
-                f"number of rows, {rows.shape[0]}, but are {offsets.numel()} that go to "
+                f"offsets of {features} features and batch_size {batch_size} must end with the "
+                f"number of rows, {rows.shape[0]}, but there are {offsets.numel()} that end with "
                 f"{int(offsets[-1]) if offsets.numel() else 'nothing'}."
             )
         specs = [self.tables[table] for table in self.feature_tables]
@@ -46,17 +46,17 @@ class GroupRows:
         ]
 
     def join_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        """The matrix of rows that calls of the group take.
+        """Joins rows by feature to the matrix that calls of the group take.
 
         Args:
             rows: for each feature ``[ids of the feature, dim of its table]``.
 
         Returns:
-            ``[n, row_width]``, zeros past the columns of a narrower table.
+            ``[n, row_width]``; zeros in columns beyond the dim of a narrower table.
         """
         if len(rows) != len(self.feature_tables):
             raise ValueError(
-                f"rows must be {len(self.feature_tables)} tensors, one a feature, but are "
+                f"rows must be {len(self.feature_tables)} tensors, one for each feature, but are "
                 f"{len(rows)}."
             )
         joined = torch.zeros(

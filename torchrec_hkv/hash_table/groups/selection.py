@@ -1,4 +1,4 @@
-"""Entries of a group's tables by what is known of them: selected, forgotten, given back."""
+"""Selection of entries by score, age and predicates, to erase or to export them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1
 _INT64_MAX = (1 << 63) - 1
 _INT64_MIN = -(1 << 63)
-#: Entries that a predicate is shown at a time, where no batch size is given.
+#: Number of entries that a predicate gets at a time if no batch size is given.
 _PREDICATE_BATCH = 1 << 20
 
 
 def _bits(key: int) -> int:
-    """The int64 of the same bits as 64 bits without a sign."""
+    """The int64 with the same bits as an unsigned 64-bit number."""
     return key - (1 << 64) if key > _INT64_MAX else key
 
 
@@ -43,18 +43,22 @@ def _check_bound(what: str, bound: int | None, kinds: Collection[bool]) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raises ValueError for less than one entry a batch."""
+    """Checks that ``batch_size`` is an integer of at least 1.
+
+    Raises:
+        ValueError: it is not.
+    """
     check_number("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
 
 
 def chosen_by(where: Callable[..., Tensor], entries: Entries) -> Tensor:
-    """What a predicate says of entries.
+    """The result of a predicate for entries.
 
     Raises:
-        TypeError: it is no tensor of bools.
-        ValueError: it is not one bool an entry, on the entries' device.
+        TypeError: the result is not a bool tensor.
+        ValueError: the result does not have one value for each entry, or is on another device.
     """
     chosen = where(entries)
     if not isinstance(chosen, Tensor) or chosen.dtype != torch.bool:
@@ -69,12 +73,12 @@ def chosen_by(where: Callable[..., Tensor], entries: Entries) -> Tensor:
 
 
 class Conditions(TypedDict, total=False):
-    """What entries must meet, all that is given of it: keyword arguments, None by default.
+    """Conditions that entries must meet, as keyword arguments; None for no condition.
 
     Attributes:
-        score_below: score less than this.
-        score_at_least: score not less than this.
-        older_than: last touched more than this many calls ago.
+        score_below: the score is less than this.
+        score_at_least: the score is at least this.
+        older_than: the entry was last touched more than this many calls ago.
     """
 
     score_below: int | None
@@ -85,15 +89,15 @@ class Conditions(TypedDict, total=False):
 def check_some_condition(
     clear: str, where: Callable[..., Tensor] | None, conditions: Conditions
 ) -> None:
-    """Refuses to erase by no condition, which would erase everything.
+    """Checks that there is a condition, since erasing without one would remove everything.
 
     Args:
-        clear: the call that erases everything.
+        clear: the call that removes everything, for the message.
         where: a predicate, or None.
-        conditions: all others.
+        conditions: all other conditions.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no condition.
     """
     if where is None and all(bound is None for bound in conditions.values()):
         raise ValueError(
@@ -103,17 +107,16 @@ def check_some_condition(
 
 
 class GroupSelection(GroupCalls):
-    """Entries of a group by score, age and a predicate. Part of ``TableGroup``.
+    """Selection of entries by score, age and a predicate; a base of ``TableGroup``.
 
-    One launch looks through all tables that are meant: those of ``tables``, ascending indices, or
-    all.
+    One launch scans all tables given as ``tables`` (ascending indices), or all tables of the group.
     """
 
     _group: _C.TableGroup
     clock: int
 
     def select_slots(self, table: int, **conditions: Unpack[Conditions]) -> Tensor:
-        """Slots of the entries of a table that meet every given condition (waits for the device).
+        """Slots of a table's entries that meet all conditions. Synchronizes with the device.
 
         Args:
             table: index of the table.
@@ -123,19 +126,20 @@ class GroupSelection(GroupCalls):
             int64, ascending, counted from the table's first slot.
 
         Raises:
-            ValueError: a bound is no score that the policy can have, or an age is negative.
+            ValueError: a bound is not a score of the policy, or an age is negative.
         """
         return self._select_in([table], **conditions)
 
     def select(
         self, tables: Sequence[int] | None = None, **conditions: Unpack[Conditions]
     ) -> Tensor:
-        """The same of several tables, or all: ascending slots, numbered through the tables."""
+        """Slots of entries of several tables, or of all, that meet all conditions: ascending,
+        numbered over all tables of the group."""
         indices = list(range(len(self.tables)) if tables is None else tables)
         with self.unchanged():
             slots = self._select_in(indices, **conditions)
             present = [self._group.present_slots(table) for table in indices]
-        # From numbers through what these tables have at present to numbers through the group.
+        # Convert numbers over the current slots of these tables to numbers over the full group.
         ends = list(itertools.accumulate(present))
         shifts = [
             self._first_slots[table] - end + slots_there
@@ -153,17 +157,17 @@ class GroupSelection(GroupCalls):
         where: Callable[[GroupEntries], Tensor] | None = None,
         **conditions: Unpack[Conditions],
     ) -> int:
-        """Forgets all entries that meet every given condition; returns how many.
+        """Removes all entries that meet all given conditions; returns how many.
 
         Args:
             tables: see the class.
-            where: is given entries, and says which are meant: bool ``[n]``.
+            where: a predicate, called with batches of entries; returns which match, bool ``[n]``.
             conditions: :class:`Conditions`.
 
         Raises:
-            TypeError: ``where`` gives something else.
-            ValueError: so, or a condition is impossible, or there is none: :meth:`clear_table`
-                erases all.
+            TypeError: ``where`` returns something else than a bool tensor.
+            ValueError: ``where`` returns another shape, a condition is invalid, or none is given;
+                :meth:`clear_table` removes all entries.
         """
         check_some_condition("clear_table()", where, conditions)
         with self.alone():
@@ -176,14 +180,14 @@ class GroupSelection(GroupCalls):
     def export(
         self, batch_size: int = 1 << 20, tables: Sequence[int] | None = None
     ) -> Iterator[GroupEntries]:
-        """All entries, table after table, in batches of at most ``batch_size``.
+        """Yields all entries, table after table, in batches of at most ``batch_size``.
 
-        The entries are those of the first batch's moment, each with the row and the score that it
-        has when its batch is given. Entries that have been given may be erased. Within
-        :meth:`unchanged` all batches are of one moment.
+        The ids are those at the time of the first batch; row and score of an entry are those at the
+        time of its batch. Entries that have been yielded may be erased. Within :meth:`unchanged`
+        all batches are consistent.
 
         Raises:
-            RuntimeError: an entry that was still to be given has left or moved.
+            RuntimeError: an entry left the table or moved before it was yielded.
         """
         yield from self.export_if(tables=tables, batch_size=batch_size)
 
@@ -195,10 +199,10 @@ class GroupSelection(GroupCalls):
         batch_size: int = 1 << 20,
         **conditions: Unpack[Conditions],
     ) -> Iterator[GroupEntries]:
-        """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`.
+        """Yields entries that meet all conditions; see :meth:`erase_if` and :meth:`export`.
 
         Raises:
-            RuntimeError: an entry that was still to be given has left or moved.
+            RuntimeError: an entry left the table or moved before it was yielded.
         """
         check_batch_size(batch_size)
         with self.unchanged():
@@ -221,34 +225,34 @@ class GroupSelection(GroupCalls):
             del entries
 
     def entries_at(self, slots: Tensor) -> GroupEntries:
-        """What the tables keep of entries.
+        """Entries of occupied slots.
 
         Args:
-            slots: int64 ``[n]``, numbered through the tables; each must hold an entry.
+            slots: int64 ``[n]``, numbered over all tables of the group.
         """
         which = torch.bucketize(slots, self._boundaries, right=True, out_int32=True)
         return GroupEntries(*_ops.export_slots(self._group.handle, slots), which)
 
     def ids_at(self, slots: Tensor) -> Tensor:
-        """The ids of slots that are numbered through the tables, in host memory, int64 ``[n]``."""
+        """Ids of slots that are numbered over all tables of the group, int64 ``[n]`` on the CPU."""
         parts = slots.split(_PREDICATE_BATCH)
         return torch.cat([self._group.entries_at(part)[0].cpu() for part in parts])
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _check_there(self, slots: Tensor, ids: Tensor, growths: int) -> None:
-        """Raises unless these ids still have these slots."""
+        """Raises unless the ids are still in these slots."""
         if self._group.growths != growths:
             raise RuntimeError(
-                "A table has grown during an export, so that its entries are elsewhere: "
-                "insert nothing until all batches are taken, or call reserve() before."
+                "A table has grown during an export, which moved its entries: insert nothing until "
+                "all batches are taken, or call reserve() before."
             )
         now, there = self._group.entries_at(slots)
         missing = slots.numel() - int(((now.cpu() == ids) & there.cpu()).sum())
         if missing:
             raise RuntimeError(
-                f"{missing} entries have left during an export before they were given: insert and "
-                "erase nothing until all batches are taken, or export within unchanged()."
+                f"{missing} entries left the table during an export before they were returned: "
+                "insert and erase nothing until all batches are taken, or export in unchanged()."
             )
 
     def _number_slots(self) -> None:
@@ -264,7 +268,8 @@ class GroupSelection(GroupCalls):
         score_at_least: int | None = None,
         older_than: int | None = None,
     ) -> Tensor:
-        """Numbered through the slots that these tables have at present."""
+        """Slots of the entries that meet all conditions, numbered over the current slots of these
+        tables."""
         if sorted({*tables} & {*range(len(self.tables))}) != tables:
             raise ValueError(
                 f"tables must be ascending numbers from 0 to {len(self.tables) - 1}, but are "
@@ -279,7 +284,7 @@ class GroupSelection(GroupCalls):
             raise ValueError(f"older_than is {older_than}, but must not be negative.")
         touched_before = _INT64_MAX if older_than is None else max(0, self.clock - older_than)
         chosen = []
-        # One launch for neighbours whose scores have the same range.
+        # One launch for consecutive tables whose scores have the same range.
         for customized, run in itertools.groupby(
             zip(tables, kinds, strict=True), key=lambda its: its[1]
         ):
@@ -294,7 +299,7 @@ class GroupSelection(GroupCalls):
                     [table for table, _ in run],
                     _bits(0 if none else at_least - low),
                     _bits(0 if none else at_most - low),
-                    0 if none else touched_before,  # which no entry meets
+                    0 if none else touched_before,  # no entry was touched before call 0
                 )
             )
         if not chosen:
@@ -308,7 +313,7 @@ class GroupSelection(GroupCalls):
         entries_at: Callable[[Tensor], Entries],
         batch_size: int = _PREDICATE_BATCH,
     ) -> Tensor:
-        """Those of the slots whose entries a predicate chooses, in bounded memory."""
+        """The slots whose entries match a predicate, in bounded memory."""
         parts = slots.split(batch_size) if slots.numel() else ()
         kept = [part[chosen_by(where, entries_at(part))] for part in parts]
         return torch.cat(kept) if kept else slots

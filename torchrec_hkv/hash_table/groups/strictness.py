@@ -1,4 +1,4 @@
-"""Strict tables of a group: they raise where an id finds no place."""
+"""Strict tables: they raise if an id finds no slot."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _CROWDED = COUNTERS.index("crowded")
 
 
 class GroupStrictness(GroupHolds):
-    """What a group refuses in its strict tables. Part of ``TableGroup``, which has the rest."""
+    """Checks of strict tables; a base of ``TableGroup``."""
 
     tables: tuple[TableSpec, ...]
     _group: _C.TableGroup
 
     def _watch(self, tables: Sequence[TableSpec], labels: Sequence[str] | None) -> None:
-        #: What messages call the tables.
+        #: Names of the tables in messages.
         self.labels = tuple(labels or (spec.name for spec in tables))
         self._strict = [table for table, spec in enumerate(tables) if spec.strict]
         self._crowded = [0] * len(tables)
 
     def check_strict(self) -> None:
-        """Raises if a strict table has refused an id for lack of a place since the last check.
+        """Raises if a strict table found no slot for an id since the last check.
 
-        Waits for the device where the group has a strict table, so that such a group can't be
-        captured in a CUDA graph. The other ids of the call have been placed then.
+        Synchronizes with the device if the group has a strict table; such a group can't be captured
+        in a CUDA graph. The other ids of the call have been inserted then.
 
         Raises:
-            RuntimeError: it names the tables, their load, and what to change.
+            RuntimeError: the message names the tables, their load, and what to change.
         """
         if crowded := self.take_crowded():
             sizes = self._group.sizes().tolist()
@@ -48,13 +48,13 @@ class GroupStrictness(GroupHolds):
             raise RuntimeError(" ".join(sentences))
 
     def take_crowded(self) -> dict[int, int]:
-        """How many ids each strict table has refused for lack of a place since this was last asked.
+        """Number of ids for which each strict table found no slot since the previous call.
 
-        An id that repeats within a call counts at least once. Waits for the device where the group
-        has a strict table.
+        An id that occurs several times in a call counts at least once. Synchronizes with the device
+        if the group has a strict table.
 
         Returns:
-            Numbers above 0 by table.
+            Positive numbers by table index.
         """
         if not self._strict:
             return {}

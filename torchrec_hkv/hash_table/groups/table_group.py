@@ -1,4 +1,4 @@
-"""Tables that are looked up and trained in one call."""
+"""A group of hash tables that are looked up and trained in one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrec_hkv.hash_table.table_config import check_types, table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _ops = torch.ops.torchrec_hkv
-# The overload itself: the packet looks for it in Python with each call.
+# The overload itself: looking it up in the packet takes time in each call.
 _train_lookup = _ops.train_lookup.default
 #: Keeps the rows of one training lookup in place until its backward; see :meth:`TableGroup.pin`.
 Pin = _C.Pin
@@ -32,22 +32,21 @@ Pin = _C.Pin
 class TableGroup(GroupCopies, GroupRows, GroupCounters):
     """Hash tables of any dims and capacities behind one lookup.
 
-    :class:`torchrec_hkv.hash_table.groups.calls.GroupCalls` has HierarchicalKV's operations on
-    them, :class:`torchrec_hkv.hash_table.groups.selection.GroupSelection` what goes by score and
-    age.
+    :class:`torchrec_hkv.hash_table.groups.calls.GroupCalls` has the operations of HierarchicalKV,
+    :class:`torchrec_hkv.hash_table.groups.selection.GroupSelection` those by score and age.
 
     Args:
         tables: the tables.
-        feature_tables: for each feature, in the order of the output's columns, its table's index.
-        optimizer: what trains the rows (:mod:`torchrec_hkv.hash_table.optimizers`), or None for
+        feature_tables: index of the table of each feature, in the order of the output's columns.
+        optimizer: optimizer of the rows (:mod:`torchrec_hkv.hash_table.optimizers`), or None for
             tables that are not trained.
         device: a CPU or CUDA device.
-        state_dim: float32 values of state that a row of every table keeps; by default what the
+        state_dim: number of float32 state values of a row, in all tables; by default what the
             optimizer needs.
-        labels: what messages call the tables; by default their names.
+        labels: names of the tables in messages; by default their names.
 
     Raises:
-        ValueError: an argument is impossible; the sentence names it.
+        ValueError: an argument has an invalid value; the message names it.
     """
 
     def __init__(
@@ -98,70 +97,73 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
 
     @property
     def handle(self) -> int:
-        """The number that names this group in ops."""
+        """The number that identifies this group in ops."""
         return self._handle
 
     @property
     def total_dim(self) -> int:
-        """Columns of all features."""
+        """Number of columns of all features."""
         return self._group.total_dim
 
     @property
     def num_slots(self) -> int:
-        """Slots of all tables at their full capacities; slot numbers are below this."""
+        """Number of slots of all tables at full capacity. Slot numbers are below it."""
         return self._group.num_slots
 
     @property
     def growths(self) -> int:
-        """How often tables have grown so far; slots found before are not valid any more."""
+        """Number of times that tables have grown. Slots found before a growth are invalid."""
         return self._group.growths
 
     @property
     def num_features(self) -> int:
-        """Features of a lookup."""
+        """Number of features of a lookup."""
         return self._group.num_features
 
     @property
     def state_layout(self) -> int:
-        """What the columns of the optimizer states are, as a number; 0 without an optimizer."""
+        """The layout of the optimizer states, as a number; 0 without an optimizer."""
         return 0 if self.optimizer is None else self.optimizer.config().layout
 
     @property
     def optimizer_steps(self) -> Tensor:
-        """Updates of each table so far, int64 ``[tables]`` on the device; updates count it on."""
+        """Number of updates of each table so far, int64 ``[tables]`` on the device."""
         return self._group.optimizer_steps
 
     @property
     def clock(self) -> int:
-        """The number of the last call that counted (waits for the device)."""
+        """Number of counted calls so far. Synchronizes with the device."""
         return self._group.clock
 
     @property
     def first_open_step(self) -> int:
-        """The earliest step whose rows may still change without being looked up again (waits for
-        the device): that of the oldest lookup with a pin whose backward is to come, or else the one
-        after :attr:`clock`."""
+        """The earliest step whose rows may still change without another lookup: that of the oldest
+        lookup with a pin whose backward has not run, else the one after :attr:`clock`. Synchronizes
+        with the device."""
         return self._group.first_open_step
 
     def set_clock(self, clock: int) -> None:
-        """Sets the number of the last call, before contents of that time are loaded.
+        """Sets the clock, before contents of that time are loaded.
 
         Raises:
-            ValueError: it is out of range, or the backward of a lookup is still to come.
+            ValueError: ``clock`` is out of range, or the backward of a lookup is pending.
         """
         self.note_rewrite()
         self._group.set_clock(clock)
 
     @property
     def epoch(self) -> int:
-        """Of the epoch policies, for the calls to come; see :meth:`set_epoch`."""
+        """The epoch of later calls for the epoch policies; see :meth:`set_epoch`."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the epoch policies for the calls to come; does not wait.
+        """Sets the epoch of later calls for the epoch policies. Does not synchronize.
+
+        Args:
+            epoch: 0 to 2^32 - 1.
 
         Raises:
-            ValueError: it is not from 0 to 2^32 - 1.
+            ValueError: ``epoch`` is out of range.
         """
         if not 0 <= epoch < 1 << 32:
             raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
@@ -170,20 +172,21 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
 
     @property
     def aged_lfu(self) -> Tensor:
-        """What tables under :class:`AgedLFU` measure, float64 ``[tables, 7]`` on the device: c; the
-        lookups of some calls, and the number of these; four more. Zeros under other policies."""
+        """Measurements of tables under :class:`AgedLFU`, float64 ``[tables, 7]`` on the device: c,
+        the lookups of a number of calls, this number, and four more values. Zeros under other
+        policies."""
         return self._group.aged_lfu
 
     @property
     def miniature_tally(self) -> Tensor:
-        """What the miniatures of ``"adaptive"`` tables have counted, int64 ``[tables, 14]`` on the
+        """Counts of the miniature tables of ``"adaptive"`` tables, int64 ``[tables, 14]`` on the
         device (``csrc/hash_table/miniatures.h``)."""
         return self._group.miniature_tally
 
     def measured_aging(self, table: int) -> tuple[float, float, float] | None:
-        """From what a table under :class:`AgedLFU` or ``"adaptive"`` tells its half-life: the
-        lookups of some calls, the number of these, and c (at most 1e300); None under other
-        policies. Waits for the device."""
+        """The measurements that determine the half-life under :class:`AgedLFU` or ``"adaptive"``:
+        the lookups of a number of calls, this number, and c (at most 1e300); None under other
+        policies. Synchronizes with the device."""
         if name_of(self.tables[table].eviction) != "aged_lfu":
             return None
         c, lookups, steps, seen_lookups, seen_step, *_ = self.aged_lfu[table].tolist()
@@ -194,12 +197,12 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         return lookups, steps, min(c, 1e300)
 
     def restart_aging(self, table: int, measured: tuple[float, float, float] | None) -> None:
-        """Has a table go on from :meth:`measured_aging` of another; None: begin anew. Its c only
-        counts where the table chooses that itself."""
+        """Continues a table from the :meth:`measured_aging` of another; None: starts from nothing.
+        The c is only used by tables that choose it themselves."""
         self._group.restart_aging(table, *(measured or (0.0, 0.0, -1.0)))
 
     def set_aging(self, table: int, c: float) -> None:
-        """Sets the c of a table under :class:`AgedLFU` for the calls to come; does not wait.
+        """Sets the c of a table under :class:`AgedLFU` for later calls. Does not synchronize.
 
         Raises:
             ValueError: ``c`` is less than 0, or the table has another policy.
@@ -209,8 +212,8 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
     def pin(self) -> Pin:
         """A pin for the rows of one training lookup.
 
-        Given to :meth:`find_or_insert` and :meth:`pooled_lookup`, it keeps the rows where they are
-        until the backward, or until nothing refers to it any more.
+        Pass it to :meth:`find_or_insert` and :meth:`pooled_lookup`. It keeps the rows in their
+        slots until the backward has run, or until the pin is deleted.
 
         Raises:
             RuntimeError: 64 lookups wait for their backward or belong to CUDA graphs.
@@ -224,24 +227,24 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         batch_size: int,
         bags: Sequence[int] | None = None,
     ) -> Tensor:
-        """Slots of ids, -1 where a table has no such id. Changes nothing.
+        """Looks up slots; -1 for ids that are not in their table. Changes nothing.
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits, feature-major; a uint64 id stands for the int64
-                of the same bits.
+                with the same bits.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``; None for one bag of all
-                ids, where the group has one feature.
-            batch_size: bags a feature.
-            bags: the number of bags of each feature, where they differ in them; then ``offsets``
-                are int64 ``[sum of bags + 1]``, and ``batch_size`` says nothing.
+                ids, if the group has one feature.
+            batch_size: number of bags of each feature.
+            bags: number of bags of each feature, if they differ. ``offsets`` are int64
+                ``[sum of bags + 1]`` then, and ``batch_size`` is ignored.
 
         Returns:
-            int64 ``[n]``, slots numbered through the group's tables.
+            int64 ``[n]``, slots numbered over all tables of the group.
 
         Raises:
-            TypeError: a dtype is not as above.
-            ValueError: a length or device is not as above; on a CPU also offsets that decrease or
-                do not end with ``n``. On a GPU as :meth:`check_offsets` says.
+            TypeError: an argument has another dtype.
+            ValueError: an argument has another length or device; on a CPU also if offsets decrease
+                or do not end with ``n``. For offsets on a GPU see :meth:`check_offsets`.
         """
         return _ops.find(self.handle, int64_ids(ids), offsets, batch_size, bags)
 
@@ -254,34 +257,32 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         bags: Sequence[int] | None = None,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`find`, and inserts missing ids with their initial rows.
+        """Looks up slots like :meth:`find`, and inserts missing ids with their initial rows.
 
-        A table that has not its full capacity yet may grow before (and then waits for the device).
-        An id finds no place, and gets -1, where both of its buckets are full of ids that were
-        looked up in this call or in one whose backward is still to come; and where its table does
-        not admit it.
+        A table below its full capacity may grow first, which synchronizes with the device. An id
+        gets -1 if both of its buckets are full of ids that were looked up in this call or in calls
+        whose backward has not run, or if its table does not admit it.
 
-        Before the call looks for ids, in tables with ``expire_after``, entries of one in
-        ``min(64, expire_after)`` buckets leave where they were last touched more than
-        ``expire_after`` steps ago; every bucket has its turn. Entries whose backward is still to
-        come stay. Counts of ids that are not admitted are halved where it is the time to.
+        Before the lookup, tables with ``expire_after`` scan one in ``min(64, expire_after)``
+        buckets in turn, and remove entries that were last touched more than ``expire_after`` steps
+        ago. Entries with a pending backward stay. Admission counters are halved if due.
 
         Args:
-            ids: as in :meth:`find`.
-            offsets: as in :meth:`find`.
-            batch_size: as in :meth:`find`.
-            pin: a new :meth:`pin`, where a backward is to come; without one, slots are valid until
-                the next call that inserts.
-            bags: as in :meth:`find`.
-            scores: int64 ``[n]``, where a table of the group is under ``"customized"``, and read
-                by such tables alone; elsewhere each id counts once. Of several scores for an id one
-                stays (on a CPU, and in a deterministic group, the last). A new id takes the place
-                of the lowest score even where its own is lower, since it is to be trained.
+            ids: see :meth:`find`.
+            offsets: see :meth:`find`.
+            batch_size: see :meth:`find`.
+            pin: a new :meth:`pin` if a backward follows. Without one, slots are valid until the
+                next call that inserts.
+            bags: see :meth:`find`.
+            scores: int64 ``[n]``, if a table of the group is under ``"customized"``; only such
+                tables read it. In other tables each id counts once. If an id has several scores,
+                one is kept (on a CPU, and in a deterministic group, the last). A new id is inserted
+                even if its score is lower than all others, because it has to be trained.
 
         Raises:
-            RuntimeError: as :meth:`check_strict` says.
-            TypeError: the scores are no int64.
-            ValueError: scores are missing or needless, or not one for each id.
+            RuntimeError: see :meth:`check_strict`.
+            TypeError: the scores are not int64.
+            ValueError: scores are missing or not allowed, or have another length.
         """
         counters, number = self._group.counters, None if pin is None else pin.number
         ids = int64_ids(ids)
@@ -292,23 +293,23 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         return slots
 
     def expire(self) -> None:
-        """Lets all entries leave that were last touched more than ``expire_after`` steps ago.
+        """Removes all entries that were last touched more than ``expire_after`` steps ago.
 
-        It does not count as a step, and waits for nothing.
+        Does not count as a step, and does not synchronize.
         """
         _ops.expire(self._group.counters, self.handle)
 
     def check_offsets(self) -> None:
-        """Raises if a GPU has been given offsets that decrease or overrun the ids.
+        """Raises if a GPU has been given offsets that decrease or exceed the number of ids.
 
-        On a GPU nobody looks at offsets before a call returns, which would make the host wait. Its
-        kernels never read or write outside of arrays for that: such bags give zeros or sums of
-        wrong rows, and from then on no row is updated. The first call of the group that is made
-        after the GPU has got there raises, whatever it is, and so do :meth:`counters`, which wait
-        for it. Then everything goes on. Does not wait.
+        On a GPU, calls return without a check of their offsets, because it would synchronize. The
+        kernels never access memory out of bounds: invalid bags give zeros or sums of wrong rows,
+        and from then on no row is updated. The first call of the group after the GPU has detected
+        the error raises, as does :meth:`counters`, which waits for the GPU. After that the group
+        works as before. Does not synchronize.
 
         Raises:
-            ValueError: it names a bag and its offsets.
+            ValueError: offsets were invalid; the message names a bag and its offsets.
         """
         self._group.check_offsets()
 
@@ -326,26 +327,26 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         bags: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Reduced rows of each bag; the backward updates the rows.
+        """Pools the rows of each bag. The backward updates the rows.
 
         Args:
-            anchor: a tensor that requires grad where the lookup is to be trained.
-            ids: as in :meth:`find`.
-            offsets: as in :meth:`find`.
+            anchor: a tensor that requires grad if the lookup is to be trained.
+            ids: see :meth:`find`.
+            offsets: see :meth:`find`.
             weights: float32 ``[n]`` or None.
-            slots: of :meth:`find` or :meth:`find_or_insert`; an id without one counts with its
-                initial row and is not trained.
-            batch_size: as in :meth:`find`.
-            mean: divide by the number of ids in the bag.
-            pin: that of :meth:`find_or_insert`; None in evaluation, where nothing is trained.
-            learning_rate: float32 ``[]`` on the device. The backward takes what it is then, so that
-                it may change in between, and between replays of a CUDA graph.
-            bags: as in :meth:`find`.
-            dtype: of the result: float32, which None stands for, float16 or bfloat16. Rows are
-                added up in float32 and rounded once. Gradients are of the same dtype.
+            slots: result of :meth:`find` or :meth:`find_or_insert`. An id without a slot counts
+                with its initial row and is not trained.
+            batch_size: see :meth:`find`.
+            mean: whether to divide by the number of ids in the bag.
+            pin: the pin passed to :meth:`find_or_insert`; None in evaluation.
+            learning_rate: float32 ``[]`` on the device. The backward reads its value when it runs,
+                so the value may change before, and between replays of a CUDA graph.
+            bags: see :meth:`find`.
+            dtype: dtype of the result and of its gradient: float32 (None), float16 or bfloat16.
+                Rows are summed in float32 and rounded once.
 
         Returns:
-            ``[batch_size, total_dim]``; with ``bags`` ``[sum of bags * dims]``, features one after
+            ``[batch_size, total_dim]``; with ``bags``, ``[sum of bags * dims]``, one feature after
             the other, each as ``[bags, dim]``.
         """
         ids = int64_ids(ids)
@@ -383,29 +384,29 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         dtype: torch.dtype | None = None,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """A training lookup: :meth:`find_or_insert` and :meth:`pooled_lookup` in one call, with a
-        pin of their own.
+        """A training lookup: :meth:`find_or_insert` and :meth:`pooled_lookup` in one call, with
+        their own pin.
 
         Args:
-            anchor: as in :meth:`pooled_lookup`; without a backward to come the rows are pinned
-                while they are pooled only.
-            ids: as in :meth:`find`.
-            offsets: as in :meth:`find`.
-            weights: as in :meth:`pooled_lookup`.
-            batch_size: as in :meth:`find`.
-            mean: as in :meth:`pooled_lookup`.
-            learning_rate: as in :meth:`pooled_lookup`.
-            bags: as in :meth:`find`.
-            dtype: as in :meth:`pooled_lookup`.
-            scores: as in :meth:`find_or_insert`.
+            anchor: see :meth:`pooled_lookup`. If no backward follows, the rows are pinned only
+                while they are pooled.
+            ids: see :meth:`find`.
+            offsets: see :meth:`find`.
+            weights: see :meth:`pooled_lookup`.
+            batch_size: see :meth:`find`.
+            mean: see :meth:`pooled_lookup`.
+            learning_rate: see :meth:`pooled_lookup`.
+            bags: see :meth:`find`.
+            dtype: see :meth:`pooled_lookup`.
+            scores: see :meth:`find_or_insert`.
 
         Returns:
-            As :meth:`pooled_lookup`.
+            See :meth:`pooled_lookup`.
 
         Raises:
-            TypeError: a dtype is not as there.
-            ValueError: a length or device is not as there. Nothing has changed then.
-            RuntimeError: as :meth:`pin` and :meth:`check_strict` say.
+            TypeError: an argument has another dtype.
+            ValueError: an argument has another length or device. Nothing has changed then.
+            RuntimeError: see :meth:`pin` and :meth:`check_strict`.
         """
         if self._accumulator.is_needed:
             pin = self.pin()
@@ -431,9 +432,10 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         return pooled
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Within it, lookups are made whose backwards do not train: they hold their gradients.
+        """A context in which the backwards of lookups store their gradients instead of updating
+        rows.
 
-        The backward of the next lookup that is made outside of it applies all of them together, as
-        one update at its own learning rate. Until then the rows of all of them stay pinned.
+        The backward of the next lookup outside the context applies all stored gradients in one
+        update at its own learning rate. Until then all their rows stay pinned.
         """
         return self._accumulator.hold()

@@ -1,7 +1,7 @@
-"""Trains a sharded model and evaluates it every so many steps, with TorchRec's metrics.
+"""Trains a sharded model with periodic evaluations, using TorchRec's metrics.
 
-The counterpart of HybridBackend's ``train_and_evaluate``. Evaluation is on the model as it is
-sharded, on all ranks: lookups of tables on backends insert nothing then and change no score.
+The counterpart of HybridBackend's ``train_and_evaluate``. The sharded model is evaluated on all
+ranks. Evaluation lookups on backends insert no ids and change no scores.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Batch = TypeVar("Batch", bound=_Batch)
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation gave.
+    """The result of an evaluation.
 
     Attributes:
-        step: training steps before it.
-        batches: that were evaluated on this rank.
-        loss: mean over the batches of all ranks.
-        metrics: by TorchRec's names, such as ``auc-task|window_auc``; the same on all ranks.
+        step: number of training steps before the evaluation.
+        batches: number of evaluated batches on this rank.
+        loss: mean loss over the batches of all ranks.
+        metrics: metrics by TorchRec's names, such as ``auc-task|window_auc``; equal on all ranks.
     """
 
     step: int
@@ -54,32 +54,33 @@ def train_and_evaluate(
     max_steps: int | None = None,
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> list[Evaluation]:
-    """Trains, and evaluates after every ``every_n_steps`` steps and after the last one.
+    """Trains a model, and evaluates it every ``every_n_steps`` steps and after the last step.
 
     Args:
-        model: sharded or not. Called with a batch it gives the loss, a scalar tensor, and a
-            dictionary of tensors with the names of predictions, labels and weights that the
-            metrics' tasks (``RecTaskInfo``) have.
-        optimizer: of the parameters that are not trained in backward; None for none.
-        train: batches of this rank. All ranks must have as many.
-        evaluate: gives the batches of one evaluation. It ends on all ranks when a rank has no more.
-        every_n_steps: at least 1.
-        metrics: makes the metrics of one evaluation, by ``generate_metric_module``, with
-            ``compute_on_all_ranks=True`` where more than rank 0 is to have them.
-        device: batches are moved to it.
-        pipeline: one of TorchRec's, such as ``TrainPipelineSparseDist(model, optimizer, device)``,
-            whose ``progress`` makes the training steps; its batches of the next steps stay with it
-            over an evaluation. None: steps are made here, one after the other.
-        max_steps: training ends after so many; None: with the batches.
+        model: a model, sharded or not. Called with a batch, it returns the loss, a scalar tensor,
+            and a dictionary of tensors with the names of predictions, labels and weights in the
+            metrics' tasks (``RecTaskInfo``).
+        optimizer: optimizer of the parameters that are not updated in backward; None for none.
+        train: batches of this rank. All ranks must have the same number.
+        evaluate: returns the batches of one evaluation. The evaluation ends on all ranks when one
+            rank has no more batches.
+        every_n_steps: number of training steps between evaluations, at least 1.
+        metrics: creates the metrics of one evaluation with ``generate_metric_module``, with
+            ``compute_on_all_ranks=True`` if ranks other than 0 need them.
+        device: device that batches are moved to.
+        pipeline: a TorchRec pipeline whose ``progress`` makes the training steps, such as
+            ``TrainPipelineSparseDist(model, optimizer, device)``. It keeps prefetched batches
+            during evaluations. None: this function makes the steps one after the other.
+        max_steps: maximal number of training steps; None to train on all batches.
         on_evaluation: called on every rank after each evaluation.
 
     Returns:
         The evaluations, in order.
 
     Raises:
-        ValueError: ``every_n_steps`` or ``max_steps`` is no positive integer, or no batch was
-            evaluated.
-        RuntimeError: a step raised ``StopIteration`` although there are batches still.
+        ValueError: ``every_n_steps`` or ``max_steps`` is not a positive integer, or an evaluation
+            has no batches.
+        RuntimeError: a training step raised ``StopIteration`` although there were more batches.
     """
     _check_steps("every_n_steps", every_n_steps)
     if max_steps is not None:
@@ -88,7 +89,8 @@ def train_and_evaluate(
     evaluations: list[Evaluation] = []
 
     def judge() -> None:
-        # A pipeline has replaced the forwards of sharded modules; its next step takes them back.
+        # Detaching restores the forwards of sharded modules; the pipeline's next step attaches
+        # again.
         if hasattr(pipeline, "detach"):
             pipeline.detach()
         evaluations.append(_evaluated(model, evaluate(), metrics(), device, step))
@@ -99,10 +101,10 @@ def train_and_evaluate(
         try:
             _train_step(model, optimizer, batches, device, pipeline)
         except StopIteration as error:
-            if not batches.ended:  # a model's own, such as of an iterator that it has used up
+            if not batches.ended:  # raised by the model, for example by an exhausted iterator
                 raise RuntimeError(
-                    f"Training step {step + 1} raised StopIteration, but not for want of batches: "
-                    "the model, the optimizer or the pipeline has asked an iterator for too much."
+                    f"Training step {step + 1} raised StopIteration although there are more "
+                    "batches: check the iterators in the model, the optimizer and the pipeline."
                 ) from error
             break
         step += 1
@@ -119,7 +121,7 @@ def _check_steps(name: str, value: object) -> None:
 
 
 class _Batches(Iterator[Batch]):
-    """An iterator that knows whether it has come to its end."""
+    """An iterator that records whether it is exhausted."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = iter(batches)
@@ -190,14 +192,14 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Sharded modules hide their lookups from modules(), and reach them in train() alone.
+        # Sharded modules hide their lookups from modules(); only train() reaches them.
         model.train(was_training[0][1])
         for module, training in was_training:
             module.training = training
 
 
 def _while_all_have(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches, until some rank has no more."""
+    """Yields batches until some rank has no more."""
     own = iter(batches)
     while True:
         batch = next(own, None)

@@ -1,1 +1,2 @@
-"""What ranks exchange in a step: ids and scores on their way in, rows on their way out."""
+"""The exchange between ranks in a step: input distribution of ids and scores, output distribution
+of rows."""

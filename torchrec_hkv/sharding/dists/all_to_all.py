@@ -1,7 +1,7 @@
-"""The exchange of a batch's ids between ranks, in two collectives and with one wait for the device.
+"""The exchange of a batch's ids between ranks, in two collectives with one device synchronization.
 
-The ranks first send one another how many ids they will send, by feature, and then one block of
-words each: the lengths of the bags and the ids in them (``csrc/routing/blocks.h``).
+The ranks first send each other the number of ids of each feature, and then one block of words each:
+the lengths of the bags and their ids (``csrc/routing/blocks.h``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Outgoing:
     """A batch with the features of all ranks, in the order of the ranks.
 
     Attributes:
-        keys: of the features that this rank looks up.
-        stride: bags of each feature.
+        keys: the features that this rank looks up.
+        stride: number of bags of each feature.
         lengths: integers ``[features * stride]``.
-        values: the int64 ids; None where ``blocks`` are given.
+        values: int64 ids; None if ``blocks`` is given.
         weights: float32 ``[ids]``, or float64 for scores
             (:mod:`torchrec_hkv.sharding.dists.scores`); or None.
-        blocks: what is sent to each rank, if it has been made already.
+        blocks: the blocks to send, if they have been made already.
     """
 
     keys: list[str]
@@ -51,20 +51,21 @@ class Outgoing:
 
 
 class CountedAllToAll(KJTAllToAll):
-    """TorchRec's exchange of ids in fewer steps.
+    """TorchRec's exchange of ids with fewer synchronizations and collectives.
 
-    TorchRec asks the device how many ids go to each rank, sends that, asks how many come, sends
-    lengths and ids apart, and asks the finished batch how many ids each feature has. Each question
-    drains the device's queue, which then stands idle while the host launches what follows. Here
-    the device counts the ids of each feature and sends the counts itself, one question gets all of
-    it, and lengths travel with the ids.
+    TorchRec reads from the device how many ids go to each rank, sends that, reads how many arrive,
+    sends lengths and ids separately, and reads from the final batch how many ids each feature has.
+    Each read drains the device's queue, and the device idles until the host has launched more work.
+    Here the device counts the ids of each feature and sends the counts itself, the host reads all
+    of
+    them at once, and lengths are sent together with ids.
 
-    A batch whose features have sizes of their own takes TorchRec's way, and so does one of which
-    ranks have different numbers of samples, once the counts are there. A rank that is alone keeps
-    its batch as it is.
+    A batch with a separate batch size for each feature uses TorchRec's exchange. So does a batch
+    whose size differs between ranks, after the counts have arrived. With a single rank the batch is
+    returned unchanged.
 
-    An input distribution must not have it as its attribute ``_dist``: train pipelines put their own
-    function in the place of the ``forward`` of what they find there.
+    An input distribution must not store it in an attribute ``_dist``, because train pipelines
+    replace the ``forward`` of the object they find there.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class CountedAllToAll(KJTAllToAll):
         Args:
             pg: the ranks.
             splits: number of features that each rank gets, in the order of the features.
-            stagger: as TorchRec's ``_get_recat`` has it.
-            device: of the ids.
-            needs_counts: whether the number of ids of each feature will be asked for. Of several
-                ranks it is known; a rank that is alone has to wait for the device to know it.
+            stagger: see TorchRec's ``_get_recat``.
+            device: device of the ids.
+            needs_counts: whether the number of ids of each feature will be read. Several ranks
+                exchange it in any case; a single rank has to synchronize to get it.
         """
         super().__init__(pg, splits, stagger)
         self._is_alone = pg.size() == 1
@@ -111,23 +112,23 @@ class CountedAllToAll(KJTAllToAll):
         )
 
     def send(self, batch: Outgoing) -> Awaitable[KJTAllToAllTensorsAwaitable]:
-        """As :meth:`forward`, of a batch with as many bags of all features; for several ranks."""
+        """Starts the exchange of a batch with equal batch sizes, between several ranks."""
         with torch.no_grad():
             return _Counts(self._plan, batch)
 
 
 class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
-    """A batch that stays on its rank: as TorchRec has one that has been sent."""
+    """A batch that stays on its rank, with the interface of one that has been exchanged."""
 
     def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
         """
         Args:
-            features: of the batch.
-            needs_counts: whether the number of ids of each feature will be asked for.
+            features: the batch.
+            needs_counts: whether the number of ids of each feature will be read.
         """
-        Awaitable.__init__(self)  # TorchRec's starts collectives
+        Awaitable.__init__(self)  # the constructor of TorchRec's class would start collectives
         self._workers = 1
-        # Lookups put other weights into the batch that they are given.
+        # Copied, because lookups replace the weights of the batch they get.
         self._input = features if features.weights_or_none() is None else copy.copy(features)
         self._needs_counts = needs_counts
         self._input_splits = self._output_splits = {"values": [features.values().numel()]}
@@ -139,7 +140,7 @@ class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
 
 
 class _Plan:
-    """What all exchanges of one kind have in common."""
+    """The parameters that all exchanges of a distribution share."""
 
     def __init__(
         self, pg: dist.ProcessGroup, splits: list[int], stagger: int, device: torch.device | None
@@ -149,12 +150,12 @@ class _Plan:
         self.local = splits[self.rank]
         first = sum(splits[: self.rank])
         self._local_features = slice(first, first + self.local)
-        # In which order the features that have come, rank by rank, are put together.
+        # The order in which the received features, rank by rank, are concatenated.
         order = _get_recat(self.local, self.world_size, stagger, device)
         self.order: Tensor = (
             torch.empty(0, dtype=torch.int32, device=device) if order is None else order
         )
-        # Behind the counts for each rank comes the number of samples.
+        # The counts for each rank are followed by the number of samples.
         self.num_sent = sum(splits) + self.world_size
         self.num_received = self.world_size * (self.local + 1)
         self.sent_splits = [features + 1 for features in splits]
@@ -166,11 +167,11 @@ class _Plan:
         self._of_samples = torch.tensor([end for _, end in self.spans], device=device)
 
     def local_keys(self, keys: list[str]) -> list[str]:
-        """Selects the features that this rank looks up from those of all ranks."""
+        """The features that this rank looks up."""
         return keys[self._local_features]
 
     def counts(self, batch: Outgoing) -> Tensor:
-        """int64 ``[num_sent + num_received]``, the first part filled."""
+        """The counts to send, int64 ``[num_sent + num_received]``; the second part is not set."""
         places = (self._of_counts, self._of_samples)
         return _ops.count_ids(
             batch.lengths, *places, batch.stride, self.num_sent + self.num_received
@@ -178,7 +179,7 @@ class _Plan:
 
 
 class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
-    """How many ids and samples go to each rank and come from it: on their way."""
+    """The exchange of the numbers of ids and samples."""
 
     def __init__(self, plan: _Plan, batch: Outgoing) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
 
 
 class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
-    """Lengths, ids and weights on their way, where all ranks have as many samples."""
+    """The exchange of lengths, ids and weights if all ranks have the same number of samples."""
 
     def __init__(
         self,
@@ -221,11 +222,11 @@ class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
         received: list[int],
         came: list[list[int]],
     ) -> None:
-        Awaitable.__init__(self)  # TorchRec's starts collectives
+        Awaitable.__init__(self)  # the constructor of TorchRec's class would start collectives
         self._plan, self._batch, self._counts = plan, batch, counts
         self._workers = plan.world_size
         stride, world_size = batch.stride, plan.world_size
-        # What sharding contexts are told of.
+        # Attributes that sharding contexts read.
         self._input_splits, self._output_splits = {"values": sent}, {"values": received}
         self._recat = plan.order if plan.local else None
         self._stride_per_rank = [stride] * world_size
@@ -291,7 +292,7 @@ class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
 
 
 def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """The op, for weights of 64 bits too: their positions go through it, in the bits of weights."""
+    """Calls the op. 64-bit weights are reordered by positions, passed as float32 bits."""
     if weights is None or weights.dtype == torch.float32:
         return _ops.merge_blocks(words, weights, *args)
     count = weights.numel()
@@ -303,9 +304,9 @@ def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Te
 def _uneven(
     plan: _Plan, batch: Outgoing, sent: list[int], received: list[int], samples: Sequence[int]
 ) -> KJTAllToAllTensorsAwaitable:
-    """TorchRec's exchange, of which the counts are known, where ranks differ in their samples."""
+    """TorchRec's exchange with known counts, for ranks with different numbers of samples."""
     stride, values = batch.stride, batch.values
-    if values is None:  # what is in the blocks between the lengths
+    if values is None:  # extract the ids from the blocks, where they follow the lengths
         sizes = [
             n for pair in zip([f * stride for f in plan.splits], sent, strict=True) for n in pair
         ]

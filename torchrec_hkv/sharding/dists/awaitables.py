@@ -1,6 +1,6 @@
-"""TorchRec's awaitables, without the interval that each draws for profilers.
+"""TorchRec's awaitables without profiler ranges.
 
-That interval (``record_function``) takes longer than most of what is waited for.
+A profiler range (``record_function``) takes longer than most of these waits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _T = TypeVar("_T")
 
 
 class Unlogged:
-    """A mixin before TorchRec's awaitables."""
+    """Waits without a profiler range; a mixin before TorchRec's awaitables."""
 
     def wait(self) -> Any:
-        """What the awaitable gives, as its callbacks leave it."""
+        """Waits; returns the result after all callbacks."""
         value = self._wait_impl()  # type: ignore[attr-defined]
         for callback in self._callbacks:  # type: ignore[attr-defined]
             value = callback(value)
@@ -29,12 +29,12 @@ class Unlogged:
 
 
 class Ready(Unlogged, Awaitable[_T]):
-    """What needs no waiting."""
+    """An awaitable whose result is known."""
 
     def __init__(self, value: _T) -> None:
         """
         Args:
-            value: what :meth:`wait` gives.
+            value: the result.
         """
         super().__init__()
         self._value = value
@@ -44,7 +44,7 @@ class Ready(Unlogged, Awaitable[_T]):
 
 
 class BatchAwaitable(Unlogged, KJTListSplitsAwaitable):
-    """The exchanges of a batch, one for each sharding."""
+    """The count exchanges of a batch, one for each sharding."""
 
     def _wait_impl(self) -> KJTListAwaitable:
         exchanges = [exchange.wait() for exchange in self.awaitables]
@@ -53,4 +53,4 @@ class BatchAwaitable(Unlogged, KJTListSplitsAwaitable):
 
 
 class _ArrivingBatch(Unlogged, KJTListAwaitable):
-    """The batches of the shardings, on their way."""
+    """The id exchanges of a batch, one for each sharding."""

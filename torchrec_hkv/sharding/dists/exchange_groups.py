@@ -1,9 +1,9 @@
-"""How tables are put together for exchanges between ranks: in groups, each at its wire dtype.
+"""Splits tables into groups for the exchange between ranks; each group has its own wire dtype.
 
-TorchRec exchanges the rows of all tables of one sharding type at once. In several groups, the
-exchange of one goes on while the next is looked up, and in the backward the other way round. What
-is sent at another precision is a group of its own. Groups of row-wise pooled tables are parts of
-one sharding, others are shardings of their own.
+TorchRec exchanges the rows of all tables of a sharding type at once. With several groups, the
+exchange of one overlaps with the lookup of the next, and in the backward with its update. Tables
+with different wire dtypes are in different groups. Groups of row-wise pooled tables become parts of
+one sharding; other groups become shardings of their own.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ WIRE_DTYPES: dict[str, CommType] = {
     "fp8": CommType.FP8,
 }
 _BY_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-#: What is never split: replicas exchange nothing, and TorchRec asks for sequences' column shards
-#: by the name of their sharding type.
-_WHOLE = (ShardingType.DATA_PARALLEL.value,)
+#: Sharding types that are never split: data-parallel tables exchange no rows.
+_NEVER_SPLIT = (ShardingType.DATA_PARALLEL.value,)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Tables of a group whose rows travel together.
+class ExchangePart:
+    """Tables of a group whose rows are sent together.
 
     Attributes:
-        tables: their names.
-        codecs: of the wire, None where the sharder's are meant.
+        tables: names of the tables.
+        codecs: codecs of the exchange; None for those of the sharder.
     """
 
     tables: frozenset[str]
@@ -52,41 +51,41 @@ class Part:
 
 
 class ExchangeGroup(list[Any]):
-    """The tables of one exchange, as TorchRec hands them from hook to hook.
+    """The tables of one exchange, in the form of the lists that TorchRec's hooks pass on.
 
     Attributes:
-        codecs: of the wire, None where the sharder's are meant.
-        is_part: whether shardings of ours serve it though all tables are stock: those of its
-            sharding type may be in several groups, or scores are sent.
-        parts: in which rows are exchanged (:mod:`torchrec_hkv.sharding.modules.parts`); one if
-            there are none.
+        codecs: codecs of the exchange; None for those of the sharder.
+        uses_own_shardings: whether this package's shardings serve the group even if all of its
+            tables are stock, because their sharding type may be in several groups or scores are
+            sent.
+        parts: the parts in which rows are exchanged
+            (:mod:`torchrec_hkv.sharding.modules.parts`); empty for a single exchange.
     """
 
     codecs: Codecs | None = None
-    is_part: bool = False
-    parts: Sequence[Part] = ()
+    uses_own_shardings: bool = False
+    parts: Sequence[ExchangePart] = ()
 
     @classmethod
     def ours(cls, infos: Sequence[Any]) -> ExchangeGroup:
-        """The same tables, to be served by shardings of ours."""
+        """Makes a group that this package's shardings serve."""
         group = infos if isinstance(infos, ExchangeGroup) else cls(infos)
-        group.is_part = True
+        group.uses_own_shardings = True
         return group
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What a sharder was told of exchanges.
+    """The exchange options of a sharder.
 
     Attributes:
-        num_groups: of the tables of each sharding type; fewer where there are fewer tables.
-        wire_dtypes: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` by table, for both directions;
-            the key ``""`` is that of all other tables. Without it these go as the sharder's codecs
-            say.
-        is_checked: whether a collection must have all tables that have wire dtypes.
+        num_groups: number of groups for each sharding type; at most the number of its tables.
+        wire_dtypes: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` by table, for both directions.
+            The key ``""`` is for all other tables; without it they use the sharder's codecs.
+        is_checked: whether a collection must have all tables named in ``wire_dtypes``.
 
     Raises:
-        ValueError: a number of groups below 1, or an unknown dtype.
+        ValueError: ``num_groups`` is below 1, or a dtype is unknown.
     """
 
     num_groups: int = 1
@@ -107,14 +106,14 @@ class Exchange:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all is left to TorchRec."""
+        """Whether TorchRec's exchange is used without changes."""
         return self.num_groups == 1 and not self.wire_dtypes
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuses wire dtypes of tables that a collection has not.
+        """Checks that a collection has all tables with wire dtypes.
 
         Raises:
-            ValueError: naming them.
+            ValueError: it lacks some; the message names them.
         """
         unknown = sorted(set(self.wire_dtypes) - {""} - set(tables))
         if unknown and self.is_checked:
@@ -130,21 +129,22 @@ class Exchange:
         whole: Sequence[str] = (),
         parted: Sequence[str] = (),
     ) -> dict[str, ExchangeGroup]:
-        """The tables of each sharding type, in groups.
+        """Splits the tables of each sharding type into groups.
 
         Args:
-            by_type: TorchRec's, by sharding type.
-            names: of the tables, by the id of their infos.
-            weights: that groups are balanced by, likewise.
+            by_type: TorchRec's infos by sharding type.
+            names: name of each table, by the ``id`` of its info.
+            weights: weight of each table for balancing, by the ``id`` of its info.
             whole: further sharding types that are not split.
-            parted: those of which there is one group, in parts.
+            parted: sharding types that become one group with parts.
 
         Returns:
-            By sharding type, and further groups by ``"{type}/{number}"``.
+            The groups. The first group of a sharding type has its name as key, further ones
+            ``"{type}/{number}"``.
         """
         found: dict[str, ExchangeGroup] = {}
         for sharding_type, infos in by_type.items():
-            if sharding_type in (*_WHOLE, *whole):
+            if sharding_type in (*_NEVER_SPLIT, *whole):
                 found[sharding_type] = ExchangeGroup(infos)
                 continue
             by_wire: dict[str | None, list[Info]] = {}
@@ -157,16 +157,16 @@ class Exchange:
             ]
             if sharding_type in parted and len(groups) > 1:
                 group = ExchangeGroup(itertools.chain.from_iterable(part for part, _ in groups))
-                group.is_part = True
+                group.uses_own_shardings = True
                 group.parts = [
-                    Part(frozenset(names[id(info)] for info in part), codecs)
+                    ExchangePart(frozenset(names[id(info)] for info in part), codecs)
                     for part, codecs in groups
                 ]
                 found[sharding_type] = group
                 continue
             for number, (part, codecs) in enumerate(groups):
                 group = ExchangeGroup(part)
-                group.codecs, group.is_part = codecs, True
+                group.codecs, group.uses_own_shardings = codecs, True
                 found[f"{sharding_type}/{number}" if number else sharding_type] = group
         return found
 
@@ -177,10 +177,10 @@ class Exchange:
 def wire_dtypes(
     given: str | torch.dtype | Mapping[str, str | torch.dtype] | None,
 ) -> dict[str, str]:
-    """What a user says of wire dtypes, as :class:`Exchange` has it.
+    """Converts a ``wire_dtype`` argument to the form of :class:`Exchange`.
 
     Args:
-        given: one for all tables, or by table; torch's dtypes or their names here.
+        given: one wire dtype for all tables, or wire dtypes by table; names or torch's dtypes.
     """
     if given is None:
         return {}
@@ -193,25 +193,25 @@ def wire_dtypes(
 
 
 def needs_ours(infos: Sequence[Any]) -> bool:
-    """Whether shardings of ours serve these tables: where one is of ours, and where stock tables
-    are in groups. With TorchRec's own, a rank that has no table of a group sends float32 although
-    the others expect what the tables give."""
-    return (isinstance(infos, ExchangeGroup) and infos.is_part) or has_ours(infos)
+    """Whether this package's shardings must serve some tables: if one is on a backend, or if tables
+    are split into groups. With TorchRec's shardings, a rank without tables in a group would send
+    float32, although the other ranks expect the dtype of the tables."""
+    return (isinstance(infos, ExchangeGroup) and infos.uses_own_shardings) or has_ours(infos)
 
 
 def has_ours(infos: Sequence[Any]) -> bool:
-    """Whether a table of ours is among these."""
+    """Whether one of some tables is on a backend."""
     return any(isinstance(info.param_sharding, BackendParameterSharding) for info in infos)
 
 
 def codecs_of(infos: Sequence[Any], default: Codecs | None) -> Codecs | None:
-    """The codecs of a group of tables: its own, or the sharder's."""
+    """The codecs of a group of tables: its own, or those of the sharder."""
     own = infos.codecs if isinstance(infos, ExchangeGroup) else None
     return default if own is None else own
 
 
 def codecs_at(wire: str) -> Codecs:
-    """TorchRec's codecs of a precision, for both directions."""
+    """TorchRec's codecs for a wire dtype, for both directions."""
     precision = WIRE_DTYPES[wire]
     return get_qcomm_codecs_registry(
         QCommsConfig(forward_precision=precision, backward_precision=precision)
@@ -219,13 +219,13 @@ def codecs_at(wire: str) -> Codecs:
 
 
 def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[list[Info]]:
-    """At most so many runs of neighbours, none empty, of about equal weight."""
+    """Splits a sequence into at most ``count`` non-empty runs of about equal weight."""
     count = min(count, len(items))
     parts: list[list[Info]] = []
     position, held = 0, 0.0
     for number in range(1, count + 1):
         wanted, first = sum(weights) * number / count, position
-        # One item at least, and one is left for each part to come.
+        # Take at least one item, and leave at least one for each later part.
         while position < len(items) - (count - number) and (
             position == first or held + weights[position] / 2 <= wanted
         ):

@@ -1,4 +1,4 @@
-"""What a batch must be before it is sent to other ranks."""
+"""Checks and conversions of a batch before it is sent to other ranks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ def prepare_features(
     score_wire: ScoreWire | None = None,
     is_training: bool = False,
 ) -> KeyedJaggedTensor:
-    """Checks a batch on the rank that got it, and widens its ids.
+    """Checks a batch on the rank that loaded it, and converts its ids to int64.
 
     Args:
         features: ids of any integer dtype up to int64; weights of any float dtype.
-        configs: of the collection's tables.
-        is_weighted: whether the collection is.
-        score_wire: of the collection, where tables take scores.
+        configs: configs of the collection's tables.
+        is_weighted: whether the collection is weighted.
+        score_wire: how the collection's scores are sent; None if no table takes scores.
         is_training: whether the batch is sent with scores.
 
     Returns:
-        The same bags, with int64 ids and, in a weighted collection, float32 weights; the object
-        itself where it is so already. Weights of a collection that is not weighted are dropped.
-        Where tables take scores, features of scores are left out, and in training weights are what
-        :meth:`ScoreWire.attach` says.
+        The same bags with int64 ids and, in a weighted collection, float32 weights; ``features``
+        itself if nothing changes. Weights are dropped if the collection is not weighted. Features
+        that only hold scores are dropped, and in training the weights are the result of
+        :meth:`ScoreWire.attach`.
 
     Raises:
-        ValueError: ids of another dtype, a missing feature, missing weights, or batch sizes that
-            differ between features without inverse indices.
+        ValueError: ids have another dtype, a feature or weights are missing, or batch sizes differ
+            between features without inverse indices.
     """
     values = features.values()
     if values.dtype not in _ID_DTYPES:
         raise ValueError(
-            f"The ids have dtype {values.dtype}: they must be of an integer dtype, "
-            "int64 or narrower."
+            f"The ids have dtype {values.dtype}, but must have an integer dtype: int64 or narrower."
         )
     keys = set(features.keys())
     for config in configs:
@@ -58,8 +57,8 @@ def prepare_features(
                 )
     if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
         raise ValueError(
-            "The batch has a batch size of its own for each feature and no inverse indices: give "
-            "the KeyedJaggedTensor inverse_indices, which say which of its bags each sample has."
+            "The batch has a separate batch size for each feature but no inverse indices: give the "
+            "KeyedJaggedTensor inverse_indices, which map samples to bags."
         )
     weights = features.weights_or_none()
     if is_weighted and (weights is None or not weights.is_floating_point()):
@@ -106,14 +105,16 @@ def _changed(
 def in_order(
     features: KeyedJaggedTensor, order: list[int], order_tensor: torch.Tensor
 ) -> KeyedJaggedTensor:
-    """``features.permute``, which asks the device for the number of ids of each feature.
+    """Permutes features like ``KeyedJaggedTensor.permute``, but without synchronization if
+    possible.
 
-    This one does not where all features are in the order once, with as many bags of each.
+    ``permute`` reads the number of ids of each feature from the device. This function does not,
+    if ``order`` contains each feature once and all features have the same batch size.
 
     Args:
-        features: of a batch.
-        order: numbers of features.
-        order_tensor: the same, int32 on the device.
+        features: the batch.
+        order: indices of features.
+        order_tensor: the same as int32 on the device.
     """
     keys = features.keys()
     is_complete = len(order) == len(keys) == len(set(order))
@@ -134,16 +135,16 @@ def in_order(
 
 
 def check_row_numbers(features: KeyedJaggedTensor, tables: Sequence[tuple[str, str, int]]) -> None:
-    """Refuses ids that are no rows of a table that has all its rows from the start.
+    """Checks ids of dense-compatible tables, which always hold all of their rows.
 
-    On a GPU the check is an assertion of the device's, which the host does not wait for.
+    On a GPU it is a device-side assertion, which does not synchronize.
 
     Args:
-        features: of the batch.
-        tables: features to check, each with its table's name and number of rows.
+        features: the batch.
+        tables: features to check, each with the name and the number of rows of its table.
 
     Raises:
-        ValueError: naming the table, an id and what is allowed.
+        ValueError: an id is not a row number; the message names table, id and allowed range.
     """
     for feature, table, count in tables:
         ids = features[feature].values()

@@ -1,4 +1,4 @@
-"""Sending each id of a table once (``use_index_dedup`` of TorchRec's EmbeddingCollection)."""
+"""Deduplication of ids before they are sent (``use_index_dedup`` of EmbeddingCollection)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ def deduplicate(
     features_per_table: Sequence[int],
     is_unique: Sequence[bool] | None = None,
 ) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """The distinct ids of each table.
+    """Finds the unique ids of each table.
 
-    On a GPU it waits for the device, table by table, as the number of distinct ids is needed.
+    On a GPU it synchronizes once for each table, because the number of unique ids is needed.
 
     Args:
-        features: int64 ids, any of them; the features of a table stand together.
-        features_per_table: how many features each table has.
-        is_unique: for each table, whether its ids are known to be different: they stay as they
-            are. None: of none.
+        features: any int64 ids; the features of a table are adjacent.
+        features_per_table: number of features of each table.
+        is_unique: for each table, whether its ids are known to be unique, so that they are not
+            deduplicated. None: none are.
 
     Returns:
-        The distinct ids of each table, as one bag of its first feature, each with the last of its
-        weights where the ids have weights; and for each id that was given its place among them,
-        int64 ``[n]``.
+        The unique ids of each table, as one bag of its first feature; if ids have weights, with the
+        last weight of each. And for each input id its position among the unique ids, int64 ``[n]``.
     """
     batch_size = features.stride()
     lengths = features.lengths().new_zeros(len(features.keys()) * batch_size)

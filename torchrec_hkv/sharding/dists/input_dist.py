@@ -1,4 +1,4 @@
-"""Input distribution: raw ids and row numbers, where rows are split bucketized, sent together."""
+"""Input distribution of ids and row numbers; row-wise sharding bucketizes them by owner first."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from torchrec_hkv.sharding.dists.variable_batch import padded_lengths
 def bucketize(
     features: KeyedJaggedTensor, block_sizes: torch.Tensor, world_size: int
 ) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Sorts ids by the rank that owns them; the ids of a bag stay in order.
+    """Sorts ids by the rank that owns them. The ids of a bag keep their order.
 
     Args:
         features: int64 ids.
-        block_sizes: int64 ``[features]``: rows a rank where an id is a row number, 0 where any
-            int64 is an id, routed by its hash and sent as it is.
+        block_sizes: int64 ``[features]``: rows of a rank for features whose ids are row numbers; 0
+            for features with any int64 ids, which are mapped by hash and sent unchanged.
         world_size: number of ranks.
 
     Returns:
-        The features ``world_size`` times, rank-major, and for each id its place there.
+        ``world_size`` copies of the features, rank-major, and the new position of each id.
     """
     lengths, weights = features.lengths().view(-1), features.weights_or_none()
     places = None
@@ -66,7 +66,7 @@ def _bucketize(
     blocks: bool = False,
     permutes: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """The op, for weights of 64 bits too."""
+    """Calls the op, also for 64-bit weights."""
     op = torch.ops.torchrec_hkv.bucketize
     if weights is None or weights.dtype == torch.float32:
         return op(lengths, values, block_sizes, world_size, weights, blocks, permutes)
@@ -75,7 +75,7 @@ def _bucketize(
 
 
 class RowWiseFeaturesDist(RwSparseFeaturesDist):
-    """TorchRec's row-wise distribution, where a feature's ids may be any int64."""
+    """TorchRec's row-wise input distribution, extended for features with any int64 ids."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         Args:
             pg: the ranks.
             feature_hash_sizes: ``num_embeddings`` of each feature's table.
-            feature_is_hashed: for each feature, whether its ids are routed by hash (True) or are
+            feature_is_hashed: for each feature, whether its ids are mapped by hash (True) or are
                 row numbers in contiguous blocks, as those of stock tables (False).
-            is_sequence: whether rows go back one by one, so that their order must be kept.
-            needs_counts: as :class:`CountedAllToAll` has it.
-            device: of the ids.
+            is_sequence: whether the order of the ids is needed later to reorder rows.
+            needs_counts: see :class:`CountedAllToAll`.
+            device: device of the ids.
         """
         num_features = len(feature_hash_sizes)
         super().__init__(
@@ -124,7 +124,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         Args:
             sparse_features: int64 ids.
         """
-        # TorchRec's sharded EmbeddingCollection takes it from here after the call.
+        # TorchRec's ShardedEmbeddingCollection reads this attribute after the call.
         self.unbucketize_permute_tensor = None
         if self._world_size == 1:  # every id is on its rank already
             return self._exchange(sparse_features)
@@ -158,7 +158,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
 
 
 class TableWiseFeaturesDist(TwSparseFeaturesDist):
-    """TorchRec's table-wise distribution, and that of columns."""
+    """TorchRec's input distribution for whole tables and columns."""
 
     def __init__(
         self,
@@ -172,8 +172,8 @@ class TableWiseFeaturesDist(TwSparseFeaturesDist):
         Args:
             pg: the ranks.
             features_per_rank: number of features that each rank looks up.
-            device: of the ids.
-            needs_counts: as :class:`CountedAllToAll` has it.
+            device: device of the ids.
+            needs_counts: see :class:`CountedAllToAll`.
         """
         super().__init__(pg, features_per_rank)
         del self._dist
@@ -193,7 +193,8 @@ class TableWiseFeaturesDist(TwSparseFeaturesDist):
 
 
 class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
-    """TorchRec's distribution over the ranks of a host, where a feature's ids may be any int64."""
+    """TorchRec's input distribution for rows sharded over the ranks of a host, extended for
+    features with any int64 ids."""
 
     def __init__(
         self,
@@ -209,12 +210,12 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
         """
         Args:
             pg: the ranks.
-            local_size: ranks of a host.
+            local_size: number of ranks of a host.
             features_per_rank: number of features that each rank looks up.
             feature_hash_sizes: ``num_embeddings`` of each feature's table.
-            feature_is_hashed: as :class:`RowWiseFeaturesDist` has it.
-            device: of the ids.
-            needs_counts: as :class:`CountedAllToAll` has it.
+            feature_is_hashed: see :class:`RowWiseFeaturesDist`.
+            device: device of the ids.
+            needs_counts: see :class:`CountedAllToAll`.
         """
         super().__init__(
             pg=pg,

@@ -1,9 +1,11 @@
-"""Means of tables that are sharded by rows: their lookups give sums over ranks, divided afterwards.
+"""Mean pooling of row-wise sharded tables: lookups return sums, which are divided after the
+reduction over ranks.
 
-TorchRec divides the outputs of a collection by the lengths of all its bags as soon as one table by
-rows has means, but for those of features that a table by rows sums. So tables sharded otherwise,
-whose lookups give what was asked for, sums or means, are divided once more, and of several tables
-of one feature all or none. It forgets to divide by grid.
+TorchRec divides all outputs of a collection by their bag lengths as soon as one row-wise table has
+mean pooling, except for features that a row-wise table sums. It thus divides the outputs of tables
+with other sharding types, whose lookups return final sums or means, once more; it divides either
+all
+or no tables of a shared feature; and it does not divide grid-sharded tables.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
 
 class Means:
-    """What the outputs of a collection are divided by.
+    """The divisors of a collection's outputs.
 
     Args:
-        configs: of its tables.
-        sharding_types: by table.
+        configs: configs of the tables.
+        sharding_types: sharding type of each table by name.
     """
 
     def __init__(
@@ -36,24 +38,24 @@ class Means:
             if config.pooling != PoolingType.MEAN or not is_sum:
                 continue
             for feature in config.feature_names:
-                # As TorchRec names outputs.
+                # The names of outputs in TorchRec.
                 is_shared = all_features.count(feature) > 1
                 self._feature_of[f"{feature}@{config.name}" if is_shared else feature] = feature
 
     def __bool__(self) -> bool:
-        """Whether anything is to be divided."""
+        """Whether any output has to be divided."""
         return bool(self._feature_of)
 
     def divisor(
         self, features: KeyedJaggedTensor, names: Sequence[str], dims: Tensor, width: int
     ) -> Tensor:
-        """What the outputs of a batch are divided by, float32 ``[samples, width]``.
+        """The divisors of a batch's outputs, float32 ``[samples, width]``.
 
         Args:
-            features: of the batch on this rank, before it is sent.
-            names: of the outputs, in order.
-            dims: int64 ``[outputs]`` on the device.
-            width: their sum.
+            features: the batch on this rank, before it is sent.
+            names: names of the outputs, in order.
+            dims: int64 ``[outputs]`` on the device: number of columns of each output.
+            width: sum of ``dims``.
         """
         lengths = _lengths(features)
         ones = torch.ones_like(next(iter(lengths.values())))
@@ -64,7 +66,7 @@ class Means:
 
 
 def divide(outputs: KeyedTensor, divisor: Tensor) -> KeyedTensor:
-    """The outputs, with sums made means."""
+    """Divides outputs."""
     return KeyedTensor(
         keys=outputs.keys(),
         values=outputs.values() / divisor,
@@ -74,12 +76,11 @@ def divide(outputs: KeyedTensor, divisor: Tensor) -> KeyedTensor:
 
 
 def _lengths(features: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """Of the bag of each sample by feature, weights instead of ids where there are some; 1 where
-    they are 0."""
+    """The length of the bag of each sample by feature, or the sum of its weights; 1 if it is 0."""
     weights = features.weights_or_none()
     if weights is None:
         lengths = features.lengths().float()
-    else:  # by an op that does not wait for a GPU, as torch.segment_reduce does
+    else:  # torch.segment_reduce would synchronize with a GPU
         lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights.float())
     lengths = torch.where(lengths == 0, torch.ones_like(lengths), lengths)
     by_key = dict(zip(features.keys(), lengths.split(features.stride_per_key()), strict=True))

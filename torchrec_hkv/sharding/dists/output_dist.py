@@ -1,8 +1,8 @@
-"""The exchange of pooled rows between ranks.
+"""Output distribution: the exchange of pooled rows between ranks.
 
-TorchRec's divides the gradients that a rank has got from all ranks by their number. Here a rank
-divides its own before they are sent, which gives the same numbers: row-wise, that is a pass over a
-rank's rows in the place of one over those of all ranks.
+TorchRec divides gradients by the number of ranks after they have arrived from all ranks. Here each
+rank divides its gradient before sending it, with the same result. Under row-wise sharding this
+processes the rows of one rank instead of those of all ranks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from torchrec_hkv.once_differentiable import once_differentiable
 from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
 
 _MESSAGE = (
-    "The gradients of sharded embeddings can't be differentiated: they end at the exchange between "
-    "ranks."
+    "Gradients of sharded embeddings can't be differentiated again, because the exchange between "
+    "ranks does not support it: use first derivatives only."
 )
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """TorchRec's for tables by rows, where ranks have equal batches and send what they have.
+    """TorchRec's output distribution for row-wise tables, faster for equal batches in full
+    precision.
 
-    A wire dtype, batches of different sizes and collectives that a compiler sees are TorchRec's.
+    TorchRec's own implementation handles wire dtypes, batch sizes that differ between ranks, and
+    collectives under torch.compile.
     """
 
     def __init__(self, pg: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
         """
         Args:
             pg: the ranks.
-            args: TorchRec's.
-            kwargs: TorchRec's.
+            args: further arguments of TorchRec's class.
+            kwargs: keyword arguments of TorchRec's class.
         """
         super().__init__(pg, *args, **kwargs)
         self._is_alone = pg.size() == 1
@@ -48,7 +50,7 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """As TorchRec has it."""
+        """Starts the exchange, see TorchRec's class."""
         if self._is_alone:
             return Ready(local_embs)
         if self._codecs is None and _is_even(sharding_ctx):
@@ -57,12 +59,12 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
 
 
 class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
-    """TorchRec's for whole tables or columns, in the same cases."""
+    """Output distribution for whole tables or columns, in the same cases."""
 
     def __init__(self, theirs: TwPooledEmbeddingDist) -> None:
         """
         Args:
-            theirs: takes the other cases.
+            theirs: TorchRec's distribution, used in the other cases.
         """
         super().__init__()
         self._theirs = theirs
@@ -75,7 +77,7 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """As TorchRec has it."""
+        """Starts the exchange, see TorchRec's class."""
         if not self._is_plain or not _is_even(sharding_ctx):
             return self._theirs(local_embs, sharding_ctx)
         exchange: Awaitable[Tensor] = (
@@ -88,7 +90,7 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
 
 
 def _is_even(context: EmbeddingShardingContext | None) -> bool:
-    """Whether all ranks have as many samples, and may exchange rows asynchronously."""
+    """Whether all ranks have the same batch size and may use asynchronous collectives."""
     if get_use_sync_collectives() or torch.compiler.is_compiling():
         return False
     if context is None:
@@ -97,42 +99,42 @@ def _is_even(context: EmbeddingShardingContext | None) -> bool:
 
 
 class _Exchange(Unlogged, Awaitable[Tensor]):
-    """Pooled rows of all ranks under way, and in the backward their gradients."""
+    """The exchange of pooled rows, and in the backward of their gradients."""
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:
         super().__init__()
         self._pg, self._ranks = pg, pg.size()
-        #: Under way, and where it arrives.
+        #: The running collective, and its output.
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None
-        # What autograd sees between what is sent and what arrives.
+        # Connects sending and receiving in the autograd graph.
         self._sent: Tensor | None = _Send.apply(self, local_embs)
 
     def _wait_impl(self) -> Tensor:
         out = _Receive.apply(self, self._sent)
         self._sent = None
-        if out.device.type == "cuda":  # it may be another stream that waits
+        if out.device.type == "cuda":  # the current stream may differ from the sending one
             out.record_stream(torch.cuda.current_stream(out.device))
         return out
 
     @abc.abstractmethod
     def begin_rows(self, rows: Tensor) -> None:
-        """Sends each rank its part of these rows, ``[ranks * samples, columns]``."""
+        """Starts sending each rank its part of the rows ``[ranks * samples, columns]``."""
 
     @abc.abstractmethod
     def rows(self) -> Tensor:
-        """What this rank gets of all ranks' rows, ``[samples, columns]``."""
+        """The received rows, ``[samples, columns]``."""
 
     @abc.abstractmethod
     def begin_gradients(self, grad: Tensor) -> None:
-        """Sends the ranks the gradient of what this one has got."""
+        """Starts sending the ranks the gradient of the received rows."""
 
     @abc.abstractmethod
     def gradients(self) -> Tensor:
-        """Those of the rows that this rank has sent."""
+        """The received gradient of the rows that this rank has sent."""
 
     def _arrived(self) -> Tensor:
-        """What was under way; the current stream waits for it, and on a CPU the host."""
+        """The output of the collective. The current stream waits for it; on a CPU, the host."""
         arrived, self._arriving = self._arriving, None
         self._work.wait()
         self._work = None
@@ -140,10 +142,10 @@ class _Exchange(Unlogged, Awaitable[Tensor]):
 
 
 class _SumExchange(_Exchange):
-    """Row-wise: a rank gets sums over ranks.
+    """Row-wise exchange: each rank gets sums over ranks.
 
-    On CPUs the collective is gloo's all_to_all, for which it takes a third of the processor time of
-    its reduce_scatter, and two thirds of that of its all_gather.
+    On CPUs it uses gloo's all_to_all, which takes a third of the processor time of its
+    reduce_scatter, and two thirds of that of its all_gather.
     """
 
     def begin_rows(self, rows: Tensor) -> None:
@@ -175,19 +177,19 @@ class _SumExchange(_Exchange):
         return self._arrived()
 
     def _send_parts(self, rows: Tensor) -> None:
-        """To each rank as many of these rows."""
+        """Sends each rank an equal part of the rows."""
         self._arriving = torch.empty_like(rows)
         self._work = dist.all_to_all_single(self._arriving, rows, group=self._pg, async_op=True)
 
 
 class _ColumnExchange(_Exchange):
-    """Table-wise: a rank gets columns of its samples from every rank."""
+    """Table-wise exchange: each rank gets columns of its samples from every rank."""
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor, dims: Sequence[int]) -> None:
         self._dims = list(dims)
         self._shape = local_embs.shape
         self._samples = local_embs.shape[0] // pg.size()
-        # Values from and to each rank: of what this one gets, and of what it sends.
+        # Number of values received from each rank, and sent to each rank.
         self._got = [self._samples * dim for dim in dims]
         self._given = [self._samples * local_embs.shape[1]] * pg.size()
         super().__init__(pg, local_embs)
@@ -211,7 +213,7 @@ class _ColumnExchange(_Exchange):
         return self._arrived().view(self._shape)
 
     def _by_rank(self, flat: Tensor) -> list[Tensor]:
-        """Views ``[samples, columns]`` of what is got."""
+        """Views ``[samples, columns]`` of the values received from each rank."""
         return [
             part.view(self._samples, dim)
             for part, dim in zip(flat.split(self._got), self._dims, strict=True)

@@ -1,8 +1,8 @@
-"""Scores of ids that come with a batch, and how they travel with the ids.
+"""Scores of ids in a batch, and how they are sent together with the ids.
 
-They travel as the weights of the KeyedJaggedTensor. Where all scores are weights, these are the
-float32 weights themselves. Otherwise they are float64 numbers that are never read as numbers: the
-64 bits of a score, or, in a weighted collection, those of a float32 weight and an int32 score.
+They are sent as the weights of the KeyedJaggedTensor. If all scores come from weights, these are
+the float32 weights themselves. Otherwise they are float64 tensors that only carry bits: the 64 bits
+of a score, or, in a weighted collection, those of a float32 weight and an int32 score.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class ScoredTable:
     """A table that takes scores.
 
     Attributes:
-        name: the table's.
-        features: that it looks up.
-        score_features: of the same bags, whose values are the scores; empty: weights are.
+        name: name of the table.
+        features: the features that look it up.
+        score_features: features with the same bags whose values are the scores; empty if the scores
+            are the weights.
     """
 
     name: str
@@ -46,11 +47,11 @@ class ScoredTable:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreWire:
-    """The scores of a collection's batches.
+    """How the scores of a collection's batches are sent.
 
     Attributes:
-        tables: that take scores.
-        is_weighted: whether the collection is.
+        tables: the tables that take scores.
+        is_weighted: whether the collection is weighted.
     """
 
     tables: tuple[ScoredTable, ...]
@@ -60,11 +61,11 @@ class ScoreWire:
     def of(
         cls, tables: Iterable[tuple[str, Sequence[str], BackendOptions]], is_weighted: bool
     ) -> ScoreWire | None:
-        """That of a collection; None where no table takes scores.
+        """Makes it for a collection; None if no table takes scores.
 
         Args:
-            tables: names, features and options.
-            is_weighted: whether the collection is.
+            tables: name, features and options of each table.
+            is_weighted: whether the collection is weighted.
         """
         scored = tuple(
             ScoredTable(name, tuple(features), source.features)
@@ -75,29 +76,29 @@ class ScoreWire:
 
     @property
     def are_weights(self) -> bool:
-        """Whether all scores are weights."""
+        """Whether all scores come from weights."""
         return not any(table.score_features for table in self.tables)
 
     @property
     def needs_weights(self) -> bool:
-        """Whether some are."""
+        """Whether some scores come from weights."""
         return not all(table.score_features for table in self.tables)
 
     def attach(self, features: KeyedJaggedTensor) -> Tensor:
         """The weights to send.
 
-        Where scores are values of features, it asks for the number of ids of each, for which a GPU
-        is waited for.
+        If scores are values of features, it reads the number of ids of each feature, which
+        synchronizes with a GPU.
 
         Args:
-            features: of the batch, with weights where they are needed.
+            features: the batch, with weights if they are needed.
 
         Returns:
             float32 or float64 ``[ids]``.
 
         Raises:
-            ValueError: a feature of scores is missing, or has other bags than the feature whose
-                scores it has; or, on a CPU, a score that has only 32 bits to travel in needs more.
+            ValueError: a feature of scores is missing, or has other bags than its feature; or, on a
+                CPU, a score in a weighted collection does not fit in 32 bits.
         """
         weights = features.weights_or_none()
         if self.are_weights:
@@ -123,12 +124,12 @@ class ScoreWire:
     def without_scores(
         self, features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]
     ) -> KeyedJaggedTensor:
-        """A batch without the features that have scores alone: so that TorchRec, which keeps the
-        order of the first batch's features, sees the same in evaluations without them.
+        """The batch without features that only hold scores. TorchRec keeps the feature order of the
+        first batch, so batches with and without scores must have the same features.
 
         Args:
-            features: of the batch.
-            configs: of all tables of the collection.
+            features: the batch.
+            configs: configs of all tables of the collection.
         """
         looked_up = {feature for config in configs for feature in config.feature_names}
         scores = {feature for table in self.tables for feature in table.score_features}
@@ -150,11 +151,11 @@ class ScoreWire:
                 )
 
     def unpack(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Weights and scores of what has been sent.
+        """Splits received weights into weights and scores.
 
         Args:
-            weights: what :meth:`attach` gave; None, or float32 weights that are no scores, where a
-                batch was sent without scores.
+            weights: the result of :meth:`attach`. For a batch sent without scores: None, or float32
+                weights.
 
         Returns:
             float32 weights of a weighted collection, else None; and int64 scores or None.
@@ -170,8 +171,8 @@ class ScoreWire:
         return weights if self.is_weighted else None, scores
 
     def install(self, lookups: Iterable[nn.Module]) -> None:
-        """Has kernels take apart what has been sent: those of backends get scores, stock ones
-        weights alone."""
+        """Makes kernels unpack received weights: kernels of backends get scores, stock kernels only
+        the weights."""
         for lookup in lookups:
             for kernel in lookup.modules():
                 if isinstance(kernel, BackendKernel):
@@ -181,10 +182,10 @@ class ScoreWire:
 
 
 def check_score_source(table: str, features: Sequence[str], options: BackendOptions) -> None:
-    """Refuses features of scores that don't match those of a table.
+    """Checks that a table has one feature of scores for each feature.
 
     Raises:
-        ValueError: naming the table and both.
+        ValueError: it does not; the message names the table and both lists.
     """
     source = options.score_source
     if source is None or not source.features or len(source.features) == len(features):
@@ -196,7 +197,7 @@ def check_score_source(table: str, features: Sequence[str], options: BackendOpti
 
 
 def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: str) -> None:
-    """Refuses scores that are not one for each id."""
+    """Checks that there is one score for each id."""
     told = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
     if source not in features.keys():  # noqa: SIM118
         raise ValueError(f"{told}, which the batch lacks: it has {features.keys()}.")

@@ -1,4 +1,4 @@
-"""The order of a batch's exchange, lookup and outputs where a train pipeline has more streams."""
+"""CUDA stream order of input distribution, lookup and outputs in train pipelines."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 
 class BagContext(EmbeddingBagCollectionContext):
-    """TorchRec's, and the stream that the batch is exchanged on, where that is a GPU's."""
+    """TorchRec's context, with the CUDA stream of the batch's input distribution."""
 
     exchanged_on: torch.cuda.Stream | None = None
 
 
 class SequenceContext(EmbeddingCollectionContext):
-    """TorchRec's, and the stream that the batch is exchanged on, where that is a GPU's."""
+    """TorchRec's context, with the CUDA stream of the batch's input distribution."""
 
     exchanged_on: torch.cuda.Stream | None = None
 
 
 class FollowsExchange:
-    """Puts the exchange of a batch, its lookup and what takes the outputs in order, on the device.
+    """Orders input distribution, lookup and consumer of the outputs on the device; a mixin before
+    TorchRec's sharded collections.
 
-    Some of TorchRec's pipelines have these on different streams, and lack some of the order: the
-    semi-synchronous one looks up ids that may not be there yet, and the one whose lookups run
-    beside the optimizer lets the memory of outputs be written again before they have been read.
-
-    A mixin, to stand before TorchRec's sharded collections.
+    Some of TorchRec's pipelines run them on different streams with missing dependencies. The
+    semi-synchronous pipeline may look up ids that have not arrived. The pipeline that overlaps
+    lookups with the optimizer may reuse the memory of outputs before they have been read.
     """
 
     _device: torch.device | None
 
     def input_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """TorchRec's; notes the stream."""
+        """Starts the input distribution, and records its stream."""
         self._note_stream(ctx)
         return super().input_dist(ctx, *args, **kwargs)  # type: ignore[misc]
 
     def _note_stream(self, ctx: Any) -> None:
-        """Notes the stream of an exchange: pipelines end one on the stream that it began on."""
+        """Records the stream of an input distribution. Pipelines finish it on the same stream."""
         if self._device is not None and self._device.type == "cuda":
             ctx.exchanged_on = torch.cuda.current_stream(self._device)
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
-        """TorchRec's, once the batch is there."""
-        # Modules around this one may bring TorchRec's own context.
+        """Looks up a batch and starts its output distribution, after its ids have arrived."""
+        # The module that contains this one may pass TorchRec's own context.
         exchanged_on = getattr(ctx, "exchanged_on", None)
         if exchanged_on is None:
             return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
@@ -65,11 +64,11 @@ class FollowsExchange:
 def _taken(
     outputs: KeyedTensor | dict[str, JaggedTensor], looked_up_on: torch.cuda.Stream
 ) -> KeyedTensor | dict[str, JaggedTensor]:
-    """Called on the stream that takes the outputs, once it has been given all that makes them."""
+    """A callback on the stream that takes the outputs."""
     current = torch.cuda.current_stream(looked_up_on.device)
     if current != looked_up_on:
         for tensor in [outputs] if isinstance(outputs, KeyedTensor) else outputs.values():
             tensor.record_stream(current)
-        # What the outputs were made of is free by now, and the lookups' stream may have it next.
+        # The inputs of the outputs are freed by now; the lookup's stream may reuse their memory.
         looked_up_on.wait_stream(current)
     return outputs

@@ -1,4 +1,4 @@
-"""Tables of which a user says that no id comes twice."""
+"""Tables whose ids the user declares to be unique."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-#: ``True`` for all tables, their names, or by table whether it is one of them.
+#: True for all tables, a collection of names, or a mapping from names to bools.
 Tables = bool | Collection[str] | Mapping[str, bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniqueness:
-    """What a sharder was told.
+    """The declarations that a sharder got.
 
     Attributes:
-        unique: tables whose ids are different in each batch of each rank.
-        shard_unique: tables whose ids are different where they are looked up, over all ranks.
+        unique: tables whose ids do not repeat within a batch of a rank.
+        shard_unique: tables whose ids do not repeat within a lookup of a shard, over all ranks.
         is_checked: whether ``unique`` is checked; ``shard_unique`` always is.
 
     Raises:
-        ValueError: a table has another value than True and False.
+        ValueError: the value of a table is neither True nor False.
     """
 
     unique: Tables = False
@@ -34,23 +34,23 @@ class Uniqueness:
             object.__setattr__(self, field, _names(field, getattr(self, field)))
 
     def has_unique(self, table: str) -> bool:
-        """Whether a table's ids are different in a rank's batch."""
+        """Whether a table's ids are declared unique within a batch of a rank."""
         return _has(self.unique, table)
 
     def has_shard_unique(self, table: str) -> bool:
-        """Whether a table's ids are different where they are looked up."""
+        """Whether a table's ids are declared unique within a lookup of a shard."""
         return _has(self.shard_unique, table)
 
     def check_tables(self, tables: Iterable[str], ours: Iterable[str], dedups: bool) -> None:
-        """Refuses names of tables that are not there, and what would have no effect.
+        """Checks that named tables exist, and that the declarations have an effect.
 
         Args:
-            tables: of the collection.
-            ours: those of them that backends serve.
-            dedups: whether the collection sends ids once.
+            tables: tables of the collection.
+            ours: those of them on backends.
+            dedups: whether the collection deduplicates ids.
 
         Raises:
-            ValueError: naming tables.
+            ValueError: a table does not exist, or ``unique`` has no effect.
         """
         for field, known in (("unique", tables), ("shard_unique", ours)):
             told = getattr(self, field)
@@ -62,8 +62,8 @@ class Uniqueness:
                 )
         if self.unique and not (self.is_checked or dedups):
             raise ValueError(
-                f"unique is {self.unique!r}, which has an effect with use_index_dedup or "
-                "check_unique only: leave it out, or set one of them."
+                f"unique is {self.unique!r}, but only has an effect with use_index_dedup or "
+                "check_unique: leave it out, or set one of them."
             )
 
 
@@ -79,32 +79,32 @@ def _names(field: str, told: Tables) -> bool | Collection[str]:
 def check_batch(
     features: KeyedJaggedTensor, table_features: Mapping[str, Sequence[str]], where: str
 ) -> None:
-    """Refuses a batch in which an id of a table comes twice.
+    """Checks that no id of a table repeats in a batch.
 
-    On a GPU the check is an assertion of the device's, which the host does not wait for.
+    On a GPU it is a device-side assertion, which does not synchronize.
 
     Args:
-        features: of the batch.
-        table_features: of each table that is checked.
-        where: for the message.
+        features: the batch.
+        table_features: features of each table to check.
+        where: the place of the check, for the message.
 
     Raises:
-        ValueError: naming a table and an id.
+        ValueError: an id repeats; the message names table and id.
     """
     for table, names in table_features.items():
         check_ids(torch.cat([features[name].values() for name in names]), table, where)
 
 
 def check_ids(ids: torch.Tensor, table: str, where: str) -> None:
-    """As :func:`check_batch`, of the ids of one table."""
+    """Checks that no id of one table repeats; see :func:`check_batch`."""
     ordered = ids.sort()[0]
     repeats = ordered[1:] == ordered[:-1]
     if ids.device.type == "cuda":
         torch._assert_async(~repeats.any(), f"Table {table!r} has an id twice {where}.")
     elif repeats.any():
         raise ValueError(
-            f"Table {table!r} was said to have no id twice {where}, but has "
-            f"{int(ordered[1:][repeats][0])} more than once."
+            f"Table {table!r} was declared to have no repeated id {where}, but has id "
+            f"{int(ordered[1:][repeats][0])} more than once: leave the declaration out."
         )
 
 

@@ -1,4 +1,4 @@
-"""Batches whose features have sizes of their own (TorchRec's variable batch per feature)."""
+"""Batches with a separate batch size for each feature (TorchRec's variable batch per feature)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 def rank_major(
     flat: torch.Tensor, strides: Sequence[Sequence[int]], dims: Sequence[int]
 ) -> torch.Tensor:
-    """Pooled features in the order that TorchRec sends them in.
+    """Reorders pooled features to the order in which TorchRec sends them.
 
     Args:
-        flat: ``[sum of bags * dims]``, feature by feature, each with the bags of all ranks.
+        flat: ``[sum of bags * dims]``, one feature after the other, each with the bags of all
+            ranks.
         strides: for each feature, its number of bags from each rank.
-        dims: of each feature.
+        dims: number of columns of each feature.
 
     Returns:
-        The same values, rank by rank, and for each rank feature by feature.
+        The same values, rank by rank, and feature by feature for each rank.
     """
     num_ranks = len(strides[0]) if strides else 0
     if num_ranks <= 1 or len(strides) == 1:
@@ -34,15 +35,16 @@ def merged_groups(
     sizes: Sequence[Sequence[int]],
     num_features: Sequence[int],
 ) -> torch.Tensor:
-    """The outputs of groups of features as one, in the order that TorchRec sends it in.
+    """Merges the outputs of groups of features, in the order in which TorchRec sends them.
 
     Args:
-        outputs: of each group, flat, rank by rank, and for each rank feature by feature.
-        sizes: for each group, the numbers of values that these have, in the same order.
-        num_features: of each group.
+        outputs: for each group flat values, rank by rank, and feature by feature for each rank.
+        sizes: for each group, the number of values of each rank and feature, in this order.
+        num_features: number of features of each group.
 
     Returns:
-        Rank by rank, for each rank group by group, and for each group feature by feature.
+        The values rank by rank, for each rank group by group, and for each group feature by
+        feature.
     """
     parts = [output.split(list(size)) for output, size in zip(outputs, sizes, strict=True)]
     num_ranks = max(
@@ -61,14 +63,14 @@ def merged_groups(
 def padded_lengths(
     lengths: torch.Tensor, strides: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fills every feature up with empty bags to the number that the longest has.
+    """Pads every feature with empty bags to the largest batch size.
 
     Args:
         lengths: ``[sum of strides]``, feature-major.
         strides: number of bags of each feature.
 
     Returns:
-        Lengths ``[features * longest]``, and the places in it of those that were given.
+        Lengths ``[features * longest]``, and the positions of the given lengths in them.
     """
     longest = max(strides, default=0)
     places = torch.tensor(

@@ -1,4 +1,4 @@
-"""Optimizer states of tables whose rows lie open by number, as TorchRec shows those of its own."""
+"""Optimizer states of dense-compatible tables, in the form of TorchRec's own tables."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from torchrec_hkv.backends.protocol import TableShard
 def sharded_state(
     table: ShardedTensorMetadata, shards: Sequence[TableShard], local: Sequence[torch.Tensor]
 ) -> ShardedTensor:
-    """One state of a table over all ranks.
+    """One optimizer state of a table over all ranks.
 
     Args:
-        table: how its weight lies.
-        shards: those of this rank.
-        local: their states: ``[rows, width]``, which lie as the weight does; or ``[rows]``, or
-            int64 ``[1]`` for a shard's count, which are stacked in the order of columns, then rows.
+        table: metadata of the table's weight.
+        shards: the shards on this rank.
+        local: the states of these shards. ``[rows, width]`` is distributed like the weight.
+            ``[rows]``, and int64 ``[1]`` for a shard's count, are stacked in the order of columns,
+            then rows.
     """
     order = sorted(table.shards_metadata, key=lambda shard: tuple(reversed(shard.shard_offsets)))
     places = _stacked(order, local[0]) if local[0].dim() == 1 else _beside(order, local[0])
@@ -62,7 +63,7 @@ _Place: TypeAlias = tuple[list[int], list[int]]
 
 
 def _stacked(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
-    """One value a row, or a count, shard after shard."""
+    """Places of states with one value for each row, or a count: one shard after the other."""
     places: list[_Place] = []
     first = 0
     for shard in order:
@@ -73,7 +74,8 @@ def _stacked(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place
 
 
 def _beside(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
-    """As the weight lies. Shards of a table are equally wide, and so are their states."""
+    """Places of states that are distributed like the weight. All shards of a table have the same
+    width, and so do their states."""
     columns = sorted({shard.shard_offsets[1] for shard in order})
     width = local.shape[1]
     return [

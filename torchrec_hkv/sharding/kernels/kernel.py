@@ -1,4 +1,4 @@
-"""The compute kernels that TorchRec sees: groups of tables that one backend serves."""
+"""The compute kernels that TorchRec calls: groups of tables on one backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_hkv.sharding.kernels.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.kernels.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.kernels.output_dtype import OUTPUT_DTYPE, output_dtype
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
-from torchrec_hkv.sharding.kernels.row_optimizer import RowOptimizer
+from torchrec_hkv.sharding.kernels.row_optimizer import InBackwardOptimizer
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.tables import table_shard
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 class BackendKernel(FusedOptimizerModule):
-    """Tables of one backend, data type and pooling, on one rank.
+    """Tables of one backend, data type and pooling on one rank.
 
-    A mixin, to stand before TorchRec's base class of kernels, which reads the group's config.
+    A mixin, to be placed before TorchRec's base class of kernels, which reads the group's config.
     """
 
-    #: How scores come with batches; None where no table of the collection takes any.
+    #: How scores are sent with batches; None if no table of the collection takes scores.
     score_wire: ScoreWire | None = None
 
     def _create(self, device: torch.device | None, pooling: PoolingType) -> None:
-        """Makes the tables, after TorchRec's base class has read the config.
+        """Creates the tables, after TorchRec's base class has read the config.
 
         Args:
-            device: of the tables, the CPU when None.
-            pooling: what the lookup does with the ids of a bag.
+            device: device of the tables; None for the CPU.
+            pooling: pooling of the lookup.
         """
         device = device or torch.device("cpu")
         self.shards = self._table_shards(pooling)
@@ -63,7 +63,7 @@ class BackendKernel(FusedOptimizerModule):
         )
         told = fused_params.get(OUTPUT_DTYPE)
         self._emb_module.set_output_dtype(output_dtype(self.shards[0].name, told))
-        # A table with several columns' shards here has one placeholder.
+        # A table with several column shards on this rank has one placeholder.
         notice = clip_notice([shard.name for shard in self.shards], optimizer)
         self._param_per_table = {
             shard.name: placeholder(shard.dim, shard.dtype, device, notice) for shard in self.shards
@@ -73,7 +73,7 @@ class BackendKernel(FusedOptimizerModule):
             for index, (table, tag) in enumerate(zip(self.shards, self._tags(), strict=True))
             if tag.is_unique and table.key == table.name
         }
-        #: Tables that must not have an id twice in a lookup, with the numbers of their features.
+        #: Tables whose ids must not repeat in a lookup, with the indices of their features.
         self._unique_tables = [
             (
                 self.shards[index].name,
@@ -83,7 +83,7 @@ class BackendKernel(FusedOptimizerModule):
         ]
         self._takes_scores = any(tag.options.score_source is not None for tag in self._tags())
         self._feature_dims = [self.shards[table].dim for table in self._feature_table_map]
-        self._optim = RowOptimizer(
+        self._optim = InBackwardOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
             initial_learning_rate(fused_params),
             device,
@@ -92,7 +92,7 @@ class BackendKernel(FusedOptimizerModule):
         )
 
     def _check_unique(self, features: KeyedJaggedTensor) -> None:
-        """Refuses a lookup that has an id twice of a table that was said to have none."""
+        """Raises if a lookup repeats an id of a table that was declared duplicate-free."""
         if not self._unique_tables:
             return
         ends = features.offset_per_key()
@@ -103,7 +103,7 @@ class BackendKernel(FusedOptimizerModule):
     def _unpacked(
         self, features: KeyedJaggedTensor, is_weighted: bool
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Weights of a batch and, as keyword arguments of the lookup, its scores."""
+        """Weights of a batch, and its scores as a keyword argument for the lookup."""
         weights, scores = features.weights_or_none(), None
         if self.score_wire is not None:
             weights, scores = self.score_wire.unpack(weights)
@@ -112,11 +112,11 @@ class BackendKernel(FusedOptimizerModule):
         return weights, {"scores": scores} if takes else {}
 
     def _read_dense_states(self) -> list[dict[str, torch.Tensor]]:
-        """Of each shard, up to date."""
+        """The current optimizer states of each shard."""
         return [self._emb_module.dense_states(shard.key) for shard in self.shards]
 
     def _dense_states(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Optimizer states by placeholder, as TorchRec names them."""
+        """Optimizer states by placeholder, with TorchRec's names."""
         read = self._read_dense_states()
         states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for name, parameter in self._param_per_table.items():
@@ -163,25 +163,25 @@ class BackendKernel(FusedOptimizerModule):
         return self._emb_module
 
     @property
-    def fused_optimizer(self) -> RowOptimizer:
-        """Holds the learning rate."""
+    def fused_optimizer(self) -> InBackwardOptimizer:
+        """The optimizer, which holds the learning rate."""
         return self._optim
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Nothing that could be split: the rows are the backend's. Placeholders instead."""
+        """The placeholders: rows are in the backend and can't be split."""
         return [parameter.detach() for parameter in self._param_per_table.values()]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The placeholders, by ``"{table}.weight"``."""
+        """The placeholders by ``"{table}.weight"``."""
         for name, parameter in self._param_per_table.items():
             yield append_prefix(prefix, f"{name}.weight"), parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """None: what a backend keeps is no buffer of the model's."""
+        """No buffers: the backend's tensors are not buffers of the model."""
         yield from ()
 
     def state_dict(
@@ -190,12 +190,12 @@ class BackendKernel(FusedOptimizerModule):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Adds nothing: the sharded collection exports whole tables (sharding/state.py)."""
+        """Adds nothing: the sharded collection exports whole tables (``sharding/state``)."""
         return OrderedDict() if destination is None else destination
 
 
 class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
-    """Pooled tables."""
+    """Kernel for pooled tables."""
 
     def __init__(
         self,
@@ -206,13 +206,13 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
     ) -> None:
         """
         Args:
-            config: the group; each table's fused parameters carry its tag.
+            config: the group; the fused parameters of each table carry its tag.
             pg: the ranks.
-            device: of the tables, the CPU when None.
-            sharding_type: given where a mean arrives as a sum that TorchRec divides later.
+            device: device of the tables; None for the CPU.
+            sharding_type: given if the lookup must sum for a mean that TorchRec divides later.
         """
         BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        # What the base class worked out is the sharding's doing: a mean may have become a sum.
+        # The base class may have changed a mean to a sum, according to the sharding type.
         is_mean = self._pooling == PoolingMode.MEAN
         self._create(device, PoolingType.MEAN if is_mean else PoolingType.SUM)
 
@@ -225,14 +225,14 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
         """Looks up all features of the group.
 
         Args:
-            features: int64 ids of the group's features, feature-major; weights where the
+            features: int64 ids of the group's features, feature-major, with weights if the
                 collection is weighted.
-            vbe_output: not used: :class:`PooledLookup` puts the outputs of groups together.
-            vbe_output_offsets: likewise.
+            vbe_output: unused; :class:`PooledLookup` merges the outputs of groups.
+            vbe_output_offsets: unused.
 
         Returns:
-            ``[batch, sum of the features' dims]``; where features have batch sizes of their own,
-            as FBGEMM gives it: ``[sum of bags * dims]``, rank by rank, feature by feature.
+            ``[batch, sum of the features' dims]``. If features have separate batch sizes, as in
+            FBGEMM: ``[sum of bags * dims]``, rank by rank, and feature by feature for each rank.
         """
         self._check_unique(features)
         weights, scores = self._unpacked(features, self._config.is_weighted)
@@ -254,7 +254,7 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
 
 
 class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
-    """Tables of sequences: every id gives a row."""
+    """Kernel for sequence tables: each id gives a row."""
 
     def __init__(
         self,
@@ -264,9 +264,9 @@ class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
     ) -> None:
         """
         Args:
-            config: the group; each table's fused parameters carry its tag.
+            config: the group; the fused parameters of each table carry its tag.
             pg: the ranks.
-            device: of the tables, the CPU when None.
+            device: device of the tables; None for the CPU.
         """
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         self._create(device, PoolingType.SUM)
@@ -278,7 +278,7 @@ class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
             features: int64 ids of the group's features, feature-major.
 
         Returns:
-            ``[ids, dim]``, in the order of the ids; all tables of a collection have the same dim.
+            ``[ids, dim]`` in the order of the ids. All tables of a collection have the same dim.
         """
         self._check_unique(features)
         ids = features.values()

@@ -1,7 +1,7 @@
-"""TorchRec's lookups of all groups of one sharding, where backends serve some of the groups.
+"""TorchRec's lookups of all groups of a sharding, with kernels for tables on backends.
 
-Their ``prefetch`` goes by a list of kernels that ours is not in: a group of ours is found in its
-forward, prefetched or not.
+Their ``prefetch`` uses a list of kernels that does not include the kernels of backends. These find
+ids in their forward, with or without prefetching.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torchrec_hkv.sharding.kernels.kernel import (
 
 
 class _AnyDtype:
-    """A mixin before TorchRec's lookups: a rank without tables sends nothing in float32 there,
-    whatever the others send."""
+    """Sends the right dtype from ranks without tables, for which TorchRec's lookups always send
+    float32; a mixin before TorchRec's lookups."""
 
     def __init__(self, *args: Any, output_dtype: torch.dtype, **kwargs: Any) -> None:
         """
         Args:
-            args: TorchRec's.
-            output_dtype: of the outputs of all ranks.
-            kwargs: TorchRec's.
+            args: arguments of TorchRec's class.
+            output_dtype: dtype of the outputs of all ranks.
+            kwargs: keyword arguments of TorchRec's class.
         """
         super().__init__(*args, **kwargs)
         self._dummy_embs_tensor = torch.empty_like(
@@ -51,16 +51,17 @@ class _AnyDtype:
 
 
 class _RefusesStateTracking:
-    """A mixin before TorchRec's lookups: no tracker of optimizer states can read ours."""
+    """Refuses trackers of optimizer states, which can't read those of backends; a mixin before
+    TorchRec's lookups."""
 
     def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """As TorchRec's ``ModelDeltaTracker`` calls it in the modes that track momentum.
+        """Called by TorchRec's ``ModelDeltaTracker`` in the modes that track optimizer states.
 
         Args:
-            record_fn: called after each lookup of a kernel, whose optimizer state it reads.
+            record_fn: a function to call after each lookup of a kernel, to read its states.
 
         Raises:
-            ValueError: the lookup has tables of a backend.
+            ValueError: the lookup has tables on a backend.
         """
         for kernel in self._emb_modules:
             if isinstance(kernel, BackendKernel):
@@ -81,15 +82,15 @@ class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLook
         """Looks up the features of all groups.
 
         Args:
-            sparse_features: the ids that have come to this rank.
+            sparse_features: the ids that this rank has received.
 
         Returns:
             The outputs of the groups side by side.
         """
         if len(self._emb_modules) != 1:
             return super().forward(sparse_features)
-        # TorchRec's splits the batch by group, for which it asks the device how many ids each
-        # feature has.
+        # TorchRec splits the batch by group, which needs the number of ids of each feature and thus
+        # synchronizes with the device. With one group no split is needed.
         (pooled,) = self._forward([sparse_features])
         return pooled
 
@@ -108,8 +109,7 @@ class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLook
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
     ) -> torch.Tensor:
-        # FBGEMM's lookups write into one output, each into the one that it was given; ours can't
-        # take part in that.
+        # FBGEMM's lookups write into a shared output tensor, which backends do not support.
         return merged_groups(
             self._forward(features_by_group),
             self._vbe_splits(features_by_group),
@@ -118,7 +118,7 @@ class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLook
 
 
 class SequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
-    """Lookup for tables of sequences."""
+    """Lookup for sequence tables."""
 
     def _create_embedding_kernel(
         self,
@@ -133,7 +133,7 @@ class SequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
 
 
 class MakesLookup:
-    """How TorchRec asks a sharding for its lookup; a mixin before TorchRec's shardings."""
+    """Overrides how TorchRec's shardings create their lookup; a mixin before them."""
 
     def create_lookup(
         self,
@@ -141,11 +141,11 @@ class MakesLookup:
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup:
-        """The lookup of this rank's tables."""
+        """Creates the lookup of this rank's tables."""
         return self.make_lookup(device if device is not None else self._device, feature_processor)
 
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        """The same, on a device that is known."""
+        """Creates the lookup on a given device."""
         raise NotImplementedError

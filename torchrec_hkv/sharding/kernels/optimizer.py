@@ -1,12 +1,13 @@
-"""Fused optimizers: what was applied in backward, in the terms of backends.
+"""Converts optimizers that were applied in backward to the form that backends take.
 
-What is said in FBGEMM's terms means what it means there, and what FBGEMM would ignore (momentum and
-weight decay of SGD, weight decay of Adagrad) means what it means in ``torch.optim``. In particular
-the weight decay of Adam is decoupled, whether ``torch.optim.Adam`` or ``AdamW`` was applied, unless
+Parameters that FBGEMM supports have FBGEMM's meaning. Parameters that FBGEMM ignores (momentum and
+weight decay of SGD, weight decay of Adagrad) have the meaning of ``torch.optim``. In particular,
+the
+weight decay of Adam is decoupled for ``torch.optim.Adam`` and ``AdamW``, unless
 ``weight_decay_mode`` says otherwise.
 
-Without an optimizer a table trains as a stock table does: by FBGEMM's defaults, plain SGD at a
-learning rate of 0.01.
+Without an optimizer a table is trained like a stock table: with FBGEMM's defaults, which are plain
+SGD at a learning rate of 0.01.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchrec_hkv.backends.protocol import OptimizerSpec
 
 @functools.cache
 def _fbgemm_defaults() -> dict[str, Any]:
-    """The arguments of FBGEMM's tables that have defaults. Stock tables get these defaults."""
+    """The arguments of FBGEMM's tables with defaults, which stock tables use."""
     parameters = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
     return {
         name: parameter.default
@@ -53,7 +54,7 @@ _ALLOWED = (
     "PartialRowWiseAdam and LAMB of torchrec.optim, and optimizer='ftrl'"
 )
 
-# What can be said of each optimizer: the names in fused parameters, and the attributes of a spec.
+# For each optimizer, its names of fused parameters and the attributes of a spec that they set.
 _FOR_ALL = {
     "clip_value": "clip_value",
     "clip_norm": "clip_norm",
@@ -77,9 +78,9 @@ _ATTRIBUTES: dict[str, dict[str, str]] = {
         "initial_accumulator_value": "initial_accumulator",
     },
 }
-# Said in another way than by a number of the same name.
+# Parameters that are not simply copied to an attribute.
 _TRANSLATED = ("gradient_clipping", "max_gradient")
-#: What FBGEMM honours for row-wise Adagrad only.
+#: FBGEMM supports it for row-wise Adagrad only.
 _MAX_NORM = "max_norm"
 _TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
     "sgd": ("weight_decay_mode",),
@@ -90,11 +91,11 @@ _TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
     "lamb": ("betas", "extra_optimizer_config"),
     "ftrl": (),
 }
-#: TensorFlow's, for lack of one in TorchRec.
+#: TensorFlow's default, since TorchRec has no FTRL.
 _FTRL_INITIAL_ACCUMULATOR = 0.1
 
-# Parameters of a sharder that say how stock tables are stored or fetched, not how rows are trained.
-# A sharder may hold them for its stock tables while ours have no use for them.
+# Fused parameters about the storage of stock tables. They do not affect training, so tables on
+# backends ignore them.
 _ABOUT_STOCK_STORAGE: frozenset[str] = frozenset(
     {
         "bounds_check_mode",
@@ -112,15 +113,15 @@ _ABOUT_STOCK_STORAGE: frozenset[str] = frozenset(
 
 
 def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec:
-    """The optimizer in a table's fused parameters: FBGEMM's default, SGD, where they name none.
+    """The optimizer in a table's fused parameters; FBGEMM's default SGD if they name none.
 
     Args:
-        table: its name, for the message.
-        fused_params: FBGEMM's terms: ``optimizer`` (an ``EmbOptimType``), ``learning_rate``,
-            ``eps``, and others; those of ``torch.optim`` where FBGEMM has none.
+        table: name of the table, for the message.
+        fused_params: parameters with FBGEMM's names: ``optimizer`` (an ``EmbOptimType``),
+            ``learning_rate``, ``eps`` and others, and names of ``torch.optim`` that FBGEMM lacks.
 
     Raises:
-        ValueError: another optimizer, or an argument that would be ignored.
+        ValueError: the optimizer is not supported, or a parameter would be ignored.
     """
     is_named = "optimizer" in fused_params
     optimizer = fused_params["optimizer"] if is_named else _fbgemm_defaults()["optimizer"]
@@ -129,8 +130,8 @@ def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec
             f"Table {table!r} can't be trained with {optimizer}: allowed are {_ALLOWED}."
         )
     name = _NAMES[optimizer]
-    # Where no optimizer is named, momentum and weight decay are refused: a stock table would ignore
-    # them, and with torch.optim.SGD they would count.
+    # If no optimizer is named, momentum and weight decay are refused, because a stock table would
+    # ignore them but torch.optim.SGD would not.
     attributes = {**_FOR_ALL, **(_ATTRIBUTES[name] if is_named else {})}
     known = {*attributes, *_TRANSLATED, *(_TRANSLATED_BY_NAME[name] if is_named else ())}
     described = name if is_named else f"no optimizer named, which means {name},"
@@ -160,7 +161,7 @@ def _refuse_others(
 ) -> None:
     defaults = _fbgemm_defaults()
     for name, value in fused_params.items():
-        # The last is no matter of training: output_dtype.py.
+        # output_dtype is handled in output_dtype.py.
         if name in ("optimizer", "learning_rate", "output_dtype") or name in known:
             continue
         if name in _ABOUT_STOCK_STORAGE:
@@ -196,14 +197,14 @@ def _clip_output(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
     if not fused_params.get("gradient_clipping"):
         if bound is not None:
             raise _refuse(
-                table, f"max_gradient={bound}", "it counts only with gradient_clipping=True"
+                table, f"max_gradient={bound}", "it only has an effect with gradient_clipping=True"
             )
         return {}
     return {"clip_output": _fbgemm_defaults()["max_gradient"] if bound is None else bound}
 
 
 def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
-    """How weight decay works where it is not said: as FBGEMM does it, or else PyTorch."""
+    """The mode of weight decay; by default FBGEMM's, or PyTorch's where FBGEMM has none."""
     decay = fused_params.get("weight_decay") or 0.0
     mode = getattr(fused_params.get("weight_decay_mode"), "name", None)
     if fused_params.get("weight_decay_mode") is not None and mode not in ("NONE", "L2", "DECOUPLE"):
@@ -226,8 +227,8 @@ def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> 
     return {"weight_decay_mode": "decoupled" if "adam" in optimizer else "coupled"}
 
 
-# Optimizers that TorchRec's sharding does not know by class: one that it knows, and the defaults
-# that make it the same.
+# Optimizers whose class TorchRec's sharding does not know: an equivalent class that it knows, and
+# the defaults to use with it.
 _UNKNOWN_TO_TORCHREC: dict[
     type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dict[str, Any]]
 ] = {
@@ -236,17 +237,17 @@ _UNKNOWN_TO_TORCHREC: dict[
 
 
 def name_optimizer(parameter: torch.Tensor) -> None:
-    """Gives a parameter an optimizer that TorchRec knows and that means the same to us.
+    """Replaces an optimizer class that TorchRec does not know by an equivalent one.
 
-    When it shards, TorchRec names the optimizer by its class, and fails on those it doesn't know.
+    TorchRec looks up the optimizer by its class when it shards, and fails on unknown classes.
 
     Args:
-        parameter: the unsharded weight, as ``apply_optimizer_in_backward`` left it.
+        parameter: the unsharded weight, after ``apply_optimizer_in_backward``.
     """
     classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
     if len(classes) == 1 and classes[0] in _UNKNOWN_TO_TORCHREC:
         known, defaults = _UNKNOWN_TO_TORCHREC[classes[0]]
-        # Copies: all parameters of one call share their classes and arguments.
+        # Copied, because all parameters of one call share their classes and arguments.
         parameter._optimizer_kwargs = [{**defaults, **parameter._optimizer_kwargs[0]}]
         parameter._optimizer_classes = [known]
 
@@ -254,21 +255,22 @@ def name_optimizer(parameter: torch.Tensor) -> None:
 def applied_optimizer(
     table: str, parameter: torch.Tensor, sharder_fused_params: Mapping[str, Any] | None
 ) -> OptimizerSpec:
-    """The optimizer that a table will get, before TorchRec has merged its fused parameters.
+    """The optimizer of a table, before TorchRec has merged its fused parameters.
 
     Args:
-        table: its name, for the message.
-        parameter: the unsharded weight, as ``apply_optimizer_in_backward`` left it.
-        sharder_fused_params: those of its sharder; what was applied to the parameter wins.
+        table: name of the table, for the message.
+        parameter: the unsharded weight, after ``apply_optimizer_in_backward``.
+        sharder_fused_params: fused parameters of the sharder. An optimizer applied to the parameter
+            takes precedence.
 
     Raises:
-        ValueError: as :func:`optimizer_spec`; or more than one optimizer was applied.
+        ValueError: as in :func:`optimizer_spec`, or several optimizers were applied.
     """
     classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
     kwargs: list[dict[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
     if len(classes) > 1:
         raise ValueError(
-            f"Table {table!r} has {len(classes)} optimizers applied in backward: allowed is one."
+            f"Table {table!r} has {len(classes)} optimizers applied in backward: apply only one."
         )
     merged = dict(sharder_fused_params or {})
     if classes:

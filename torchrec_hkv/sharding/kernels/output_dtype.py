@@ -1,4 +1,4 @@
-"""The dtype of what lookups give: TorchRec's fused parameter ``output_dtype``."""
+"""The dtype of lookup outputs: TorchRec's fused parameter ``output_dtype``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OUTPUT_DTYPE = "output_dtype"
 
 
 def output_dtype(table: str, told: Any) -> torch.dtype:
-    """What ``output_dtype`` means; float32 for None, as for stock tables.
+    """Converts ``output_dtype`` to a torch dtype; None is float32, as for stock tables.
 
     Args:
-        table: its name, for the message.
-        told: FBGEMM's ``SparseType``, or TorchRec's ``DataType`` as constraints have it.
+        table: name of the table, for the message.
+        told: FBGEMM's ``SparseType``, TorchRec's ``DataType``, or None.
 
     Raises:
-        ValueError: something else.
+        ValueError: ``told`` has another type.
     """
     if told is None:
         return torch.float32
@@ -40,16 +40,16 @@ def output_dtype(table: str, told: Any) -> torch.dtype:
 
 
 def check_output_dtype(table: str, backend: str, told: Any) -> torch.dtype:
-    """The same, of a table that a backend serves.
+    """Converts ``output_dtype`` of a table on a backend; see :func:`output_dtype`.
 
     Raises:
-        ValueError: the backend can't give it.
+        ValueError: the backend does not support the dtype.
     """
     dtype = output_dtype(table, told)
     allowed = registry.get(backend).output_dtypes
     if dtype not in allowed:
         raise ValueError(
-            f"Table {table!r} has output_dtype={told}, but backend {backend!r} gives "
+            f"Table {table!r} has output_dtype={told}, but backend {backend!r} supports only "
             f"{', '.join(map(str, allowed))}."
         )
     return dtype
@@ -58,7 +58,8 @@ def check_output_dtype(table: str, backend: str, told: Any) -> torch.dtype:
 def output_dtype_of_ranks(
     groups_of_ranks: Iterable[Iterable[GroupedEmbeddingConfig]],
 ) -> torch.dtype:
-    """Of the groups of one sharding, on all ranks; they agree (:func:`check_output_dtypes`)."""
+    """The output dtype of a sharding's groups on all ranks, which have the same
+    (:func:`check_output_dtypes`)."""
     for group in itertools.chain.from_iterable(groups_of_ranks):
         told = (group.fused_params or {}).get(OUTPUT_DTYPE)
         return output_dtype(group.embedding_tables[0].name, told)
@@ -68,14 +69,14 @@ def output_dtype_of_ranks(
 def check_output_dtypes(
     shardings: Mapping[str, ParameterSharding], fused_params: Mapping[str, Any] | None
 ) -> None:
-    """Refuses outputs of several dtypes that would travel in one exchange.
+    """Checks that outputs in the same exchange have the same dtype.
 
     Args:
         shardings: the plan of a collection's tables.
-        fused_params: the sharder's.
+        fused_params: fused parameters of the sharder.
 
     Raises:
-        ValueError: a backend can't give what is asked for, or another table's outputs differ.
+        ValueError: a backend does not support a dtype, or output dtypes differ.
     """
     found: dict[str, dict[str, torch.dtype]] = {}
     for name, sharding in shardings.items():
@@ -85,7 +86,7 @@ def check_output_dtypes(
         if isinstance(sharding, BackendParameterSharding) and sharding.compute_kernel == KERNEL:
             dtype = check_output_dtype(name, sharding.backend, told)
         elif sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-            dtype = torch.float32  # whatever is told
+            dtype = torch.float32  # dense kernels ignore output_dtype
         else:
             dtype = output_dtype(name, told)
         found.setdefault(sharding.sharding_type, {})[name] = dtype
@@ -99,7 +100,7 @@ def check_output_dtypes(
             }
             if other != dtype and ours:
                 raise ValueError(
-                    f"Table {first!r} gives {dtype} and table {name!r} gives {other}, but tables "
-                    "of one collection and sharding type, whose outputs travel together, must give "
-                    "the same: set output_dtype in the sharder's fused_params."
+                    f"Table {first!r} has outputs of {dtype} and table {name!r} of {other}, but "
+                    "tables of one collection and sharding type are exchanged together and need "
+                    "the same dtype: set output_dtype in the sharder's fused_params."
                 )

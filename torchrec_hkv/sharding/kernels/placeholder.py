@@ -1,4 +1,4 @@
-"""The parameters that stand for tables whose rows are trained in the backward."""
+"""The parameters that stand for tables whose rows are updated in the backward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 
 from torchrec_hkv.backends.protocol import OptimizerSpec
 
-#: Modules whose functions read ``.grad`` of parameters in order to clip it.
+#: Modules whose functions read ``.grad`` of parameters to clip it.
 _CLIPPERS = ("torch.nn.utils.clip_grad", "torchrec.optim.clipping")
 
 
 class ClipNotice:
-    """Warns once that a clip of gradients does not reach the rows of some tables.
+    """Warns once that gradient clipping does not affect the rows of some tables.
 
     Args:
-        tables: their names.
+        tables: names of the tables.
     """
 
     def __init__(self, tables: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class ClipNotice:
         self._is_given = False
 
     def clipped(self) -> None:
-        """Called where a clip reads a gradient of these tables."""
+        """Called when a clipping function reads the gradient of these tables."""
         if self._is_given:
             return
         self._is_given = True
@@ -43,7 +43,7 @@ class ClipNotice:
 
 
 def _level_of_user() -> int:
-    """The stack level, for the caller of this function, of the code that called the clip."""
+    """The stack level, relative to the caller, of the code that called the clipping function."""
     level, frame = 1, sys._getframe(1)
     inside = ("torch.", "torchrec.", "torchrec_hkv.")
     while frame.f_back and str(frame.f_globals.get("__name__")).startswith(inside):
@@ -52,19 +52,19 @@ def _level_of_user() -> int:
 
 
 class TablePlaceholder(nn.Parameter):
-    """A parameter without rows, whose ``.grad`` stays None.
+    """A parameter without rows whose ``.grad`` stays None.
 
-    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` pass over parameters without a
-    gradient, so that a clip of a model's parameters would leave out the rows in silence. PyTorch
-    has no hook for a clip. What a clip does to every parameter is to read ``.grad``, so this class
-    looks at who reads it. Optimizers and ``zero_grad`` read it too and cause no warning.
+    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` skip parameters without a gradient,
+    so clipping a model's gradients would silently skip the rows. PyTorch has no hook for clipping.
+    Every clipping function reads ``.grad``, so this class checks who reads it. Optimizers and
+    ``zero_grad`` read it too and cause no warning.
     """
 
     _notice: ClipNotice | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As of any parameter."""
+        """The gradient, see ``torch.Tensor.grad``."""
         if self._notice is not None and sys._getframe(1).f_globals.get("__name__") in _CLIPPERS:
             self._notice.clipped()
         return super().grad
@@ -81,16 +81,16 @@ class TablePlaceholder(nn.Parameter):
 def placeholder(
     dim: int, dtype: torch.dtype, device: torch.device, notice: ClipNotice | None = None
 ) -> nn.Parameter:
-    """The parameter that stands for a table whose rows come and go: no rows, ``dim`` columns.
+    """Creates the parameter that stands for a table: no rows, ``dim`` columns.
 
-    It carries TorchRec's mark of a parameter that is trained in backward, so that
-    ``in_backward_optimizer_filter`` keeps it from dense optimizers.
+    It is marked as a parameter that is updated in backward, so that
+    ``in_backward_optimizer_filter`` excludes it from dense optimizers.
 
     Args:
-        dim: columns of the table.
-        dtype: of its rows.
-        device: of the table.
-        notice: what a clip of the gradient gives; None: nothing.
+        dim: number of columns of the table.
+        dtype: data type of the rows.
+        device: device of the table.
+        notice: warns when its gradient is clipped; None for no warning.
     """
     parameter = TablePlaceholder(torch.empty(0, dim, dtype=dtype, device=device))
     parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
@@ -99,6 +99,6 @@ def placeholder(
 
 
 def clip_notice(tables: Sequence[str], optimizer: OptimizerSpec) -> ClipNotice | None:
-    """The notice for tables that share an optimizer; None where that clips gradients itself."""
+    """The notice for tables with one optimizer; None if the optimizer clips gradients itself."""
     bounds = (optimizer.clip_output, optimizer.clip_value, optimizer.clip_norm)
     return ClipNotice(tables) if all(bound is None for bound in bounds) else None

@@ -1,4 +1,4 @@
-"""The object that holds the learning rate of tables whose rows are trained in the backward."""
+"""The optimizer object of tables whose rows are updated in the backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
 
-class RowOptimizer(FusedOptimizer):
-    """What TorchRec and LR schedulers see of an optimizer that runs in the backward of a lookup.
+class InBackwardOptimizer(FusedOptimizer):
+    """Represents the optimizer of a lookup's backward to TorchRec and to LR schedulers.
 
-    The state of a row lives with the row, not here: a KeyedOptimizer refuses to load a state
-    where there was none, and rows come and go. Where all rows are there and lie open by number,
-    their states are shown here as TorchRec shows those of its tables.
+    Optimizer states are stored with the rows, not here: a KeyedOptimizer refuses to load a state
+    that it does not already have, but rows are inserted and evicted. Only the states of
+    dense-compatible tables, which always hold all rows, are exposed here as in TorchRec.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class RowOptimizer(FusedOptimizer):
     ) -> None:
         """
         Args:
-            parameters: by ``"{table}.weight"``, the parameters that stand for the tables.
-            learning_rate: of the first step.
-            device: of the tables, the CPU when None.
-            states: of tables whose rows lie open by number, by parameter.
-            refresh: brings those up to date.
+            parameters: the placeholders of the tables by ``"{table}.weight"``.
+            learning_rate: initial learning rate.
+            device: device of the tables; None for the CPU.
+            states: optimizer states of dense-compatible tables, by placeholder.
+            refresh: updates these states from the tables.
         """
         self._refresh = refresh
         self._on_device = torch.tensor(learning_rate, dtype=torch.float32, device=device)
@@ -44,14 +44,14 @@ class RowOptimizer(FusedOptimizer):
     def learning_rate(self) -> torch.Tensor:
         """The learning rate of ``param_groups[0]["lr"]``, float32 ``[]`` on the device.
 
-        Always the same tensor, so that a CUDA graph sees its changes. It follows the parameter
-        group, a number or a tensor, when it is asked for and in :meth:`step` and :meth:`zero_grad`;
-        the host does not wait for a device.
+        It is always the same tensor, so that CUDA graphs see changes. It is updated from the
+        parameter group, a number or a tensor, when this property is read and in :meth:`step` and
+        :meth:`zero_grad`. Does not synchronize with the device.
         """
         given = self.param_groups[0]["lr"]
         if isinstance(given, torch.Tensor) and given.device.type != "cpu":
             self._on_device.copy_(given.detach(), non_blocking=True)
-            self._value = float("nan")  # not known here
+            self._value = float("nan")  # unknown on the host
         elif (value := float(given)) != self._value:
             self._on_device.fill_(value)
             self._value = value
@@ -59,7 +59,7 @@ class RowOptimizer(FusedOptimizer):
 
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """TorchRec's: the states of tables whose rows lie open by number, up to date."""
+        """The current optimizer states of dense-compatible tables."""
         if self._refresh is not None:
             self._refresh()
         return self._state
@@ -69,9 +69,9 @@ class RowOptimizer(FusedOptimizer):
         self._state = state
 
     def step(self, closure: Any = None) -> None:
-        """Rows are updated in the backward; the learning rate of the next step is set."""
+        """Updates the learning rate tensor. Rows are updated in the backward."""
         _ = self.learning_rate
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Rows have no gradients; the learning rate of the next step is set."""
+        """Updates the learning rate tensor. Rows have no gradients."""
         _ = self.learning_rate

@@ -1,1 +1,1 @@
-"""Sharded collections and the sharders that make them."""
+"""Sharded collections and their sharders."""

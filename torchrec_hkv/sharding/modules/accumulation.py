@@ -1,4 +1,4 @@
-"""Accumulation of gradients over several backwards, for the tables that backends serve."""
+"""Gradient accumulation over several backwards, for tables on backends."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 @contextlib.contextmanager
 def accumulate_gradients(model: nn.Module) -> Iterator[None]:
-    """Within it, backwards do not train the rows of a model's tables on backends.
+    """A context in which backwards do not update the tables on backends.
 
-    Forwards and backwards within it hold their gradients; the first backward whose forward was made
-    outside applies the sum of all as one update, as ``DistributedDataParallel.no_sync`` does it for
-    dense parameters. Stock fused tables are not held: TorchRec's train in every backward.
+    Forwards and backwards in it store their gradients. The first backward whose forward was made
+    outside applies the sum of all gradients as one update, like ``DistributedDataParallel.no_sync``
+    for dense parameters. Stock fused tables are not affected: TorchRec updates them in every
+    backward.
 
     Args:
-        model: sharded.
+        model: the sharded model.
 
     Raises:
-        ValueError: the model has no table on a backend, or one on a backend that can't accumulate;
-            the same on all ranks, those that don't hold the table among them.
+        ValueError: the model has no table on a backend, or one on a backend that can't accumulate.
+            All ranks raise, including those that do not hold the table.
     """
     collections = [m for m in model.modules() if isinstance(m, BackendCollection)]
     if not any(collection.has_backends for collection in collections):
-        raise ValueError("The model has no tables on backends: there is nothing to accumulate.")
+        raise ValueError(
+            "The model has no tables on backends, so there is nothing to accumulate: leave "
+            "accumulate_gradients out."
+        )
     for collection in collections:
         for name, table in collection.found_tables().items():
             if not registry.get(table.planned.backend).accumulates:
                 raise ValueError(
-                    f"Table {name!r} is on backend {table.planned.backend!r}, which can't hold "
-                    "gradients over several backwards: leave accumulate_gradients out."
+                    f"Table {name!r} is on backend {table.planned.backend!r}, which can't "
+                    "accumulate gradients over several backwards: leave accumulate_gradients out."
                 )
-    # Tables of a group share a lookup.
+    # Tables of a group share a lookup, so remove duplicates.
     lookups = dict.fromkeys(
         lookup for collection in collections for lookup in collection.group_lookups().values()
     )

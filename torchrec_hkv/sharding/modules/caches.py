@@ -1,4 +1,4 @@
-"""Caches that backends keep of a model's tables."""
+"""Caches of a model's tables on backends."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 
 def populate_caches(model: nn.Module) -> int:
-    """Chooses anew what the caches of a model's tables hold, where backends have such.
+    """Selects again which rows the caches of a model's tables hold, on backends with caches.
 
-    Of ``tt`` tables with a ``cache_size``: the rows of the ids that occurred most often
-    (docs/concepts/tensor_train.md). To be called between a backward and the next forward, on every
-    rank.
+    The caches of ``tt`` tables with a ``cache_size`` get the rows of the most frequent ids
+    (docs/concepts/tensor_train.md). Call it on every rank between a backward and the next forward.
 
     Args:
-        model: sharded.
+        model: the sharded model.
 
     Returns:
-        Caches on this rank; a table-wise table has its cache on one rank only.
+        Number of caches on this rank. A table-wise table has its cache on one rank only.
 
     Raises:
         ValueError: the model has no table on a backend.
     """
     collections = [m for m in model.modules() if isinstance(m, BackendCollection)]
     if not any(collection.has_backends for collection in collections):
-        raise ValueError("The model has no tables on backends: there are no caches.")
-    # Tables of a group share a lookup.
+        raise ValueError(
+            "The model has no tables on backends, so it has no caches: leave populate_caches out."
+        )
+    # Tables of a group share a lookup, so remove duplicates.
     lookups = dict.fromkeys(
         lookup for collection in collections for lookup in collection.group_lookups().values()
     )

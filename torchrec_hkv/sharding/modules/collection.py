@@ -1,4 +1,4 @@
-"""What sharded collections of bags and of sequences share where backends serve tables."""
+"""The common part of sharded collections of bags and of sequences with tables on backends."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
-from torchrec_hkv.sharding.state.sharded_state import TableState
+from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
 from torchrec_hkv.sharding.state.state_exchange import exchange_state
 from torchrec_hkv.sharding.validation import PlannedTable
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundTable:
-    """A table of ours in a model.
+    """A table on a backend in a model.
 
     Attributes:
-        collection: that it is in.
-        name: the table's.
-        planned: as it was planned.
-        state: how it lies over the ranks.
-        has_files: whether checkpoints have files of its own (:meth:`Backend.saves_files`).
+        collection: the collection of the table.
+        name: name of the table.
+        planned: the table in the plan.
+        state: the distribution of its state over the ranks.
+        has_files: whether checkpoints store it in its own files (:meth:`Backend.saves_files`).
     """
 
     collection: BackendCollection
     name: str
     planned: PlannedTable
-    state: TableState
+    state: ShardedTableState
     has_files: bool
 
 
@@ -53,8 +53,8 @@ _aside: ContextVar[bool] = ContextVar("tables aside", default=False)
 
 @contextlib.contextmanager
 def tables_with_files_aside() -> Iterator[None]:
-    """Within it, ``state_dict`` and ``load_state_dict`` pass over tables that have files of their
-    own in checkpoints."""
+    """A context in which ``state_dict`` and ``load_state_dict`` skip tables that checkpoints store
+    in their own files."""
     token = _aside.set(True)
     try:
         yield
@@ -70,20 +70,23 @@ _NO_COPY = (
 
 
 class BackendCollection:
-    """Closes what TorchRec's sharded collections leave open for kernels from outside.
+    """Makes TorchRec's sharded collections work with kernels from outside TorchRec.
 
-    A mixin, to stand before TorchRec's class. Its own attributes are set before TorchRec's
-    ``__init__`` runs, which calls back into methods that need them; none is a module or parameter.
+    A mixin, to be placed before TorchRec's class. Its attributes are set before TorchRec's
+    ``__init__`` runs, because that calls methods which need them. None of them is a module or a
+    parameter.
     """
 
-    #: TorchRec's attribute that holds the modules of tables, and the part of their names.
+    #: TorchRec's attribute that holds the modules of tables; also a part of their names.
     tables_attribute: ClassVar[str]
     #: TorchRec's attribute that holds the configs.
     configs_attribute: ClassVar[str]
 
-    #: Sharding types of which TorchRec asks for all tables by name.
+    #: Sharding types whose tables TorchRec looks up by the name of the type, so that they can't be
+    #: split into groups.
     whole_types: ClassVar[tuple[str, ...]] = ()
-    #: Those whose groups are parts of one sharding, where a table of ours is among them.
+    #: Sharding types whose exchange groups become parts of one sharding if a table of them is on a
+    #: backend.
     parted_types: ClassVar[tuple[str, ...]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -108,12 +111,12 @@ class BackendCollection:
     ) -> None:
         """
         Args:
-            args: TorchRec's.
-            planned: the tables of ours, by name, already checked.
-            exchange: how tables are put together.
-            uniqueness: of ids.
-            score_wire: how scores travel; None where no table takes any.
-            kwargs: TorchRec's.
+            args: arguments of TorchRec's class.
+            planned: the tables on backends by name, already checked.
+            exchange: the exchange groups and wire dtypes of the tables.
+            uniqueness: the tables that are declared duplicate-free.
+            score_wire: how scores are sent; None if no table takes scores.
+            kwargs: keyword arguments of TorchRec's class.
         """
         self._planned = planned
         self._exchange = exchange
@@ -121,7 +124,7 @@ class BackendCollection:
         self._score_wire = score_wire
         self._is_split = exchange.is_plain and score_wire is None
         self._is_built = False
-        # What looks up tables that have all their rows: feature, table and its number of rows.
+        # Features of dense-compatible tables: (feature, table, number of rows).
         self._row_numbers = [
             (feature, name, table.shards[0].num_embeddings)
             for name, table in planned.items()
@@ -134,7 +137,7 @@ class BackendCollection:
             raise ValueError(
                 "num_groups, wire_dtype and eviction 'customized' need a TorchRec whose "
                 "collections have create_grouped_sharding_infos, which this one lacks: leave them "
-                "out."
+                "out, or use another TorchRec."
             )
         if score_wire is not None:
             score_wire.install(self._lookups)
@@ -148,24 +151,24 @@ class BackendCollection:
         }
 
     def _check_unique(self, features: Any) -> None:
-        """Refuses a batch that has ids twice of a table that was said to have none."""
+        """Raises if a batch repeats an id of a table that was declared duplicate-free."""
         if self._uniqueness.is_checked and self._unique_features:
             check_batch(
                 to_keyed_jagged_tensor(features), self._unique_features, "in a batch of a rank"
             )
 
     def create_grouped_sharding_infos(self, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
-        """TorchRec's hook: the tables that are exchanged together."""
+        """Overrides TorchRec's hook: groups the tables that are exchanged together."""
         by_type = super().create_grouped_sharding_infos(*args, **kwargs)
         self._is_split = True
         groups = by_type if self._exchange.is_plain else self._split(by_type)
         if self._score_wire is not None:
-            # TorchRec's own shardings can't send scores.
+            # TorchRec's own shardings do not send scores.
             groups = {key: ExchangeGroup.ours(infos) for key, infos in groups.items()}
         return groups
 
     def _split(self, by_type: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """The tables of each sharding type, in groups."""
+        """Splits the tables of each sharding type into exchange groups."""
         infos = [info for own in by_type.values() for info in own]
         configs = {id(info): info.embedding_config for info in infos}
         self._exchange.check_tables([config.name for config in configs.values()])
@@ -181,13 +184,13 @@ class BackendCollection:
         )
 
     def reset_parameters(self) -> None:
-        """Initialises the stock tables. Rows of ours are initialised when they come."""
+        """Initializes the stock tables. Rows on backends are initialized when they are inserted."""
         with self._without_our_configs():
             super().reset_parameters()
 
     @contextlib.contextmanager
     def _without_our_configs(self) -> Iterator[None]:
-        """Hides the tables of ours from code of the base class that takes all tables for stock."""
+        """Hides the tables on backends from code of the base class that expects stock tables."""
         configs = getattr(self, self.configs_attribute)
         stock = [config for config in configs if config.name not in self._planned]
         setattr(self, self.configs_attribute, stock)
@@ -198,14 +201,14 @@ class BackendCollection:
 
     @property
     def has_backends(self) -> bool:
-        """Whether backends serve tables of the collection, on whatever rank."""
+        """Whether backends serve tables of the collection on any rank."""
         return bool(self._planned)
 
     def group_lookups(self) -> dict[str, GroupLookup]:
-        """The lookup of each shard of ours that this rank holds, by its key.
+        """The lookup of each shard on a backend that this rank holds, by shard key.
 
-        The key of a shard is its table's name, with ``/`` and the first column behind it where that
-        is not 0 (:attr:`torchrec_hkv.backends.TableShard.key`).
+        The key is the table's name, followed by ``/`` and the first column if that is not 0
+        (:attr:`torchrec_hkv.backends.TableShard.key`).
         """
         return {
             shard.key: kernel.emb_module
@@ -216,23 +219,23 @@ class BackendCollection:
         }
 
     def _initialize_torch_state(self, *args: bool, **kwargs: bool) -> None:
-        # TorchRec's ``skip_registering``, which its EmbeddingCollection of 1.6 does not take.
+        # TorchRec passes ``skip_registering``, except to the EmbeddingCollection of 1.6.
         super()._initialize_torch_state(*args, **kwargs)
         skip_registering = next(iter([*args, *kwargs.values()]), False)
         self._register_absent_tables()
-        self._table_states: dict[str, TableState] = {}
+        self._table_states: dict[str, ShardedTableState] = {}
         for name, table in self._planned.items():
             backend = registry.get(table.backend)
             self._table_states[name] = (
                 ReplicatedState.of_table(backend, table.shards[0], table.optimizer)
                 if table.sharding.sharding_type == ShardingType.DATA_PARALLEL.value
-                else TableState.of(backend, table.sharding, table.shards, table.optimizer)
+                else ShardedTableState.of(backend, table.sharding, table.shards, table.optimizer)
             )
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)
 
     def _register_absent_tables(self) -> None:
-        """Registers the parameters of tables that have no shard, hence no kernel, on this rank."""
+        """Registers the parameters of tables without a shard, and thus without a kernel, here."""
         device = self._device or torch.device("cpu")
         absent: dict[OptimizerSpec, list[str]] = {}
         for name, table in self._planned.items():
@@ -246,7 +249,7 @@ class BackendCollection:
                 self._table_module(name).register_parameter("weight", parameter)
 
     def found_tables(self) -> dict[str, FoundTable]:
-        """The tables of ours, on whatever rank, by name."""
+        """The tables on backends by name, whether or not this rank holds a shard of them."""
         return {name: self._found(name) for name in self._planned}
 
     def _found(self, name: str) -> FoundTable:
@@ -266,12 +269,14 @@ class BackendCollection:
     def _load_tables(
         self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]
     ) -> None:
-        """Takes the tables of ours out of a state dict and loads them, all checked before.
+        """Takes the tables on backends out of a state dict and loads them. Checks all of them
+        first.
 
         Args:
-            state_dict: loses the entries of our tables, but for their placeholders.
-            prefix: of this module.
-            missing_keys: gets the names of tensors that are not there.
+            state_dict: the state dict. Entries of tables on backends are removed, except for their
+                placeholders.
+            prefix: prefix of this module.
+            missing_keys: the names of missing tensors are appended.
         """
         loads: list[tuple[str, dict[str, torch.Tensor]]] = []
         exchanged: dict[str, dict[str, torch.Tensor]] = {}
@@ -284,7 +289,8 @@ class BackendCollection:
             if _aside.get() and self._found(name).has_files:
                 continue
             if not self._is_built and not state.is_dense:
-                # TorchRec copies the rows of the unsharded module here; ours start empty.
+                # TorchRec copies the rows of the unsharded module here; tables on backends are
+                # empty at first.
                 continue
             if present:
                 tensors = {key: state_dict[path] for key, path in present.items()}
@@ -296,7 +302,8 @@ class BackendCollection:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
         if exchanged or loads:
-            # A lookup pins its rows until its graph is gone, which may be garbage by now.
+            # A pending lookup pins rows until its graph is freed, which may wait for the garbage
+            # collector.
             gc.collect()
         if exchanged:
             self._exchange_tensors(exchanged)
@@ -304,13 +311,13 @@ class BackendCollection:
             lookups[key].load_table(key, local)
         for path in taken:
             del state_dict[path]
-        # The placeholder is not in a state dict; nn.Module would miss it.
+        # A state dict has no placeholders, but nn.Module expects one for each parameter.
         for name in self._table_states:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
 
     def _exchange_tensors(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Loads tables of which ranks may have each other's places, all checked before."""
+        """Loads tables whose entries may have to move between ranks. Checks all of them first."""
         pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
         local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
 

@@ -1,4 +1,4 @@
-"""What the tables of a sharded model have counted on this rank."""
+"""Counters of a sharded model's tables on this rank."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from torchrec_hkv.sharding.state.names import joined, named_collections
 
 
 def table_counters(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Counts of each table on a backend that this rank holds, by full name.
+    """Counters of each table on a backend that this rank holds, by full name.
 
-    Waits for the device, so it belongs to every so many steps, not to each.
+    Synchronizes with the device, so do not call it in every step.
 
     Args:
-        model: a sharded model, or a part of one.
+        model: a sharded model, or a submodule of one.
 
     Returns:
-        For each table what its backend counts, by its key in the ``state_dict`` without
-        ``.weight``, such as ``"ebc.embedding_bags.user"``; a column shard has ``/`` and its first
-        column behind it where that is not 0. Hash tables give ``lookups``, ``hits``, ``inserted``,
-        ``evicted``, ``refused``, ``size`` and ``capacity``. All are this rank's own: add them up
-        over ranks.
+        The counters of each table by its key in the ``state_dict`` without ``.weight``, such as
+        ``"ebc.embedding_bags.user"``. A column shard that does not begin at column 0 has ``/`` and
+        its first column appended. Hash tables have ``lookups``, ``hits``, ``inserted``,
+        ``evicted``, ``refused``, ``size``, ``capacity`` and more
+        (:meth:`torchrec_hkv.hash_table.TableGroup.counters`). The counts are those of this rank;
+        add them up over ranks.
     """
     return {
         joined(prefix, key): lookup.counters(key)

@@ -1,8 +1,8 @@
-"""Data-parallel sharding: every rank holds the tables, and their backend keeps them alike.
+"""Data-parallel sharding: every rank holds the tables, and their backend keeps replicas equal.
 
-TorchRec wraps the lookup of data-parallel tables in DistributedDataParallel, which is for
-parameters: those of stock tables. Ours train in their backward and have none; where a collection
-has only ours, nothing is wrapped.
+TorchRec wraps the lookup of data-parallel tables in DistributedDataParallel, for the parameters of
+stock tables. Tables on backends have no parameters and are updated in their backward. A collection
+with tables on backends only is therefore not wrapped.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
 
 class _ReplicatedLookup:
-    """Tells our tables that other ranks hold them too; a mixin before our lookups."""
+    """Makes tables on backends replicas of those of other ranks; a mixin before the lookups."""
 
     @property
     def module(self) -> _ReplicatedLookup:
-        """Itself: what TorchRec takes for wrapped, it unwraps."""
+        """This lookup itself, because TorchRec unwraps lookups that it expects to be wrapped."""
         return self
 
     def _replicate(self, kernel: BaseEmbedding, pg: dist.ProcessGroup | None) -> BaseEmbedding:
@@ -57,20 +57,20 @@ class _ReplicatedLookup:
         return kernel
 
     def leave_out_ours(self) -> None:
-        """Hides the placeholders of our tables from DistributedDataParallel."""
+        """Hides the placeholders of tables on backends from DistributedDataParallel."""
         names = [
             name
             for path, module in self.named_modules()
             if isinstance(module, BackendKernel)
             for table, _ in module.named_parameters()
-            # As a module's own parameter, and as a parameter of the whole lookup.
+            # Each is a parameter of a submodule, and also one of the lookup itself.
             for name in (f"{path}.{table}", table)
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
 
 class ReplicatedPooledLookup(_ReplicatedLookup, PooledLookup):
-    """Of pooled tables."""
+    """Lookup for data-parallel pooled tables."""
 
     def _create_embedding_kernel(
         self,
@@ -83,7 +83,7 @@ class ReplicatedPooledLookup(_ReplicatedLookup, PooledLookup):
 
 
 class ReplicatedSequenceLookup(_ReplicatedLookup, SequenceLookup):
-    """Of tables of sequences."""
+    """Lookup for data-parallel sequence tables."""
 
     def _create_embedding_kernel(
         self,
@@ -94,8 +94,8 @@ class ReplicatedSequenceLookup(_ReplicatedLookup, SequenceLookup):
         return self._replicate(super()._create_embedding_kernel(config, pg, *args), pg)
 
 
-class _Pooled(MakesLookup):
-    """A mixin before TorchRec's base class."""
+class _DataParallelPooled(MakesLookup):
+    """Creates the lookup for pooled tables; a mixin before TorchRec's base class."""
 
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
@@ -105,7 +105,7 @@ class _Pooled(MakesLookup):
             pg=self._env.process_group,
             device=device,
             feature_processor=feature_processor,
-            # As TorchRec: gradients of weights are scaled where tables lie on other ranks.
+            # As in TorchRec: weight gradients are only scaled if tables are on other ranks.
             scale_weight_gradients=False,
             env=self._env,
             output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
@@ -114,8 +114,8 @@ class _Pooled(MakesLookup):
         return lookup
 
 
-class _Sequence(MakesLookup):
-    """A mixin before TorchRec's base class."""
+class _DataParallelSequence(MakesLookup):
+    """Creates the lookup for sequence tables; a mixin before TorchRec's base class."""
 
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
@@ -132,39 +132,41 @@ class _Sequence(MakesLookup):
 
 
 class _NothingSent:
-    """The distributions of tables that every rank holds; a mixin before TorchRec's base class."""
+    """Distributions for tables that every rank holds; a mixin before TorchRec's base class."""
 
     output_dist_type: type[BaseEmbeddingDist]
 
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Ids stay on their rank."""
+        """The input distribution; ids stay on their rank."""
         return DpSparseFeaturesDist()
 
     def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist:
-        """So do rows."""
+        """The output distribution; rows stay on their rank."""
         return self.output_dist_type()
 
 
-class OurPooled(_Pooled, _NothingSent, BaseDpEmbeddingSharding):
-    """Pooled tables, all of ours: no DpPooledEmbeddingSharding, which TorchRec would wrap."""
+class OurPooled(_DataParallelPooled, _NothingSent, BaseDpEmbeddingSharding):
+    """Data-parallel pooled tables, all on backends. It is not a DpPooledEmbeddingSharding, because
+    TorchRec would wrap that."""
 
     output_dist_type = DpPooledEmbeddingDist
 
 
-class MixedPooled(_Pooled, DpPooledEmbeddingSharding):
-    """Pooled tables, stock and ours."""
+class MixedPooled(_DataParallelPooled, DpPooledEmbeddingSharding):
+    """Data-parallel pooled tables, stock and on backends."""
 
 
-class OurSequence(_Sequence, _NothingSent, BaseDpEmbeddingSharding):
-    """Tables of sequences, all of ours: no DpSequenceEmbeddingSharding, as above."""
+class OurSequence(_DataParallelSequence, _NothingSent, BaseDpEmbeddingSharding):
+    """Data-parallel sequence tables, all on backends. It is not a DpSequenceEmbeddingSharding,
+    because TorchRec would wrap that."""
 
     output_dist_type = DpSequenceEmbeddingDist
 
 
-class MixedSequence(_Sequence, DpSequenceEmbeddingSharding):
-    """Tables of sequences, stock and ours."""
+class MixedSequence(_DataParallelSequence, DpSequenceEmbeddingSharding):
+    """Data-parallel sequence tables, stock and on backends."""
 
 
 def data_parallel_pooled(
@@ -173,13 +175,13 @@ def data_parallel_pooled(
     device: torch.device | None = None,
     **_not_sent: Any,
 ) -> EmbeddingSharding:
-    """The sharding of pooled tables.
+    """The data-parallel sharding for pooled tables.
 
     Args:
-        sharding_infos: of the tables.
+        sharding_infos: TorchRec's infos of the tables.
         env: the ranks.
-        device: of the tables.
-        _not_sent: how other shardings exchange rows; here nothing is.
+        device: device of the tables.
+        _not_sent: further arguments of other shardings, which exchange rows; ignored.
     """
     return (OurPooled if _all_ours(sharding_infos) else MixedPooled)(sharding_infos, env, device)
 
@@ -190,7 +192,7 @@ def data_parallel_sequence(
     device: torch.device | None = None,
     **_not_sent: Any,
 ) -> EmbeddingSharding:
-    """As :func:`data_parallel_pooled`, of tables of sequences."""
+    """The data-parallel sharding for sequence tables; see :func:`data_parallel_pooled`."""
     make = OurSequence if _all_ours(sharding_infos) else MixedSequence
     return make(sharding_infos, env, device)
 

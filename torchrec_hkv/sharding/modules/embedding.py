@@ -1,4 +1,4 @@
-"""The sharded EmbeddingCollection: TorchRec's, where some tables are served by backends."""
+"""The sharded EmbeddingCollection with tables on backends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchrec_hkv.sharding.modules.embedding_sharding import SEQUENCE_SHARDINGS
 
 
 class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbeddingCollection):
-    """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
+    """TorchRec's ShardedEmbeddingCollection, extended for tables on backends."""
 
     tables_attribute = "embeddings"
     configs_attribute = "_embedding_configs"
@@ -46,9 +46,9 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[SequenceShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
-        """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
+        """Overrides TorchRec's hook: the sharding for all tables of one sharding type."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
-        sharding_type = sharding_type.partition("/")[0]  # of one of several groups
+        sharding_type = sharding_type.partition("/")[0]  # without the number of the group
         if not needs_ours(sharding_infos):
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
@@ -61,30 +61,30 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
         )
 
     def create_context(self) -> SequenceContext:
-        """What a batch carries from its exchange to its outputs."""
+        """The context that a batch carries from its input distribution to its outputs."""
         return SequenceContext(sharding_contexts=[])
 
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts the distribution of a batch.
+        """Starts the input distribution of a batch.
 
         Args:
-            ctx: TorchRec's.
-            features: ids of any integer dtype; widened to int64 so that all ranks send the same.
+            ctx: context of the batch.
+            features: ids of any integer dtype. They are converted to int64, so that all ranks send
+                the same dtype.
 
         Raises:
-            ValueError: ids that are no integers, or features that are missing. Nothing has been
-                sent then.
+            ValueError: ids are not integers, or a feature is missing. Nothing has been sent then.
         """
         if self._planned:
             features = to_keyed_jagged_tensor(features)
             wire = self._score_wire if self.training else None
             if wire is not None and features.variable_stride_per_key():
                 raise ValueError(
-                    f"Tables {[table.name for table in wire.tables]} take scores, and the batch "
-                    "has a batch size of its own for each feature, of which TorchRec's "
-                    "EmbeddingCollection sends ids alone: give all features the same batch size."
+                    f"Tables {[table.name for table in wire.tables]} take scores, but the batch "
+                    "has a separate batch size for each feature, for which TorchRec's "
+                    "EmbeddingCollection sends only ids: give all features the same batch size."
                 )
             features = prepare_features(
                 features,
@@ -102,7 +102,7 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
         ctx: EmbeddingCollectionContext,
         input_feature_splits: list[KeyedJaggedTensor],
     ) -> list[KeyedJaggedTensor]:
-        # TorchRec's makes one number of table and id, which takes ids below num_embeddings.
+        # TorchRec combines table and id in one number, which limits ids to num_embeddings.
         if not self._planned:
             return super()._dedup_indices(ctx, input_feature_splits)
         distinct: list[KeyedJaggedTensor] = []

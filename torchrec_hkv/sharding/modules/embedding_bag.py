@@ -1,4 +1,4 @@
-"""The sharded EmbeddingBagCollection: TorchRec's, where some tables are served by backends."""
+"""The sharded EmbeddingBagCollection with tables on backends."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.modules.parts import PartedLookup
 from torchrec_hkv.sharding.validation import PlannedTable
 
-# Column shards of a feature come back in the order of ranks; these put them in that of columns.
+# Sharding types whose column shards arrive in the order of ranks and are permuted to that of
+# columns.
 _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
 class BackendEmbeddingBagCollection(
     BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
 ):
-    """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
+    """TorchRec's ShardedEmbeddingBagCollection, extended for tables on backends."""
 
     tables_attribute = "embedding_bags"
     configs_attribute = "_embedding_bag_configs"
@@ -51,16 +52,16 @@ class BackendEmbeddingBagCollection(
     def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
         """
         Args:
-            args: TorchRec's.
-            planned: the tables of ours, by name, already checked.
-            kwargs: TorchRec's.
+            args: arguments of TorchRec's class.
+            planned: the tables on backends by name, already checked.
+            kwargs: keyword arguments of TorchRec's class.
         """
         super().__init__(*args, planned=planned, **kwargs)
         self._means = Means(
             self._embedding_bag_configs,
             {name: sharding.sharding_type for name, sharding in self.module_sharding_plan.items()},
         )
-        # TorchRec's way of dividing is not right where tables are sharded in several ways.
+        # TorchRec's mean division is wrong for tables with several sharding types (see Means).
         self._has_mean_pooling_callback = False
 
     @classmethod
@@ -72,7 +73,7 @@ class BackendEmbeddingBagCollection(
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
-        """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
+        """Overrides TorchRec's hook: the sharding for all tables of one sharding type."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
         if not needs_ours(sharding_infos):
             return super().create_embedding_bag_sharding(
@@ -85,21 +86,22 @@ class BackendEmbeddingBagCollection(
         return POOLED_SHARDINGS[sharding_type](sharding_infos, env, device, **keywords)
 
     def create_context(self) -> BagContext:
-        """What a batch carries from its exchange to its outputs."""
+        """The context that a batch carries from its input distribution to its outputs."""
         return BagContext()
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts the distribution of a batch.
+        """Starts the input distribution of a batch.
 
         Args:
-            ctx: TorchRec's.
-            features: ids of any integer dtype; widened to int64 so that all ranks send the same.
+            ctx: context of the batch.
+            features: ids of any integer dtype. They are converted to int64, so that all ranks send
+                the same dtype.
 
         Raises:
-            ValueError: ids that are no integers, weights, scores or features that are missing, or
-                batch sizes that differ between features. Nothing has been sent then.
+            ValueError: ids are not integers; weights, scores or a feature are missing; or batch
+                sizes differ between features without inverse indices. Nothing has been sent then.
         """
         features = to_keyed_jagged_tensor(features)
         if self._planned:
@@ -117,7 +119,9 @@ class BackendEmbeddingBagCollection(
             or features.variable_stride_per_key()
             or input_dist_has_more_to_do(self)
         ):
-            # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
+            # For the first batch TorchRec warns of ids beyond num_embeddings, but tables on
+            # backends
+            # take any id.
             with self._without_our_configs():
                 begun = super().input_dist(ctx, features)
         else:
@@ -133,9 +137,10 @@ class BackendEmbeddingBagCollection(
     def _begin(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """What TorchRec's ``input_dist`` does with a batch that has as many bags of all features,
-        once it has seen one. Where there is one sharding it asks the device nothing: TorchRec's
-        splits the features by sharding, for which it asks how many ids each has."""
+        """Starts the input distribution of a batch with equal batch sizes, after the first one.
+        Does the same as TorchRec's ``input_dist``, but with a single sharding it does not
+        synchronize with the device: TorchRec splits the features by sharding, which needs the
+        number of ids of each."""
         if self._has_features_permute:
             features = in_order(features, self._features_order, self._features_order_tensor)
         parts = [features]
@@ -153,25 +158,25 @@ class BackendEmbeddingBagCollection(
     def compute(
         self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList
     ) -> list[torch.Tensor]:
-        """TorchRec's; tables in parts begin to send."""
+        """Looks up the batch; lookups in parts also start their output distribution."""
         self._expect(ctx)
         return super().compute(ctx, dist_input)
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's, with means."""
+        """Starts the output distribution, and divides row-wise means."""
         return self._with_means(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(
         self, ctx: EmbeddingBagCollectionContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's, with means."""
+        """Looks up the batch, starts the output distribution, and divides row-wise means."""
         self._expect(ctx)
         return self._with_means(ctx, super().compute_and_output_dist(ctx, input))
 
     def _expect(self, ctx: EmbeddingBagCollectionContext) -> None:
-        """Tells lookups that send by themselves how the batch has come."""
+        """Passes the context of the batch to lookups that send their own outputs."""
         for lookup, context in zip(self._lookups, ctx.sharding_contexts, strict=True):
             if isinstance(lookup, PartedLookup):
                 lookup.expect(context)
@@ -180,7 +185,8 @@ class BackendEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, outputs: LazyAwaitable[KeyedTensor]
     ) -> LazyAwaitable[KeyedTensor]:
         if self._means:
-            # First of all, so that what orders streams has the outputs that are taken.
+            # First of the callbacks, so that later ones, which order streams, see the final
+            # outputs.
             outputs.callbacks.insert(0, functools.partial(divide, divisor=ctx.divisor))
         return outputs
 
@@ -190,15 +196,15 @@ class BackendEmbeddingBagCollection(
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """TorchRec's dynamic resharding.
+        """TorchRec's dynamic resharding, for stock tables only.
 
         Raises:
-            ValueError: the collection holds tables of ours.
+            ValueError: the collection has tables on backends.
         """
         if self._planned:
             raise ValueError(
-                f"Tables {sorted(self._planned)} are served by backends and can't be resharded "
-                "while training: only collections of stock tables can."
+                f"Tables {sorted(self._planned)} are on backends and can't be resharded during "
+                "training: only reshard collections of stock tables."
             )
         super().update_shards(changed_sharding_params, env, device)
 

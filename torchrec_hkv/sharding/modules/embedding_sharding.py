@@ -1,4 +1,4 @@
-"""TorchRec's shardings, with lookups and an input distribution that know tables of ours."""
+"""TorchRec's shardings with lookups and distributions that support tables on backends."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
 class _Pooled(MakesLookup):
-    """Shardings of pooled tables; a mixin before TorchRec's."""
+    """Creates the lookup for pooled tables; a mixin before TorchRec's shardings."""
 
-    #: Given to the lookup where a mean arrives as a sum that TorchRec divides later.
+    #: Sharding type to pass to the lookup if it must sum instead of average, because TorchRec
+    #: divides the sum over ranks later.
     summed_as: ClassVar[ShardingType | None] = None
 
     def make_lookup(
@@ -70,7 +71,7 @@ class _Pooled(MakesLookup):
 
 
 class _Sequence(MakesLookup):
-    """Shardings of tables of sequences; a mixin before TorchRec's."""
+    """Creates the lookup for sequence tables; a mixin before TorchRec's shardings."""
 
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
@@ -85,7 +86,7 @@ class _Sequence(MakesLookup):
 
 
 def feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
-    """For each feature of groups of tables, whether its ids are routed by their hash."""
+    """For each feature of groups of tables, whether its ids are mapped to ranks by hash."""
     return [
         (tag := tag_of(table)) is not None and registry.get(tag.backend).routes_by_hash(tag.options)
         for group in groups
@@ -95,7 +96,8 @@ def feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
 
 
 class _RowWise:
-    """Stock tables and ours share one all-to-all; a mixin before TorchRec's row-wise shardings."""
+    """Input distribution for row-wise sharding, with one all-to-all for stock tables and tables on
+    backends; a mixin before TorchRec's shardings."""
 
     is_sequence: ClassVar[bool] = False
 
@@ -114,7 +116,8 @@ class _RowWise:
 
 
 class _RowWiseOnHosts:
-    """Likewise, where the rows of a table or of its columns lie on the ranks of one host."""
+    """Input distribution for tables whose rows are sharded over the ranks of one host; a mixin
+    before TorchRec's shardings."""
 
     summed_as = ShardingType.TABLE_ROW_WISE
 
@@ -136,7 +139,7 @@ class _RowWiseOnHosts:
 
 
 class _TableWise:
-    """Whole tables or whole columns; a mixin before TorchRec's."""
+    """Input distribution for whole tables or columns; a mixin before TorchRec's shardings."""
 
     is_sequence: ClassVar[bool] = False
 
@@ -155,26 +158,26 @@ class _TableWise:
 
 
 class _TableWisePooled(_TableWise, _Pooled):
-    """The same, pooled."""
+    """Distributions for pooled whole tables or columns; a mixin before TorchRec's shardings."""
 
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
-        """The exchange of pooled rows."""
+        """The output distribution of pooled rows."""
         return TableWiseOutputDist(super().create_output_dist(device))
 
 
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
-    """Row-wise, pooled; in parts where the group of tables says so."""
+    """Row-wise sharding of pooled tables, in parts if the exchange group has parts."""
 
     summed_as = ShardingType.ROW_WISE
 
     def __init__(self, sharding_infos: list[EmbeddingShardingInfo], *args: Any, **kw: Any) -> None:
         """
         Args:
-            sharding_infos: of the tables.
-            args: TorchRec's.
-            kw: TorchRec's.
+            sharding_infos: TorchRec's infos of the tables.
+            args: further arguments of TorchRec's class.
+            kw: keyword arguments of TorchRec's class.
         """
         super().__init__(sharding_infos, *args, **kw)
         self._parts = sharding_infos.parts if isinstance(sharding_infos, ExchangeGroup) else ()
@@ -197,7 +200,7 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
-        """The exchange of pooled rows."""
+        """The output distribution of pooled rows."""
         if self._parts:
             return PartedOutputDist(self._dists)
         return self._dist(self._grouped_embedding_configs, None)
@@ -218,44 +221,45 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
 
 
 class TableWisePooled(_TableWisePooled, TwPooledEmbeddingSharding):
-    """Table-wise, pooled."""
+    """Table-wise sharding of pooled tables."""
 
 
 class ColumnWisePooled(_TableWisePooled, CwPooledEmbeddingSharding):
-    """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
+    """Column-wise sharding of pooled tables. Every column shard sees all ids and thus holds the
+    same ids."""
 
 
 class TableColumnWisePooled(_TableWisePooled, TwCwPooledEmbeddingSharding):
-    """Column-wise on the ranks of one host, pooled."""
+    """Column-wise sharding of pooled tables over the ranks of one host."""
 
 
 class TableRowWisePooled(_RowWiseOnHosts, _Pooled, TwRwPooledEmbeddingSharding):
-    """Row-wise on the ranks of one host, pooled."""
+    """Row-wise sharding of pooled tables over the ranks of one host."""
 
 
 class GridPooled(_RowWiseOnHosts, _Pooled, GridPooledEmbeddingSharding):
-    """Column-wise over hosts, and row-wise on the ranks of each, pooled."""
+    """Sharding of pooled tables column-wise over hosts and row-wise over the ranks of each."""
 
 
 class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
-    """Row-wise, sequences."""
+    """Row-wise sharding of sequence tables."""
 
     is_sequence = True
 
 
 class TableWiseSequence(_TableWise, _Sequence, TwSequenceEmbeddingSharding):
-    """Table-wise, sequences."""
+    """Table-wise sharding of sequence tables."""
 
     is_sequence = True
 
 
 class ColumnWiseSequence(_TableWise, _Sequence, CwSequenceEmbeddingSharding):
-    """Column-wise, sequences."""
+    """Column-wise sharding of sequence tables."""
 
     is_sequence = True
 
 
-#: What serves pooled tables of ours, by TorchRec's sharding type.
+#: Shardings for pooled tables on backends, by TorchRec's sharding type.
 POOLED_SHARDINGS: dict[str, Callable[..., EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWisePooled,
     ShardingType.TABLE_WISE.value: TableWisePooled,
@@ -266,7 +270,7 @@ POOLED_SHARDINGS: dict[str, Callable[..., EmbeddingSharding]] = {
     ShardingType.DATA_PARALLEL.value: data_parallel_pooled,
 }
 
-#: What serves our tables of sequences: the types that TorchRec has for them.
+#: Shardings for sequence tables on backends, by those sharding types that TorchRec supports.
 SEQUENCE_SHARDINGS: dict[str, Callable[..., EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWiseSequence,
     ShardingType.TABLE_WISE.value: TableWiseSequence,

@@ -1,4 +1,4 @@
-"""The epoch of tables that evict by epochs."""
+"""The epoch of tables with the eviction policies ``"epoch_lru"`` and ``"epoch_lfu"``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ _LAST = (1 << 32) - 1
 
 
 def set_epoch(model: nn.Module, epoch: int) -> None:
-    """Begins an epoch, for all tables of a model under ``"epoch_lru"`` or ``"epoch_lfu"``.
+    """Sets the epoch of all tables of a model under ``"epoch_lru"`` or ``"epoch_lfu"``.
 
-    Call it on every rank with the same number, where an epoch of yours begins: a day of the data,
-    or a pass over it. Ids of an earlier epoch then leave a full table before those of a later one.
-    It counts for lookups that are made from now on; a train pipeline has begun none of the batches
-    that ``progress`` has yet to look up. It waits for nothing. Checkpoints keep the epoch.
+    Call it on every rank with the same number at the beginning of an epoch, such as a day of data
+    or a pass over it. A full table then evicts ids of earlier epochs before those of later ones.
+    The epoch applies to lookups from now on. In a train pipeline these are the lookups of the
+    batches that ``progress`` has not looked up yet. Does not synchronize. Checkpoints store the
+    epoch.
 
     Args:
-        model: sharded, on this rank.
-        epoch: 0 to 2^32 - 1. At first it is 0. It may go back.
+        model: the sharded model.
+        epoch: 0 to 2^32 - 1; 0 at first. It may decrease.
 
     Raises:
-        ValueError: the number is out of range, or no table of the model has epochs; nothing has
+        ValueError: ``epoch`` is out of range, or no table of the model has epochs. Nothing has
             changed then.
     """
     check_range("set_epoch", "epoch", epoch, 0, _LAST)
@@ -31,7 +32,7 @@ def set_epoch(model: nn.Module, epoch: int) -> None:
     tables = [table for collection in collections for table in collection.found_tables().values()]
     if not any(table.planned.shards[0].options.has_epochs for table in tables):
         raise ValueError(
-            "set_epoch was called on a model without tables that have epochs: give tables "
+            "set_epoch needs a table with epochs, but the model has none: give a table "
             "HKVOptions(eviction='epoch_lru') or 'epoch_lfu'."
         )
     for collection in collections:
@@ -40,11 +41,11 @@ def set_epoch(model: nn.Module, epoch: int) -> None:
 
 
 def get_epoch(model: nn.Module) -> int:
-    """The epoch that :func:`set_epoch` has set, or that a checkpoint had; 0 at first, and on a rank
+    """The epoch set by :func:`set_epoch` or loaded from a checkpoint; 0 at first, and on a rank
     without tables.
 
     Args:
-        model: sharded, on this rank.
+        model: the sharded model.
     """
     lookups = [
         lookup

@@ -1,9 +1,10 @@
-"""Row-wise pooled tables whose rows are exchanged in parts.
+"""Row-wise pooled tables whose rows are exchanged in several parts.
 
-Groups of tables as TorchRec has them are shardings of their own: each exchanges its ids by itself,
-and the host takes as long for each as for all. Parts are of one sharding, whose ids are exchanged
-at once. Its lookups go part by part, and the rows of one part travel while the next is looked up;
-in the backward the gradients of one part arrive while the rows of another are updated.
+If TorchRec's sharding is split into groups, each group has its own input distribution, and the host
+takes as long for each as for all tables together. Parts share one sharding and one input
+distribution. The lookup processes them one after the other: the rows of a part are sent while the
+next part is looked up. In the backward, gradients of one part arrive while rows of another are
+updated.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.dists.exchange_groups import Part
+from torchrec_hkv.sharding.dists.exchange_groups import ExchangePart
 from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist
 from torchrec_hkv.sharding.dists.variable_batch import merged_groups
 from torchrec_hkv.sharding.kernels.lookups import PooledLookup
 
 
 def groups_of_parts(
-    groups: Sequence[GroupedEmbeddingConfig], parts: Sequence[Part]
+    groups: Sequence[GroupedEmbeddingConfig], parts: Sequence[ExchangePart]
 ) -> list[list[GroupedEmbeddingConfig]]:
-    """The groups of each part: TorchRec's groups of tables that one kernel serves, cut.
+    """Splits TorchRec's groups of tables, each served by one kernel, by part.
 
     Args:
-        groups: of all tables of a sharding on one rank.
-        parts: whose tables they are.
+        groups: the groups of a sharding on one rank.
+        parts: the parts.
+
+    Returns:
+        The groups of each part.
     """
     return [
         [
@@ -48,28 +52,28 @@ def groups_of_parts(
 
 
 class PartsOnTheirWay(Awaitable[Tensor]):
-    """Pooled rows of all parts, side by side once they have come."""
+    """Concatenates the pooled rows of all parts when they have arrived."""
 
     def __init__(self, parts: Sequence[Awaitable[Tensor]]) -> None:
         """
         Args:
-            parts: under way.
+            parts: the exchanges of the parts.
         """
         super().__init__()
         self._parts = parts
 
     def _wait_impl(self) -> Tensor:
-        # Batches of variable size come flat, feature by feature.
+        # Batches of variable size are flat, one feature after the other.
         return torch.cat([part.wait() for part in self._parts], dim=-1)
 
 
 class PartedOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor]):
-    """What is left to do for the exchange of rows when :class:`PartedLookup` has begun it."""
+    """The output distribution after a :class:`PartedLookup`, which has already started it."""
 
     def __init__(self, dists: Iterable[RowWiseOutputDist]) -> None:
         """
         Args:
-            dists: of the parts.
+            dists: output distributions of the parts.
         """
         super().__init__()
         self._dists = nn.ModuleList(dists)
@@ -77,22 +81,22 @@ class PartedOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor])
     def forward(
         self, local_embs: PartsOnTheirWay, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Nothing."""
+        """Returns the exchange that the lookup has started."""
         return local_embs
 
 
 class PartedLookup(PooledLookup):
-    """A lookup that sends the rows of each part as soon as it has them."""
+    """A lookup that starts the exchange of each part as soon as the part is looked up."""
 
     def __init__(
         self, *args: Any, parts: Sequence[int], dists: Sequence[RowWiseOutputDist], **kwargs: Any
     ) -> None:
         """
         Args:
-            args: TorchRec's.
-            parts: the number of groups of each part.
-            dists: that send them.
-            kwargs: TorchRec's.
+            args: arguments of TorchRec's class.
+            parts: number of groups of each part.
+            dists: output distribution of each part.
+            kwargs: keyword arguments of TorchRec's class.
         """
         super().__init__(*args, **kwargs)
         self._sender = _Sender(parts, self._feature_splits, dists)
@@ -100,7 +104,7 @@ class PartedLookup(PooledLookup):
             kernel.register_forward_hook(self._sender.looked_up)
 
     def expect(self, context: EmbeddingShardingContext) -> None:
-        """Says how the batch was exchanged that will be looked up next."""
+        """Sets the context of the batch that is looked up next."""
         self._sender.context = context
 
     def _forward(self, features_by_group: list[KeyedJaggedTensor]) -> list[Any]:
@@ -117,7 +121,7 @@ class PartedLookup(PooledLookup):
 
 
 class _Sender:
-    """Is told of each group that was looked up, and sends a part when all of it was."""
+    """Collects the outputs of groups, and sends a part when all of its groups are looked up."""
 
     def __init__(
         self, parts: Sequence[int], num_features: Sequence[int], dists: Sequence[RowWiseOutputDist]
@@ -131,7 +135,11 @@ class _Sender:
 
     @contextlib.contextmanager
     def batch(self, sizes: list[list[int]] | None) -> Iterator[None]:
-        """While a batch is looked up; the sizes of its outputs by group where they are flat."""
+        """A context for the lookup of a batch.
+
+        Args:
+            sizes: for flat outputs, the sizes of each group's outputs; else None.
+        """
         self._sizes = sizes
         self._outputs: list[Tensor] = []
         self._sent: list[Awaitable[Tensor]] = []
@@ -142,8 +150,8 @@ class _Sender:
             self._is_looking_up = False
 
     def looked_up(self, kernel: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        """A hook of kernels: the lookup calls them group by group. What others call them for is
-        theirs, and not sent."""
+        """A forward hook of kernels, which are called group by group. Calls outside of
+        :meth:`batch` are ignored."""
         if not self._is_looking_up:
             return
         self._outputs.append(output)
@@ -158,7 +166,7 @@ class _Sender:
             )
 
     def sent(self) -> PartsOnTheirWay:
-        """All parts."""
+        """The exchange of all parts."""
         sent, self._sent, self._outputs, self.context = self._sent, [], [], None
         return PartsOnTheirWay(sent)
 
@@ -171,11 +179,11 @@ class _Sender:
         return merged_groups(outputs, self._sizes[groups], self._num_features[groups])
 
     def _context_of(self, begin: int, end: int) -> EmbeddingShardingContext | None:
-        """Of some features."""
+        """The context for some of the features."""
         context = self.context
         if context is None or not context.variable_batch_per_feature:
             return context
-        part = copy.copy(context)  # TorchRec 1.6 has it as a class of its own, later as a dataclass
+        part = copy.copy(context)  # not dataclasses.replace: in TorchRec 1.6 it is no dataclass
         part.batch_size_per_rank_per_feature = [
             of_rank[begin:end] for of_rank in context.batch_size_per_rank_per_feature
         ]

@@ -1,4 +1,4 @@
-"""The sharders to give to the planner and to DistributedModelParallel."""
+"""The sharders for the planner and for DistributedModelParallel."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from torchrec_hkv.sharding.state.names import joined
 from torchrec_hkv.sharding.tables import Collection, table_weight
 from torchrec_hkv.sharding.validation import planned_tables
 
-#: Of exchanges: for all tables, or by table.
+#: A wire dtype for all tables, or by table.
 WireDtype: TypeAlias = str | torch.dtype | Mapping[str, str | torch.dtype] | None
 
 
 class _BackendSharder:
-    """What both sharders share; a mixin before TorchRec's."""
+    """The common part of both sharders; a mixin before TorchRec's."""
 
     def __init__(
         self,
@@ -55,35 +55,36 @@ class _BackendSharder:
     ) -> None:
         """
         Args:
-            args: TorchRec's.
-            num_groups: that the tables of a sharding type are exchanged in: the exchange of one
-                goes on while the next is looked up. None: what ``TORCHREC_HKV_EMB_NUM_GROUPS``
-                says, else 1.
-            wire_dtype: of rows and gradients that are exchanged: ``"fp32"``, ``"fp16"``,
-                ``"bf16"`` or ``"fp8"`` (row-wise), or torch's dtypes, for all tables or by table.
-                None: what ``TORCHREC_HKV_EMB_WIRE_DTYPE`` says; tables of which nothing is said go
-                as ``qcomm_codecs_registry`` says.
-            unique: tables whose ids a user knows to be different in each batch of each rank, or
-                True for all, or True or False by table: ``use_index_dedup`` then sends them as they
-                are. None: what ``TORCHREC_HKV_EMB_UNIQUE`` says.
-            shard_unique: tables on backends whose ids are different where they are looked up, too,
-                or True: a lookup that has one twice is refused. None: what
-                ``TORCHREC_HKV_EMB_SHARD_UNIQUE`` says.
-            check_unique: a batch that has an id twice of a table in ``unique`` is refused, by a
-                sort of its ids.
-            kwargs: TorchRec's.
+            args: arguments of TorchRec's sharder.
+            num_groups: number of groups in which tables of a sharding type are exchanged; the
+                exchange of a group overlaps with the lookup of the next. None: the environment
+                variable ``TORCHREC_HKV_EMB_NUM_GROUPS``, else 1.
+            wire_dtype: data type in which rows and gradients are exchanged: ``"fp32"``,
+                ``"fp16"``, ``"bf16"`` or ``"fp8"`` (row-wise), or torch's dtypes, for all tables
+                or by table. None: the environment variable ``TORCHREC_HKV_EMB_WIRE_DTYPE``. Tables
+                without a wire dtype use ``qcomm_codecs_registry``.
+            unique: tables whose ids do not repeat within a batch of a rank: a collection of names,
+                True for all tables, or a mapping from tables to bools. ``use_index_dedup`` then
+                sends them without deduplication. None: the environment variable
+                ``TORCHREC_HKV_EMB_UNIQUE``.
+            shard_unique: tables on backends whose ids also do not repeat within a lookup of a
+                shard, over all ranks, or True. A lookup with a repeated id raises. None: the
+                environment variable ``TORCHREC_HKV_EMB_SHARD_UNIQUE``.
+            check_unique: whether to check batches for repeated ids of the tables in ``unique``, by
+                sorting their ids.
+            kwargs: keyword arguments of TorchRec's sharder.
 
         Raises:
-            ValueError: a number or a dtype that can't be.
+            ValueError: ``num_groups`` or a wire dtype is not allowed.
         """
         if num_groups is None:
             num_groups = environment.number("EMB_NUM_GROUPS", 1)
         is_told = wire_dtype is not None
         if wire_dtype is None:
-            # The tables may be those of several collections.
+            # The tables named there may belong to several collections.
             wire_dtype = environment.by_table("EMB_WIRE_DTYPE")
         self._exchange = Exchange(num_groups, wire_dtypes(wire_dtype), is_checked=is_told)
-        # A variable is of all collections; it has no effect in those that send ids as they are.
+        # A variable applies to all collections; ignore it in those where it has no effect.
         if unique is None:
             dedups = kwargs.get("use_index_dedup", False) or check_unique
             unique = dedups and environment.flag("EMB_UNIQUE")
@@ -93,7 +94,7 @@ class _BackendSharder:
         super().__init__(*args, **kwargs)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's, and the one that all backends share."""
+        """TorchRec's compute kernels, and the one that all backends share."""
         return [*super().compute_kernels(sharding_type, compute_device_type), KERNEL]
 
     def _shard_arguments(
@@ -104,7 +105,7 @@ class _BackendSharder:
         device: torch.device | None,
         module_fqn: str | None,
     ) -> dict[str, Any]:
-        """The arguments that both sharded collections take, checked."""
+        """Checks the plan; returns the common arguments of the sharded collections."""
         planned = planned_tables(module, params, env, device, self.fused_params)
         for name, table in planned.items():
             name_optimizer(table_weight(module, name))
@@ -134,15 +135,16 @@ class _BackendSharder:
 
 
 class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollectionSharder):
-    """Shards EmbeddingBagCollections that stock kernels and backends serve side by side."""
+    """Shards EmbeddingBagCollections whose tables are on stock kernels or on backends."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's, and on the CPU those by rows too, where it leaves them out."""
+        """TorchRec's sharding types, and on a CPU also the row-wise ones, which TorchRec omits."""
         types = super().sharding_types(compute_device_type)
         return [*types, *self.added_sharding_types(compute_device_type)]
 
     def added_sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those that TorchRec's sharder does not offer. Over gloo they fail on uneven batches."""
+        """Sharding types that TorchRec's sharder does not offer. TorchRec's own shardings of these
+        types fail over gloo if ranks have different batch sizes."""
         types = super().sharding_types(compute_device_type)
         return [served for served in POOLED_SHARDINGS if served not in types]
 
@@ -154,17 +156,17 @@ class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollecti
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Makes this rank's part of a collection.
+        """Creates this rank's part of a collection.
 
         Args:
             module: the unsharded collection.
             params: the plan of its tables.
             env: the ranks.
-            device: where the tables will live.
-            module_fqn: where the module is in the model.
+            device: device of the tables.
+            module_fqn: path of the module in the model.
 
         Raises:
-            ValueError: a table that its backend can't serve as planned.
+            ValueError: a backend can't serve a table as planned.
         """
         return BackendEmbeddingBagCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
@@ -173,12 +175,12 @@ class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollecti
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
-        """What :meth:`shard` makes."""
+        """The class of the modules that :meth:`shard` returns."""
         return BackendEmbeddingBagCollection
 
 
 class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionSharder):
-    """Shards EmbeddingCollections that stock kernels and backends serve side by side."""
+    """Shards EmbeddingCollections whose tables are on stock kernels or on backends."""
 
     def shard(
         self,
@@ -188,17 +190,17 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Makes this rank's part of a collection.
+        """Creates this rank's part of a collection.
 
         Args:
             module: the unsharded collection.
             params: the plan of its tables.
             env: the ranks.
-            device: where the tables will live.
-            module_fqn: where the module is in the model.
+            device: device of the tables.
+            module_fqn: path of the module in the model.
 
         Raises:
-            ValueError: a table that its backend can't serve as planned.
+            ValueError: a backend can't serve a table as planned.
         """
         return BackendEmbeddingCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
@@ -207,22 +209,23 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
-        """What :meth:`shard` makes."""
+        """The class of the modules that :meth:`shard` returns."""
         return BackendEmbeddingCollection
 
 
-#: The sharders of modules whose tables backends may serve.
+#: The sharders of modules that may have tables on backends.
 BACKEND_SHARDERS = (BackendEmbeddingBagCollectionSharder, BackendEmbeddingCollectionSharder)
 
 
 def get_default_sharders(
     num_groups: int | None = None, wire_dtype: WireDtype = None
 ) -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's default sharders, where collections may have tables on backends.
+    """TorchRec's default sharders, with support for tables on backends.
 
     Args:
-        num_groups: as :class:`BackendEmbeddingBagCollectionSharder` takes it.
-        wire_dtype: likewise, for all tables; by table each collection needs a sharder of its own.
+        num_groups: see :class:`BackendEmbeddingBagCollectionSharder`.
+        wire_dtype: see :class:`BackendEmbeddingBagCollectionSharder`; for all tables. For wire
+            dtypes by table, create a sharder for each collection.
     """
     made = [make(num_groups=num_groups, wire_dtype=wire_dtype) for make in BACKEND_SHARDERS]
     ours = {sharder.module_type: sharder for sharder in made}

@@ -1,1 +1,1 @@
-"""The ``state_dict`` of sharded tables, and loading it on other ranks."""
+"""The ``state_dict`` of sharded tables, and its redistribution to other ranks."""

@@ -1,8 +1,7 @@
-"""Full names of tables: their keys in the ``state_dict`` of a model, without ``.weight``.
+"""Full names of tables: their keys in a model's ``state_dict`` without ``.weight``.
 
-Two collections of a model may each have a table of the same name. Full names differ, so they are
-what results are keyed by. Where a function takes the name of a table, the table's own name does,
-too, if no other table has it.
+Two collections of a model may have tables of the same name. Results are therefore keyed by full
+names. Functions that take the name of a table also accept its own name if no other table has it.
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
 
-# DistributedModelParallel takes the first such prefix off the keys of its state_dict, which
-# DistributedDataParallel puts there.
+# Prefix of keys under DistributedDataParallel, which DistributedModelParallel removes once.
 _WRAPPED = "module"
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, with the prefix of their keys in its ``state_dict``.
+    """The modules of a model with the prefix of their keys in its ``state_dict``.
 
-    As ``model.named_modules()``, but wrappers that leave no trace in a ``state_dict``
-    (``DistributedModelParallel``, what it wraps around dense parameters, and
-    ``FullyShardedDataParallel``) add nothing to a path.
+    Like ``model.named_modules()``, but wrappers that do not appear in a ``state_dict``
+    (``DistributedModelParallel``, its wrappers of dense parameters, and
+    ``FullyShardedDataParallel``) do not appear in paths.
 
     Args:
-        model: sharded or not.
+        model: a model, sharded or not.
 
     Yields:
-        Path, ``""`` for the model itself, and module; each module once.
+        Path, ``""`` for the model itself, and module. Each module is yielded once.
     """
     yield from _walk("", model, set())
 
@@ -53,13 +51,13 @@ def _walk(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, n
 
 
 def named_collections(model: nn.Module) -> Iterator[tuple[str, BackendCollection]]:
-    """The sharded collections of a model, with what the full names of their tables begin with.
+    """The sharded collections of a model with the prefix of the full names of their tables.
 
     Args:
-        model: sharded.
+        model: the sharded model.
 
     Yields:
-        Such as ``"ebc.embedding_bags"``, and the collection.
+        The prefix, such as ``"ebc.embedding_bags"``, and the collection.
     """
     for path, module in named_modules(model):
         if isinstance(module, BackendCollection):
@@ -67,10 +65,10 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, BackendCollection
 
 
 def named_tables(model: nn.Module) -> dict[str, FoundTable]:
-    """The tables on backends of a model, on whatever rank, by full name.
+    """The tables on backends of a model by full name, on all ranks.
 
     Args:
-        model: sharded.
+        model: the sharded model.
     """
     return {
         joined(prefix, name): table
@@ -83,8 +81,8 @@ def find_name(table: str, full_names: Iterable[str]) -> str:
     """The full name of a table.
 
     Args:
-        table: the full name, or the table's own name where only one table has it.
-        full_names: of all tables.
+        table: the full name, or the table's own name if only one table has it.
+        full_names: full names of all tables.
 
     Raises:
         ValueError: there is no such table, or several have that name.
@@ -104,5 +102,5 @@ def find_name(table: str, full_names: Iterable[str]) -> str:
 
 
 def joined(path: str, name: str) -> str:
-    """Two parts of a key in a ``state_dict``, of which either may be empty."""
+    """Joins two parts of a key in a ``state_dict``; either may be empty."""
     return ".".join(filter(None, (path, name)))

@@ -1,4 +1,4 @@
-"""The saved state of tables that every rank holds: plain tensors, as of replicated parameters."""
+"""The saved state of data-parallel tables: plain tensors, like those of replicated parameters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, TensorSpec
-from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY, TableState
+from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY, ShardedTableState
 
 
-class ReplicatedState(TableState):
-    """As :class:`TableState` of a table with one shard, which every rank takes for its own."""
+class ReplicatedState(ShardedTableState):
+    """A :class:`ShardedTableState` with a single shard, which every rank holds."""
 
     @classmethod
     def of_table(
@@ -21,13 +21,13 @@ class ReplicatedState(TableState):
         """The state of a table.
 
         Raises:
-            ValueError: the backend names a tensor as TableState does.
+            ValueError: the backend uses a reserved name for a tensor.
         """
         spec = dict(backend.state_spec(shard, optimizer))
         if SHARDS_KEY in spec:
             raise ValueError(
-                f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
-                "that name is taken."
+                f"Backend {backend.name!r} has a state tensor {SHARDS_KEY!r}, but this name is "
+                "reserved: use another name."
             )
         is_dense = backend.is_dense(shard.options)
         if not is_dense:
@@ -44,11 +44,11 @@ class ReplicatedState(TableState):
     def sharded_tensors(
         self, rank: int, exported: Mapping[str, Mapping[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """The table as it is on this rank.
+        """The table on this rank, as plain tensors.
 
         Args:
             rank: this rank.
-            exported: the backend's export, by the shard's key.
+            exported: the backend's export by shard key.
         """
         state = dict(exported[self.shards[0].key])
         if SHARDS_KEY in self.specs[0]:

@@ -1,7 +1,7 @@
-"""The saved state of tables of ours: sharded tensors, described without asking other ranks.
+"""The saved state of tables on backends: sharded tensors, created without communication.
 
-Everything a rank must know of the others follows from the plan, so that one rank may call
-``state_dict`` alone.
+A rank knows everything about the shards of other ranks from the plan, so a single rank may call
+``state_dict``.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ from torchrec.distributed.types import (
 
 from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, TensorSpec
 
-#: In the state of every table: the number of shards it was saved from, once for each shard. Its
-#: global size is that number, so that loading at another world size fails before anything is read.
+#: Name of a tensor in the state of every table: the number of shards, once for each shard. Its
+#: global size is this number, so that loading at another world size fails before data is read.
 SHARDS_KEY = "shards"
 
-#: Ranges of these are what ranks own of a table that is routed by hash.
+#: Number of owner buckets. Each rank owns a range of them in a table that is sharded by hash.
 OWNER_BUCKETS = 1 << 16
 
-#: In the state of a table that is exchanged, in the place of that: how it lay over the ranks.
+#: Name of the tensor that replaces it in tables with exchange: the layout over the ranks.
 LAYOUT_KEY = "layout"
 
 _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class TableState:
-    """How the state of one table lies over the ranks.
+class ShardedTableState:
+    """The distribution of one table's state over the ranks.
 
-    Tensors with two dimensions lie as the shards do: shards of other rows below each other, shards
-    of other columns beside each other. Those with one dimension, such as ids, are stacked.
+    Tensors with two dimensions are distributed like the shards: row shards below each other, column
+    shards side by side. Tensors with one dimension, such as ids, are stacked.
 
     Attributes:
-        name: the table's.
-        shards: of the table, all of them.
-        ranks: the rank of each shard.
-        placements: where TorchRec placed each shard.
-        specs: the tensors of each shard.
-        is_dense: whether it looks as the state of a stock table: the weight alone, by row number.
-        layout: where ranks may load each other's places, a number that is equal where a table lies
-            over the ranks in the same way; else None.
+        name: name of the table.
+        shards: all shards of the table.
+        ranks: rank of each shard.
+        placements: TorchRec's placement of each shard.
+        specs: tensors of each shard.
+        is_dense: whether the state looks like that of a stock table: only the weight, by row
+            number.
+        layout: for tables with exchange (:meth:`Backend.exchanges`), a number that is equal for
+            equal distributions over ranks; else None.
     """
 
     name: str
@@ -70,11 +71,11 @@ class TableState:
         sharding: ParameterSharding,
         shards: list[TableShard],
         optimizer: OptimizerSpec | None,
-    ) -> TableState:
-        """The state of a table as planned.
+    ) -> ShardedTableState:
+        """The state of a planned table.
 
         Raises:
-            ValueError: the backend names a tensor as this module does.
+            ValueError: the backend uses a reserved name for a tensor.
         """
         is_dense = backend.is_dense(shards[0].options)
         exchanges = backend.exchanges(shards[0].options)
@@ -84,8 +85,8 @@ class TableState:
             for name in (SHARDS_KEY, LAYOUT_KEY):
                 if name in spec:
                     raise ValueError(
-                        f"Backend {backend.name!r} calls a tensor of its state {name!r}: "
-                        "that name is taken."
+                        f"Backend {backend.name!r} has a state tensor {name!r}, but this name is "
+                        "reserved: use another name."
                     )
             if exchanges and shard.row_offset == shard.column_offset == 0:
                 spec[LAYOUT_KEY] = _SHARDS_SPEC
@@ -105,12 +106,12 @@ class TableState:
 
     @property
     def keys(self) -> list[str]:
-        """The names of the tensors; not every shard need have all."""
+        """The names of all tensors; a shard may lack some of them."""
         return list({key: None for spec in self.specs for key in spec})
 
     def owners(self, shard: TableShard) -> tuple[int, int]:
-        """First owner bucket of the ids that come to a shard of a table that is routed by hash, and
-        the one past the last: shards of rows share all of them in contiguous ranges."""
+        """Range ``[first, end)`` of owner buckets of a shard in a table that is sharded by hash.
+        The row shards own contiguous ranges."""
         offsets = sorted({shard.row_offset for shard in self.shards})
         at, count = offsets.index(shard.row_offset), len(offsets)
         return -(-at * OWNER_BUCKETS // count), -(-(at + 1) * OWNER_BUCKETS // count)
@@ -127,7 +128,7 @@ class TableState:
 
         Args:
             rank: this rank.
-            exported: the backend's export of each shard that this rank holds, by the shard's key.
+            exported: the backend's export of each shard on this rank, by shard key.
         """
         own = {
             SHARDS_KEY: torch.tensor([len(self.specs)], dtype=torch.int64),
@@ -158,7 +159,7 @@ class TableState:
             placement = self.placements[index]
             tensor = local.get(shard.key) if placement.rank() == rank else None
             if tensor is not None and tensor.device.type != placement.device().type:
-                # A backend may export what it keeps in host memory from there.
+                # A backend may export tensors that it keeps in host memory from there.
                 placement = _remote_device(f"rank:{placement.rank()}/{tensor.device}")
             metadata.append(
                 ShardMetadata(
@@ -180,7 +181,7 @@ class TableState:
         )
 
     def _layout(self, key: str) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-        """The offsets of each shard's tensor in the whole, by index, and the size of that."""
+        """The offsets of each shard's tensor by shard index, and the size of the whole tensor."""
         having = sorted(
             (index for index, spec in enumerate(self.specs) if key in spec),
             key=lambda i: (self.shards[i].row_offset, self.shards[i].column_offset),
@@ -208,23 +209,23 @@ class TableState:
     def local_states(
         self, rank: int, tensors: Mapping[str, Any]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's part of sharded tensors, checked.
+        """Checks sharded tensors and returns this rank's part of them.
 
         Args:
             rank: this rank.
-            tensors: by key, as :meth:`sharded_tensors` gives them; plain tensors where the table
-                has a single shard.
+            tensors: results of :meth:`sharded_tensors` by name; plain tensors if the table has a
+                single shard.
 
         Returns:
-            What the backend exported, by the key of each shard that this rank holds.
+            The backend's export of each shard on this rank, by shard key.
 
         Raises:
-            ValueError: a tensor is missing, or its shape, dtype or number of shards is another.
+            ValueError: a tensor is missing, or has another shape, dtype or number of shards.
         """
         missing = [key for key in self.keys if key not in tensors]
         if missing:
             raise ValueError(
-                f"The state of table {self.name!r} lacks {missing}: needed are {self.keys}."
+                f"The state of table {self.name!r} lacks {missing}: it needs {self.keys}."
             )
         for key in self.keys:
             self._check_sharding(key, tensors[key])
@@ -246,7 +247,7 @@ class TableState:
             if tuple(tensor.shape) != spec[key].shape or tensor.dtype != spec[key].dtype:
                 raise ValueError(
                     f"In the state of table {self.name!r}, {key!r} has shape {tuple(tensor.shape)} "
-                    f"and dtype {tensor.dtype} on rank {rank}: needed are {spec[key].shape} and "
+                    f"and dtype {tensor.dtype} on rank {rank}, but must have {spec[key].shape} and "
                     f"{spec[key].dtype}."
                 )
         if self.is_dense or self.layout is not None:
@@ -260,37 +261,37 @@ class TableState:
             if isinstance(tensor, torch.Tensor) and (self.is_dense or len(self.specs) == 1):
                 return
             raise ValueError(
-                f"In the state of table {self.name!r}, {key!r} is a {type(tensor).__name__}: "
-                f"needed is a ShardedTensor of {len(self.specs)} shards."
+                f"In the state of table {self.name!r}, {key!r} is a {type(tensor).__name__}, but "
+                f"must be a ShardedTensor of {len(self.specs)} shards."
             )
         count = len(tensor.metadata().shards_metadata)
         if count != sum(key in spec for spec in self.specs):
             raise ValueError(self.other_world_size(count))
 
     def _local_tensors(self, key: str, tensor: Any, held: list[int]) -> list[torch.Tensor]:
-        """The tensors of the shards that this rank holds, in their order."""
+        """The tensors of the shards on this rank, in the order of ``held``."""
         if not isinstance(tensor, ShardedTensor):
             return [self._part(key, tensor, index) for index in held]
         local = tensor.local_shards()
         if len(local) != len(held):
             raise ValueError(
                 f"In the state of table {self.name!r}, {key!r} has {len(local)} shards on this "
-                f"rank: needed are {len(held)}."
+                f"rank, but must have {len(held)}."
             )
         return [shard.tensor for shard in local]
 
     def _part(self, key: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """A shard's part of a tensor that is not sharded; all of it where there is one shard."""
+        """A shard's part of a plain tensor; the whole tensor unless the table is dense."""
         if not self.is_dense:
             return tensor
         offsets, size = self._layout(key)
         if tuple(tensor.shape) != size:
-            return tensor  # refused for its shape
+            return tensor  # the caller refuses its shape
         first, shape = offsets[index], self.specs[index][key].shape
         return tensor[first[0] : first[0] + shape[0], first[1] : first[1] + shape[1]]
 
     def other_world_size(self, saved_shards: int) -> str:
-        """The sentence that refuses a state of another number of shards."""
+        """The error message for a state with another number of shards."""
         return (
             f"The state of table {self.name!r} was saved from {saved_shards} shards and the table "
             f"has {len(self.specs)}: load it with the number of ranks and the sharding type it was "
@@ -306,7 +307,7 @@ def _starts(sizes: list[int]) -> list[int]:
 
 
 def _starts_by(sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Where each part begins when parts lie in the order of their keys, and where the last ends."""
+    """The start of each part when parts are placed in the order of their keys, and the end."""
     order = sorted(sizes)
     starts = _starts([sizes[key] for key in order])
     return dict(zip(order, starts[:-1], strict=True)), starts[-1]
@@ -320,7 +321,7 @@ def _placement(shard: ShardMetadata) -> _remote_device:
 def _layout_number(
     backend: Backend, shards: list[TableShard], optimizer: OptimizerSpec | None
 ) -> int:
-    """Equal where places mean the same on the same rows and columns."""
+    """A number that is equal if slots have the same meaning on the same rows and columns."""
     described = sorted(
         (
             shard.row_offset,

@@ -1,8 +1,8 @@
-"""Loading the state of tables that are routed by hash, whatever ranks it was saved from.
+"""Loads the state of tables that are sharded by hash, after saving on other ranks.
 
-``torch.distributed.checkpoint`` gives every rank some places of a saved table. Where the table lies
-over the ranks as it did, these are its own. Otherwise every entry is shown to all ranks, in
-batches, and each takes those that it owns.
+``torch.distributed.checkpoint`` gives every rank a part of the positions of a saved table. If the
+distribution over ranks is the saved one, they belong to this rank. Otherwise every entry is
+broadcast to all ranks, in batches, and each rank takes the entries that it owns.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from torch import Tensor
 
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, TableState
+from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
-# Entries that are shown at a time, and bytes of counts.
+# Number of entries that are broadcast at a time, and bytes of admission counters.
 _BATCH = 1 << 16
 _BYTES = 1 << 24
 
 
 def exchange_state(
-    state: TableState,
+    state: ShardedTableState,
     local: Mapping[str, Mapping[str, Tensor]],
     loads: Mapping[str, EntriesLoad],
     device: torch.device,
     pg: dist.ProcessGroup,
 ) -> Tensor:
-    """Loads one table; a collective call.
+    """Loads one table. A collective call.
 
     Args:
-        state: how the table lies over the ranks.
-        local: the tensors of each shard that this rank holds, by the shard's key.
-        loads: of the same shards.
-        device: of the tables.
+        state: distribution of the table over the ranks.
+        local: tensors of each shard on this rank, by shard key.
+        loads: load of each of these shards, by shard key.
+        device: device of the tables.
         pg: the ranks.
 
     Returns:
-        Its ``table_state``, in host memory.
+        The tensor ``"table_state"`` on the CPU.
 
     Raises:
-        ValueError: the state doesn't match, or entries found no place; the same on all ranks.
+        ValueError: the state does not match, or entries found no slot. All ranks raise.
     """
-    table = _Table(state, local, device, pg)
+    table = _StateExchange(state, local, device, pg)
     table_state = table.of_whole("table_state")
     layout = int(table.of_whole(LAYOUT_KEY))
     on_every_rank(lambda: [load.check(table_state) for load in loads.values()], pg)
@@ -56,17 +56,17 @@ def exchange_state(
     return table_state
 
 
-class _Table:
+class _StateExchange:
     def __init__(
         self,
-        state: TableState,
+        state: ShardedTableState,
         local: Mapping[str, Mapping[str, Tensor]],
         device: torch.device,
         pg: dist.ProcessGroup,
     ) -> None:
         self._state, self._local, self._device, self._pg = state, local, device, pg
         self._rank = dist.get_rank(pg)
-        # Indices of shards: by rows, and in each of these by columns.
+        # Indices of shards, grouped by row offset and sorted by column offset.
         offsets = sorted({shard.row_offset for shard in state.shards})
         self._rows = [
             sorted(
@@ -77,7 +77,7 @@ class _Table:
         ]
 
     def _from_holder(self, key: str, index: int, tensor: Tensor | None, shape: Any) -> Tensor:
-        """A tensor of a shard's holder, on every rank."""
+        """Broadcasts a tensor of a shard from its rank."""
         if tensor is None:
             spec = self._state.specs[index][key]
             tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
@@ -93,24 +93,24 @@ class _Table:
         return self._local[self._state.shards[index].key][key]
 
     def of_whole(self, key: str) -> Tensor:
-        """A tensor that the first shard has for the whole table."""
+        """A tensor of the first shard that describes the whole table."""
         index = self._rows[0][0]
         shape = self._state.specs[index][key].shape
         return self._from_holder(key, index, self._held(key, index), shape).cpu()
 
     def _keys_of_entries(self) -> list[str]:
-        """Tensors of one dimension, which are with the first column."""
+        """Names of one-dimensional tensors, which shards of the first column have."""
         spec = self._state.specs[self._rows[0][0]]
         whole = ("table_state", LAYOUT_KEY)
         keys = [key for key in spec if len(spec[key].shape) == 1 and key not in whole]
         return [key for key in keys if not key.startswith(COUNTS)]
 
     def _keys_of_counts(self, index: int) -> list[str]:
-        """Of a shard of the first column."""
+        """Names of the tensors of admission counters of a shard of the first column."""
         return [key for key in self._state.specs[index] if key.startswith(COUNTS)]
 
     def load_same(self, loads: Mapping[str, EntriesLoad], table_state: Tensor) -> None:
-        """Every entry stays in its place; shards of other columns lack its id."""
+        """Loads every entry into its slot. Broadcasts ids to the other column shards."""
         for indices in self._rows:
             of_entries: dict[str, Tensor] = {}
             if len(indices) > 1:
@@ -124,7 +124,7 @@ class _Table:
                     loads[key].load_same(table_state, {**of_entries, **self._local[key]})
 
     def load_other(self, loads: Mapping[str, EntriesLoad], table_state: Tensor) -> None:
-        """Every entry is shown to all ranks."""
+        """Broadcasts every entry to all ranks."""
         for load in loads.values():
             load.begin(table_state)
         for indices in self._rows:
@@ -165,7 +165,7 @@ class _Table:
         entries = {
             key: shown(key, indices[0]) for key in self._keys_of_entries() if key != "occupied"
         }
-        # Side by side: whole rows.
+        # Concatenate column shards to whole rows.
         wide = [key for key in self._state.specs[indices[0]] if key not in entries]
         wide = [key for key in wide if len(self._state.specs[indices[0]][key].shape) == 2]
         whole = {key: torch.cat([shown(key, i) for i in indices], dim=1) for key in wide}
