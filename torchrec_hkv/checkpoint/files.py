@@ -259,6 +259,7 @@ def load(
     optimizer: KeyedOptimizer | None = None,
     *,
     allow_loss: bool | None = None,
+    strict: bool = True,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
 ) -> int:
@@ -278,6 +279,9 @@ def load(
             where those in both of its buckets rank higher. False refuses such a load. None, the
             default, allows it for tables of at least as many ``num_embeddings`` as were saved: of a
             full table some ids find no place at another number of ranks.
+        strict: whether tables and tensors of the model that the checkpoint lacks are refused. False
+            leaves them as they are, as a checkpoint of tables alone needs, such as one that
+            ``torchrec-hkv convert`` made of a dump. What the model lacks is never loaded.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that read files at the same time.
 
@@ -301,6 +305,7 @@ def load(
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",
             "allow_loss": allow_loss,
+            "strict": strict,
             "the list of the model's tables": list(tables),
         }
 
@@ -310,8 +315,10 @@ def load(
     options = FileOptions(batch_bytes, threads, allow_loss)
     layers = on_leader(lambda: read_saved(Path(path)))
     folder, record = layers[0]
+    if not strict:
+        tables = {key: table for key, table in tables.items() if key in record.tables}
     with tables_with_files_aside():
-        tensors = TensorsLoad(folder, model, optimizer)
+        tensors = TensorsLoad(folder, model, optimizer, strict=strict)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."

@@ -141,10 +141,20 @@ class TensorsLoad:
         folder: of the checkpoint.
         model: sharded.
         optimizer: or None.
+        strict: whether tensors that the checkpoint lacks are refused; otherwise they stay as they
+            are.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: KeyedOptimizer | None,
+        *,
+        strict: bool = True,
+    ) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._strict = strict
         self._state = {"model": model.state_dict()}
         self._reader: CheckedReader | None = None
 
@@ -172,12 +182,12 @@ class TensorsLoad:
         """What this rank loads; gives the names of the tensors."""
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
-        wanted = _flat("model", self._state["model"])
+        wanted = self._wanted(metadata, "model", self._state["model"])
         _check_match(self._folder, metadata, wanted)
         if self._optimizer is not None:
             undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
-            of_optimizer = _flat("optimizer", self._state.get("optimizer", {}))
+            of_optimizer = self._wanted(metadata, "optimizer", self._state.get("optimizer", {}))
             _check_match(self._folder, metadata, of_optimizer)
             wanted |= of_optimizer
         tensors = []
@@ -188,9 +198,18 @@ class TensorsLoad:
                 self._reader.check_value(key, value)
         return tensors
 
+    def _wanted(self, metadata: Metadata, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is loaded of a state, by its name in the checkpoint."""
+        leaves = _flat(prefix, state)
+        if self._strict:
+            return leaves
+        saved = metadata.state_dict_metadata
+        return {key: value for key, value in leaves.items() if key in saved}
+
     def run(self) -> None:
         """Loads; a collective call."""
-        dcp.load(self._state, storage_reader=self._reader, planner=CheckedPlanner())
+        planner = CheckedPlanner(allow_partial_load=not self._strict)
+        dcp.load(self._state, storage_reader=self._reader, planner=planner)
         self._model.load_state_dict(self._state["model"])
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])

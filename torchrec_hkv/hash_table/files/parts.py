@@ -95,6 +95,11 @@ def _saved_rows(parts: Sequence[Part]) -> int:
     return sum(part.manifest.capacity for part in parts if part.columns.begin == first)
 
 
+def _has_no_optimizer(part: Part) -> bool:
+    """Whether a part is of a table that was not trained, such as one that was converted."""
+    return part.manifest.state_layout == 0 and part.manifest.table["state_dim"] == 0
+
+
 class PartsLoad:
     """Replaces all that a table holds by what parts of a saved table hold of it.
 
@@ -184,6 +189,8 @@ class PartsLoad:
                     f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
                     f"table {here['name']!r} is {own!r}."
                 )
+        if _has_no_optimizer(part):
+            return
         saved, own = part.manifest.state_layout, self._group.state_layout
         if saved != own:
             raise ValueError(
@@ -429,7 +436,8 @@ class PartsLoad:
     def lacks_states(self) -> bool:
         """Whether the table has optimizer states that the parts were saved without."""
         return self._state_dim > 0 and any(
-            part.manifest.reduced is not None and not part.manifest.reduced.states
+            _has_no_optimizer(part)
+            or (part.manifest.reduced is not None and not part.manifest.reduced.states)
             for part in self._parts
         )
 
