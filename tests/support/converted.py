@@ -11,7 +11,7 @@ from torchrec_hkv.checkpoint.conversion import Options, convert
 from torchrec_hkv.checkpoint.opened import Saved
 
 #: So little that tables are written in several parts.
-MEMORY = 8 << 10
+MEMORY = 24 << 10
 
 
 def converted(source: Path, into: Path, **options: Any) -> Saved:

@@ -15,6 +15,7 @@ torch.distributed.checkpoint or a file of ids and rows; all else becomes a check
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from torchrec_hkv.cli.answer import Answer
@@ -60,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what the source tells)",
     )
     parser.add_argument(
-        "--seed", default="0", help="HKVOptions.seed of the tables that will load it (default: 0)"
+        "--seed",
+        action="append",
+        default=[],
+        metavar="[TABLE=]SEED",
+        help="HKVOptions.seed of the tables that will load it (default: 0)",
     )
     parser.add_argument(
         "--without",
@@ -80,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-key",
         metavar="KEY",
         help="what entries of the model begin with in a folder of torch.distributed.checkpoint; "
-        "'' for nothing (default: model where there is an optimizer)",
+        "'' for nothing (default: model where all tables begin so)",
     )
     parser.add_argument(
         "--optimizer-key",
@@ -104,9 +109,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         renamed=[_pair(text) for text in arguments.rename],
         optimizer=arguments.optimizer,
         eviction=arguments.eviction,
-        seed=parse_id("--seed", arguments.seed),
+        seeds=_by_table(arguments.seed, lambda text: parse_id("--seed", text)),
         without=arguments.without,
-        num_embeddings=_rows(arguments.num_embeddings),
+        num_embeddings=_by_table(
+            arguments.num_embeddings, lambda text: parse_count("--num-embeddings", text)
+        ),
         model_key=arguments.model_key,
         optimizer_key=arguments.optimizer_key,
         sequences=arguments.sequences,
@@ -127,12 +134,13 @@ def _pair(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _rows(texts: list[str]) -> dict[str, int]:
-    rows = {}
+def _by_table(texts: list[str], parse: Callable[[str], int]) -> dict[str, int]:
+    """Numbers of tables; that of all others by an empty name."""
+    numbers = {}
     for text in texts:
         table, _, number = text.rpartition("=")
-        rows[table] = parse_count("--num-embeddings", number)
-    return rows
+        numbers[table] = parse(number)
+    return numbers
 
 
 def _text(into: str, content: dict[str, Any]) -> str:

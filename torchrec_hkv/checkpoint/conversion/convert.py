@@ -19,7 +19,7 @@ from torchrec_hkv.checkpoint.conversion.to_checkpoint import write_checkpoint
 from torchrec_hkv.checkpoint.conversion.to_dcp import write_dcp
 from torchrec_hkv.checkpoint.export_files import export_files
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
-from torchrec_hkv.checkpoint.opened import Saved, SavedTable
+from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
 from torchrec_hkv.progress import reported
 
@@ -38,7 +38,8 @@ class Options:
         renamed: what full names begin with, and what they begin with instead.
         optimizer: whose states there are; None: what the source tells.
         eviction: of hash tables that are made; None: what the source tells.
-        seed: of hash tables that are made, as the options of the model have it.
+        seeds: of hash tables that are made, as the options of the model have them, by a table's
+            name, or by ``""`` of all others; 0 by default.
         without: ``"states"`` and ``"scores"`` leave these out.
         num_embeddings: rows of stock tables that are made, by a table's name, or by ``""`` of all
             others.
@@ -54,7 +55,7 @@ class Options:
     renamed: Sequence[tuple[str, str]] = ()
     optimizer: str | None = None
     eviction: Eviction | None = None
-    seed: int = 0
+    seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     without: Sequence[Literal["states", "scores"]] = ()
     num_embeddings: Mapping[str, int] = dataclasses.field(default_factory=dict)
     model_key: str | None = None
@@ -165,7 +166,7 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
             target,
             renamed,
             tensors,
-            seed=options.seed,
+            seeds=_by_table("--seed", options.seeds, [table.name for table in renamed]),
             eviction=options.eviction,
             has_optimizer=has_optimizer,
             backend=options.backend,
@@ -237,7 +238,7 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
         content = export_files(tables[0], target, options.batch_bytes, with_states=with_states)
         ids = {tables[0].name: content["ids"]}
         return {"source": saved.kind, "into": "ids and rows", "tables": ids, "tensors": 0}
-    rows = _num_embeddings(tables, options.num_embeddings)
+    rows = _by_table("--num-embeddings", options.num_embeddings, [t.name for t in tables])
     model = "model" if options.model_key is None else options.model_key
     model = f"{model}." if model else ""
     made = {table.name: options.rename(table.name) for table in tables}
@@ -273,18 +274,16 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
     }
 
 
-def _num_embeddings(tables: Sequence[SavedTable], given: Mapping[str, int]) -> dict[str, int]:
-    known = {table.name for table in tables} | {t.name.rpartition(".")[2] for t in tables}
-    unknown = sorted(set(given) - known - {""})
+def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dict[str, int]:
+    """What was given of tables, by their full names; ``""`` stands for all that are not named."""
+    own = {name: name.rpartition(".")[2] for name in tables}
+    unknown = sorted(set(given) - {*own, *own.values(), ""})
     if unknown:
         raise ValueError(
-            f"--num-embeddings names table {unknown[0]!r}, which is not converted: those are "
-            f"{sorted(table.name for table in tables)}."
+            f"{what} names table {unknown[0]!r}, which is not converted: those are {sorted(tables)}."
         )
-    rows = {}
-    for table in tables:
-        for name in (table.name, table.name.rpartition(".")[2], ""):
-            if name in given:
-                rows[table.name] = given[name]
-                break
-    return rows
+    return {
+        name: next(given[known] for known in (name, own[name], "") if known in given)
+        for name in tables
+        if not {name, own[name], ""}.isdisjoint(given)
+    }

@@ -45,7 +45,8 @@ class Keys:
 
     @classmethod
     def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> Keys:
-        """As they were given; None: ``model`` and ``optimizer`` where entries are called so.
+        """As they were given; None: ``model`` where all tables are called so, and ``optimizer``
+        where there are such entries.
 
         Raises:
             ValueError: no entry is called as was given.
@@ -57,10 +58,10 @@ class Keys:
                     f"{_some(folder.entries)}."
                 )
         if model is None:
-            has_optimizer = any(key.startswith("optimizer.state.") for key in folder.entries)
-            others = [key for key in folder.entries if not key.startswith("optimizer.")]
-            is_nested = others and all(key.startswith("model.") for key in others)
-            model = "model" if is_nested or has_optimizer else ""
+            weights = [key for key in folder.entries if _WEIGHT.fullmatch(key)]
+            weights = [key for key in weights if not key.startswith("optimizer.")]
+            is_nested = weights and all(key.startswith("model.") for key in weights)
+            model = "model" if is_nested else ""
         if optimizer is None and any(key.startswith("optimizer.") for key in folder.entries):
             optimizer = "optimizer"
         return cls(f"{model}." if model else "", f"{optimizer}." if optimizer else None)

@@ -51,7 +51,7 @@ def write_checkpoint(
     tables: Sequence[SourceTable],
     tensors: tuple[DcpFolder, Mapping[str, str]] | None,
     *,
-    seed: int,
+    seeds: Mapping[str, int],
     eviction: Eviction | None,
     has_optimizer: bool,
     backend: str,
@@ -63,7 +63,7 @@ def write_checkpoint(
         path: of the checkpoint.
         tables: that become hash tables.
         tensors: a folder, and new names of its entries that are kept, by their names there.
-        seed: of rows that come later.
+        seeds: of rows that come later, by the table's name; 0 by default.
         eviction: of all tables; None: what their sources say.
         has_optimizer: whether states of an optimizer are among the tensors.
         backend: of the tables.
@@ -84,6 +84,7 @@ def write_checkpoint(
     try:
         records, ids = {}, {}
         for table in tables:
+            seed = seeds.get(table.name, 0)
             writer = _TableWriter(table, registry.get(backend), seed, eviction, clock)
             records[table.name] = writer.write(place.saving, save, options)
             ids[table.name] = writer.ids
