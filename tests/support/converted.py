@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrec_hkv.checkpoint.conversion import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 from torchrec_hkv.checkpoint.opened import Saved
 
 #: So little that tables are written in several parts.

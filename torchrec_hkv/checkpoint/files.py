@@ -21,7 +21,11 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
-from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder
+from torchrec_hkv.checkpoint.dcp_folders import (
+    is_dcp_folder,
+    load_dcp_folder,
+    refuse_dcp_folder,
+)
 from torchrec_hkv.checkpoint.learning_rates import (
     check_learning_rates,
     learning_rates,
@@ -265,6 +269,9 @@ def load(
 ) -> int:
     """Loads what :func:`save` or a :class:`DeltaWriter` wrote; a collective call.
 
+    Also loads a ``state_dict`` that :mod:`torch.distributed.checkpoint` saved, of a model with hash
+    tables or with stock ones; a hash table takes the rows and states of a stock table of its name.
+
     The number of ranks and the sharding types may be others than those of the save. A hash table
     takes its rows with their states, scores and steps, to the bit; counts of ids that are not
     admitted come too where they are counted in the same way.
@@ -313,6 +320,9 @@ def load(
     wait_for_saves()
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
+    if on_leader(lambda: is_dcp_folder(Path(path))):
+        load_dcp_folder(Path(path), model, optimizer, tables, options, strict=strict)
+        return 0
     layers = on_leader(lambda: read_saved(Path(path)))
     folder, record = layers[0]
     if not strict:

@@ -125,7 +125,7 @@ def check_savable(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the sentence names the value's place and class.
     """
-    for key, value in _flat("", state).items():
+    for key, value in flat("", state).items():
         if isinstance(value, torch.Tensor):
             continue
         data = io.BytesIO()
@@ -183,12 +183,12 @@ class TensorsLoad:
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
         wanted = self._wanted(metadata, "model", self._state["model"])
-        _check_match(self._folder, metadata, wanted)
+        check_match(self._folder, metadata, wanted)
         if self._optimizer is not None:
             undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
             of_optimizer = self._wanted(metadata, "optimizer", self._state.get("optimizer", {}))
-            _check_match(self._folder, metadata, of_optimizer)
+            check_match(self._folder, metadata, of_optimizer)
             wanted |= of_optimizer
         tensors = []
         for key, value in wanted.items():
@@ -200,7 +200,7 @@ class TensorsLoad:
 
     def _wanted(self, metadata: Metadata, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """What is loaded of a state, by its name in the checkpoint."""
-        leaves = _flat(prefix, state)
+        leaves = flat(prefix, state)
         if self._strict:
             return leaves
         saved = metadata.state_dict_metadata
@@ -252,7 +252,12 @@ def verify_file(path: Path, record: FileRecord) -> None:
         )
 
 
-def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+    """Refuses tensors that a folder lacks, or has of another shape or dtype.
+
+    Raises:
+        ValueError: the sentence names the tensor, what is saved and what is needed.
+    """
     saved = metadata.state_dict_metadata
     missing = [key for key in wanted if key not in saved]
     if missing:
@@ -292,10 +297,10 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
         )
 
 
-def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of nested mappings, by their path."""
     leaves: dict[str, Any] = {}
     for key, value in state.items():
         path = f"{prefix}.{key}"
-        leaves.update(_flat(path, value) if isinstance(value, Mapping) else {path: value})
+        leaves.update(flat(path, value) if isinstance(value, Mapping) else {path: value})
     return leaves

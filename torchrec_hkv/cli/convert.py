@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The source, what is written, and how."""
     parser.add_argument("source", help="a folder or a file to read")
     parser.add_argument(
-        "into", help="a folder to write, or NAME.parquet or NAME.safetensors for a checkpoint's table"
+        "into",
+        help="a folder to write, or NAME.parquet or NAME.safetensors for a checkpoint's table",
     )
     parser.add_argument(
         "--table",
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Converts a folder or a file."""
-    from torchrec_hkv.checkpoint.conversion import Options, convert
+    from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 
     options = Options(
         tables=arguments.table,

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.checkpointed import held, joined, make_tables, train
 from tests.support.converted import MEMORY
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.conversion import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 
 
 def _save(rank, world_size, device, path, optimizer):
@@ -27,6 +27,10 @@ def _load(rank, world_size, device, path, optimizer):
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_all_values(run_ranks, tmp_path, optimizer):
     before = run_ranks(2, _save, tmp_path / "dcp", optimizer)
-    convert(tmp_path / "dcp", tmp_path / "hkv", Options(tables=["lru", "lfu"], seeds={"lru": 3}, batch_bytes=MEMORY))
+    convert(
+        tmp_path / "dcp",
+        tmp_path / "hkv",
+        Options(tables=["lru", "lfu"], seeds={"lru": 3}, batch_bytes=MEMORY),
+    )
     after = run_ranks(1, _load, tmp_path / "hkv", optimizer)
     assert joined([values for values, _ in before]) == joined([values for values, _ in after])

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.converted import converted, entries_of
 from torchrec_hkv import HashTable
-from torchrec_hkv.checkpoint.conversion import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 
 NAME = "ebc.embedding_bags.user"
 N, DIM = 150, 3

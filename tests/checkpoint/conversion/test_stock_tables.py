@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.checkpointed import features, make_tables
 from tests.support.converted import converted, entries_of
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.conversion import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 
 KINDS = {"lru": "fused", "lfu": "fused"}
 NAME = "ebc.embedding_bags.lru"

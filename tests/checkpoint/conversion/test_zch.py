@@ -67,7 +67,7 @@ def test_rows_scores_and_steps(tmp_path, policy, ids):
     model = _model(_module(policy))
     model["m"].train()
     raw = torch.randint(-(2**62), 2**62, (ids,))
-    for step in range(12):
+    for _step in range(12):
         drawn = raw[torch.randint(0, ids, (20,))]
         lengths = torch.ones(20, dtype=torch.int64)
         model["m"](KeyedJaggedTensor(keys=["user"], values=drawn, lengths=lengths))

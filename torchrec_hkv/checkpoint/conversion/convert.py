@@ -105,8 +105,8 @@ def convert(
         return _from_ours(path, target, options)
     if target.suffix in _ROW_SUFFIXES:
         raise ValueError(
-            f"{path} is no checkpoint of this package, but only one becomes a file of ids and rows: "
-            "convert it to a checkpoint first."
+            f"{path} is no checkpoint of this package, but only one becomes a file of ids and "
+            "rows: convert it to a checkpoint first."
         )
     return _to_ours(path, target, options)
 
@@ -152,8 +152,8 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
     else:
         raise ValueError(
             f"{path} is nothing that can be converted: name a checkpoint, a folder of "
-            "torch.distributed.checkpoint, a dump of dynamicemb, a .safetensors or .parquet file, or "
-            "a folder with id.npy and row.npy."
+            "torch.distributed.checkpoint, a dump of dynamicemb, a .safetensors or .parquet file, "
+            "or a folder with id.npy and row.npy."
         )
     renamed = [dataclasses.replace(t, name=options.rename(t.name)) for t in tables]
     _check_names([table.name for table in renamed])
@@ -247,10 +247,13 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
     if saved.layers:
         folder = DcpFolder(saved.layers[0][0] / TENSORS)
         kept = _kept_names(folder, Keys("model.", "optimizer."), set(), options)
-        tensors = folder, {
-            key: model + name.removeprefix("model.") if name.startswith("model.") else name
-            for key, name in kept.items()
-        }
+        tensors = (
+            folder,
+            {
+                key: model + name.removeprefix("model.") if name.startswith("model.") else name
+                for key, name in kept.items()
+            },
+        )
     total = 2 * sum(table.entries * table.entry_bytes() for table in tables)
     if tensors is not None:
         total += sum(tensors[0].bytes(key) for key in tensors[1])
@@ -280,7 +283,8 @@ def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dic
     unknown = sorted(set(given) - {*own, *own.values(), ""})
     if unknown:
         raise ValueError(
-            f"{what} names table {unknown[0]!r}, which is not converted: those are {sorted(tables)}."
+            f"{what} names table {unknown[0]!r}, which is not converted: name one of "
+            f"{sorted(tables)}."
         )
     return {
         name: next(given[known] for known in (name, own[name], "") if known in given)

@@ -1,4 +1,4 @@
-"""Tables in folders of :mod:`torch.distributed.checkpoint`: stock ones, and those of hash tables."""
+"""Tables in folders of :mod:`torch.distributed.checkpoint`: stock ones, and hash tables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class DcpTables:
     entries: dict[str, list[str]]
 
 
-def dcp_tables(folder: DcpFolder, keys: Keys, given: str | None, without: Sequence[str]) -> DcpTables:
+def dcp_tables(
+    folder: DcpFolder, keys: Keys, given: str | None, without: Sequence[str]
+) -> DcpTables:
     """Finds tables with rows by number or by id.
 
     Args:
@@ -153,8 +155,8 @@ class _ByNumber:
         if unknown or wrong:
             told = repr(unknown[0]) if unknown else f"{wrong[0].key!r} of shape {wrong[0].shape}"
             raise ValueError(
-                f"Table {self.name!r} has an optimizer state {told}, which can't be converted: leave "
-                "states out by --without states."
+                f"Table {self.name!r} has an optimizer state {told}, which can't be converted: "
+                "leave states out by --without states."
             )
         if not self._states:
             self._optimizer = None if given is None else OptimizerSpec(given)
@@ -178,6 +180,7 @@ class _ByNumber:
             self._weight.shape[0],
             self._read,
             self._optimizer,
+            is_exact=True,
         )
 
     def _row_bytes(self) -> int:
@@ -224,6 +227,7 @@ class _Remapped(_ByNumber):
             super().source(),
             eviction="lru" if counts is None else "lfu",
             clock=0 if steps is None else self._remapping.clock(),
+            is_exact=False,
         )
 
     def _read(self, batch_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -267,8 +271,8 @@ class _ById:
         wrong = [t for t in self._tensors.values() if t.shape[:1] != places]
         if wrong:
             raise ValueError(
-                f"In {folder.path}, {wrong[0].key!r} has {wrong[0].shape[0]} rows, but table {name!r} "
-                f"has {places[0]} places."
+                f"In {folder.path}, {wrong[0].key!r} has {wrong[0].shape[0]} rows, but table "
+                f"{name!r} has {places[0]} places."
             )
         check_row_type(name, self._tensors["weight"].dtype)
         head = folder.tensor(f"{begin}table_state").all().tolist()

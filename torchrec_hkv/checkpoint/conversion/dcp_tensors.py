@@ -155,8 +155,8 @@ class _Chunk:
                     raise ValueError(f"{self._what}: it is no tensor of {self._dtype}.")
                 if tuple(tensor.size()) != self.sizes:
                     raise ValueError(
-                        f"{self._what}: it has shape {tuple(tensor.size())}, but the metadata names "
-                        f"{self.sizes}."
+                        f"{self._what}: it has shape {tuple(tensor.size())}, but the metadata "
+                        f"names {self.sizes}."
                     )
                 if not tensor.is_contiguous():
                     return None
@@ -223,7 +223,7 @@ class DcpWriter:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._file = open(folder / _DATA_FILE, "xb")
+        self._file = open(folder / _DATA_FILE, "xb")  # noqa: SIM115
         self._entries: dict[str, StorageEntry] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
 

@@ -165,7 +165,7 @@ class _DumpedTable:
         having = [item in files for files in self._dump.ranks]
         if any(having) and not all(having):
             raise ValueError(
-                f"{self._dump.folder} has {item} of table {self._dump.table!r} from some ranks only."
+                f"{self._dump.folder} has {item} of table {self._dump.table!r} of some ranks only."
             )
         # An empty file stands for what a table without states or scores has.
         sizes = [_size(files[item]) for files in self._dump.ranks if item in files]
@@ -206,9 +206,9 @@ class _DumpedTable:
         if self._strategy == "KCustomized":
             return "customized"
         raise ValueError(
-            f"The dump of table {self._dump.table!r} has scores of strategy {self._strategy!r}: say by "
-            "--eviction what they are (lru: steps, lfu: counts, customized), or leave them out by "
-            "--without scores."
+            f"The dump of table {self._dump.table!r} has scores of strategy {self._strategy!r}: "
+            "say by --eviction what they are (lru: steps, lfu: counts, customized), or leave them "
+            "out by --without scores."
         )
 
     def _check_sizes(self) -> None:
@@ -235,7 +235,7 @@ class _DumpedTable:
         clock = _AGES if self._has_ages and self._has_scores else 0
         if self._eviction == "lru" and self._has_scores and not self._has_ages:
             clock = self._oldest
-            if not (0 <= self._scores_limit(min) and clock < 1 << 32):
+            if not (self._scores_limit(min) >= 0 and clock < 1 << 32):
                 raise ValueError(
                     f"Scores of table {self.name!r} are no steps from 0 to 2^32 - 1: name another "
                     "--eviction, or leave them out by --without scores."
@@ -279,7 +279,9 @@ class _DumpedTable:
                         states -= start
                     batch |= split_states(states, self._optimizer, self.dim)
                 if self._has_scores:
-                    batch |= self._scores(_values(files[_SCORES], numpy.int64, first, n, 1).view(-1))
+                    batch |= self._scores(
+                        _values(files[_SCORES], numpy.int64, first, n, 1).view(-1)
+                    )
                 yield batch
 
     def _scores(self, scores: Tensor) -> dict[str, Tensor]:

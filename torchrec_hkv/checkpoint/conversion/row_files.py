@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy
@@ -231,7 +231,9 @@ def row_table(
     for column in ("id", "score", "last_step"):
         kind = file.columns.get(column, (torch.int64, None))[0]
         if kind.is_floating_point:
-            raise ValueError(f"{file.path}: column {column!r} has type {kind}, but int64 is needed.")
+            raise ValueError(
+                f"{file.path}: column {column!r} has type {kind}, but int64 is needed."
+            )
     made: OptimizerSpec | None = None if optimizer is None else OptimizerSpec(optimizer)
     left_out = {"state"} if "states" in without else set()
     left_out |= {"score", "last_step"} if "scores" in without else set()
@@ -267,11 +269,15 @@ def row_table(
 
 
 def _steps(path: Path, steps: Tensor) -> Tensor:
-    if len(steps) and not (0 <= int(steps.min()) and int(steps.max()) < 1 << 32):
+    if len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < 1 << 32):
         raise ValueError(f"{path}: column 'last_step' has values beyond 0 to 2^32 - 1.")
     return steps
 
 
 def _last(file: RowFile) -> int:
-    steps: Callable[[dict[str, Tensor]], int] = lambda batch: int(batch["last_step"].long().max())
-    return max((steps(b) for b in file.batches(["last_step"], 1 << 20) if len(b["last_step"])), default=0)
+    def steps(batch: dict[str, Tensor]) -> int:
+        return int(batch["last_step"].long().max())
+
+    return max(
+        (steps(b) for b in file.batches(["last_step"], 1 << 20) if len(b["last_step"])), default=0
+    )

@@ -46,6 +46,7 @@ class SourceTable:
         eviction: what scores are: counts of lookups (``"lfu"``) or given ones (``"customized"``).
         clock: the last step that ``last_steps`` may name.
         updates: how often the optimizer has updated the table.
+        is_exact: whether it has as many ids as ``entries`` says.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SourceTable:
     eviction: Eviction = "lru"
     clock: int = 0
     updates: int = 0
+    is_exact: bool = False
 
     @property
     def entry_bytes(self) -> int:
@@ -92,6 +94,47 @@ def split_states(states: Tensor, optimizer: OptimizerSpec, dim: int) -> dict[str
     return split
 
 
+def completed(
+    entries: dict[str, Tensor],
+    table: SourceTable,
+    optimizer: OptimizerSpec | None,
+    clock: int,
+    *,
+    given_scores: bool,
+) -> dict[str, Tensor]:
+    """Entries of a source with all that a hash table keeps of them.
+
+    Args:
+        entries: as :attr:`SourceTable.read` yields them.
+        table: that they are of.
+        optimizer: whose states the hash table has; those that are missing are 0.
+        clock: of the hash table; last steps keep their distance from it.
+        given_scores: whether scores are given ones and not counts.
+    """
+    n = len(entries["ids"])
+    made = dict(entries)
+    states = states_of(optimizer)
+    widths = {state_name(k): table.dim for k in range(states.of_columns)}
+    if states.of_rows:
+        widths[ROW_STATES] = states.of_rows
+    for name, width in widths.items():
+        if name not in made:
+            made[name] = torch.zeros(n, width)
+    steps, scores = entries.get("last_steps"), entries.get("scores")
+    if steps is None:
+        made["last_steps"] = torch.full((n,), clock).to(torch.int32)
+    else:
+        # Unsigned, in a signed type.
+        shifted = (steps.long() & 0xFFFFFFFF) + (clock - table.clock)
+        made["last_steps"] = shifted.to(torch.int32)
+    if scores is None:
+        # An id whose lookups nobody counted counts once.
+        made["scores"] = torch.zeros(n).long() if given_scores else torch.ones(n).long()
+    elif not given_scores:
+        made["scores"] = scores.clamp(min=1)
+    return made
+
+
 def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> OptimizerSpec:
     """The optimizer whose states have a width.
 
@@ -114,13 +157,13 @@ def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> Op
         given = next((optimizer for optimizer in likely if needed(optimizer) == width), None)
         if given is None:
             raise ValueError(
-                f"Table {name!r} has {width} values of optimizer states a row of {dim}, which tells "
-                "no optimizer: name it by --optimizer, or leave the states out by --without states."
+                f"Table {name!r} has {width} values of optimizer states a row of {dim}, which "
+                "tells no optimizer: name it by --optimizer, or leave them out by --without states."
             )
     if width < needed(given):
         raise ValueError(
-            f"Table {name!r} has {width} values of optimizer states a row of {dim}, but {given} has "
-            f"{needed(given)}: name another --optimizer, or leave the states out by --without "
+            f"Table {name!r} has {width} values of optimizer states a row of {dim}, but {given} "
+            f"has {needed(given)}: name another --optimizer, or leave the states out by --without "
             "states."
         )
     return OptimizerSpec(given)

@@ -39,9 +39,7 @@ class Spill:
         for name, tensor in entries.items():
             self._columns[name] = (tensor.dtype, tuple(tensor.shape[1:]))
             values = tensor[order].contiguous()
-            for part, piece in zip(
-                numbers.tolist(), values.split(counts.tolist()), strict=True
-            ):
+            for part, piece in zip(numbers.tolist(), values.split(counts.tolist()), strict=True):
                 with open(self._folder / f"{part}-{name}", "ab") as file:
                     file.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
 

@@ -17,13 +17,7 @@ from torchrec_hkv.backends.protocol import Backend
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.backends.specs import TableShard
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
-from torchrec_hkv.checkpoint.conversion.source import (
-    ROW_STATES,
-    Eviction,
-    SourceTable,
-    state_name,
-    states_of,
-)
+from torchrec_hkv.checkpoint.conversion.source import Eviction, SourceTable, completed
 from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import (
@@ -195,7 +189,12 @@ class _TableWriter:
         load.begin(head)
         if entries is not None:
             self._check_once(entries["ids"])
-            load.put(self._completed(entries))
+            given = self._eviction == "customized"
+            load.put(
+                completed(
+                    entries, self._table, self._table.optimizer, self._clock, given_scores=given
+                )
+            )
         load.finish()
         name = shard_folder(self._table.name, index)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -212,28 +211,3 @@ class _TableWriter:
             raise ValueError(
                 f"Table {self._table.name!r} has id {int(ordered[twice[0]])} more than once."
             )
-
-    def _completed(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Entries with steps, scores and states as the made table has them."""
-        n = len(entries["ids"])
-        states = states_of(self._table.optimizer)
-        widths = {state_name(k): self._table.dim for k in range(states.of_columns)}
-        if states.of_rows:
-            widths[ROW_STATES] = states.of_rows
-        for name, width in widths.items():
-            if name not in entries:
-                entries[name] = torch.zeros(n, width)
-        steps, scores = entries.pop("last_steps", None), entries.pop("scores", None)
-        if steps is None:
-            steps = torch.full((n,), self._clock, dtype=torch.int32)
-        else:
-            # Unsigned, in a signed type.
-            steps = (steps.long() & 0xFFFFFFFF) + (self._clock - self._table.clock)
-            steps = steps.to(torch.int32)
-        entries["last_steps"] = steps
-        if self._eviction == "lfu":
-            # An id whose lookups nobody counted counts once.
-            entries["scores"] = torch.ones(n).long() if scores is None else scores.clamp(min=1)
-        elif self._eviction == "customized":
-            entries["scores"] = torch.zeros(n).long() if scores is None else scores
-        return entries

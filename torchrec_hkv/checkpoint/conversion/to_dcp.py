@@ -62,9 +62,7 @@ def write_dcp(
         with DcpWriter(saving) as writer:
             for table in tables:
                 made = _Table(table, rows.get(table.name), with_states, batch_bytes)
-                ids[table.name] = made.write(
-                    writer, model, names[table.name], saving / _SPILL
-                )
+                ids[table.name] = made.write(writer, model, names[table.name], saving / _SPILL)
             if tensors is not None:
                 source, kept = tensors
                 for key, name in kept.items():
@@ -106,8 +104,8 @@ class _Table:
         if lowest < 0 or highest >= rows or rows > 1 << 40:
             told = f"0 to {rows - 1}" if given is not None else "from 0 on, below 2^40"
             raise ValueError(
-                f"Table {self._table.name!r} has ids {lowest if lowest < 0 else 0} to {highest}, but "
-                f"a stock table has rows {told}: convert it to a file of ids and rows, such as "
+                f"Table {self._table.name!r} has ids {lowest if lowest < 0 else 0} to {highest}, "
+                f"but a stock table has rows {told}: convert it to a file of ids and rows, such as "
                 "NAME.parquet."
             )
         return rows
@@ -174,7 +172,8 @@ class _Table:
 
     def _empty_states(self, n: int) -> list[Tensor]:
         return [
-            torch.zeros(n) if end - begin == 1 and k >= self._parts.of_columns
+            torch.zeros(n)
+            if end - begin == 1 and k >= self._parts.of_columns
             else torch.zeros(n, self._table.dim)
             for k, (begin, end) in enumerate(self._state_columns())
         ]

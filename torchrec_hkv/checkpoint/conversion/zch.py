@@ -77,7 +77,7 @@ class Remapping:
             place = (raw != _NO_RAW_ID).nonzero().flatten()
             raw = raw[place]
             numbers = self.folder.tensor(self.begin + _ROWS).all()[place]
-        if len(numbers) and not (0 <= int(numbers.min()) and int(numbers.max()) < rows):
+        if len(numbers) and not (int(numbers.min()) >= 0 and int(numbers.max()) < rows):
             raise ValueError(
                 f"Ids of table {self.table!r} have rows {int(numbers.min())} to "
                 f"{int(numbers.max())}, but the table has rows 0 to {rows - 1}."
