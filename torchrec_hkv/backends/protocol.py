@@ -251,6 +251,11 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise NotImplementedError
 
+    def saved_bytes(self, key: str) -> int:
+        """About how many bytes :meth:`save_files` writes of a shard, for a progress bar; 0, the
+        default, where that is not known."""
+        return 0
+
     def change_tracker(self, key: str) -> Any:
         """What knows which entries of a shard changed since it was last saved with it, for
         :meth:`save_changes`; None where the backend can't tell: the default. It has a method

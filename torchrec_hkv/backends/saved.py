@@ -133,6 +133,12 @@ class TablesLoad(abc.ABC):
             ValueError: one sentence naming the table, what is saved and what is needed.
         """
 
+    @property
+    def bytes(self) -> int:
+        """About how many bytes :meth:`run` reads, for a progress bar; 0, the default, where that is
+        not known. Asked for after :meth:`check`."""
+        return 0
+
     @abc.abstractmethod
     def run(self) -> Mapping[str, Placed]:
         """Loads them; returns what became of the entries, by the keys of shards.

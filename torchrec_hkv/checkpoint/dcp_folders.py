@@ -27,7 +27,7 @@ from torchrec_hkv.checkpoint.record import RECORD, TENSORS
 from torchrec_hkv.checkpoint.tensors import check_match, flat
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.warn import warn
 
 

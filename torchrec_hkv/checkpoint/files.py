@@ -51,12 +51,13 @@ from torchrec_hkv.checkpoint.tensors import (
     check_savable,
     file_record,
     file_size,
+    local_bytes,
     save_tensors,
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
-from torchrec_hkv.progress import advance, reported
+from torchrec_hkv.progress import advance, expect, reported
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
@@ -224,9 +225,11 @@ def save_to(
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
     mine: dict[str, str] = {}
-    with reported(f"Saving {place.path.name}"):
+    of_tensors = local_bytes(state)
+    with reported(f"Saving {place.path.name}", of_tensors):
         on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
         save_tensors(place.saving / TENSORS, state, save.handle)
+        advance(of_tensors)
     has_optimizer, world_size = optimizer is not None, _world_size()
 
     def finish(group: dist.ProcessGroup | None) -> None:
@@ -343,7 +346,8 @@ def load(
             rates = record.learning_rates
             on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
         tensors.check(record.files)
-        with reported(f"Loading {folder.name}"):
+        total = sum(group.load.bytes for group in loads) + tensors.bytes
+        with reported(f"Loading {folder.name}", total):
             of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
             tensors.run()
     if optimizer is not None:
@@ -419,6 +423,7 @@ def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
             )
             for backend, saved, name in of_tables
         ]
+        expect(sum(size for size, _ in futures))
         for size, future in futures:
             future.result()
             advance(size)

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.checkpoint.metadata import read_metadata
@@ -29,6 +31,7 @@ from torchrec_hkv.checkpoint.optimizers import (
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader, load_value
 from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
 from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY
 from torchrec_hkv.write_behind import SaveHandle
 
@@ -119,6 +122,22 @@ def save_tensors(folder: Path, state: dict[str, Any], handle: SaveHandle | None 
     dcp.save(state, storage_writer=writer)
 
 
+def local_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes that this rank holds of the tensors in a state."""
+    return sum(
+        part.numel() * part.element_size()
+        for value in flat("", state).values()
+        if isinstance(value, torch.Tensor)
+        for part in _local_parts(value)
+    )
+
+
+def _local_parts(value: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
+
+
 def check_savable(state: Mapping[str, Any]) -> None:
     """Refuses values that a load would refuse: those of classes that it does not know.
 
@@ -206,10 +225,16 @@ class TensorsLoad:
         saved = metadata.state_dict_metadata
         return {key: value for key, value in leaves.items() if key in saved}
 
+    @property
+    def bytes(self) -> int:
+        """That this rank loads."""
+        return local_bytes(self._state)
+
     def run(self) -> None:
         """Loads; a collective call."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
         dcp.load(self._state, storage_reader=self._reader, planner=planner)
+        advance(self.bytes)
         self._model.load_state_dict(self._state["model"])
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])

@@ -83,6 +83,10 @@ class HashTablesLoad(TablesLoad):
         for load in self._loads:
             load.check()
 
+    @property
+    def bytes(self) -> int:
+        return sum(load.bytes for load in self._loads)
+
     def run(self) -> dict[str, Placed]:
         if not self._loads:
             return {}

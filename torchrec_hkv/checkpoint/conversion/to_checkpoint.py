@@ -32,7 +32,7 @@ from torchrec_hkv.checkpoint.record import (
 from torchrec_hkv.checkpoint.tensors import file_record
 from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id, sync_folder
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.progress import advance
+from torchrec_hkv.progress import advance, unreported
 
 _OWN_NAME = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)")
 # A part's entries are in memory as they were read, sorted, and in the table that is saved.
@@ -198,7 +198,8 @@ class _TableWriter:
         load.finish()
         name = shard_folder(self._table.name, index)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        lookup.save_files(shard.key, folder / name, dataclasses.replace(options, save=save))
+        with unreported():
+            lookup.save_files(shard.key, folder / name, dataclasses.replace(options, save=save))
         held = self._backend.saved_folder(folder / name)
         self.ids += held.entries
         advance(n * self._table.entry_bytes)

@@ -248,6 +248,12 @@ class PartsLoad:
         """How many entries of the parts are the table's."""
         return sum(self._entries(part) for part in self._by_columns[0][1])
 
+    @property
+    def bytes(self) -> int:
+        """Of all entries that are the table's, of about as many in the parts of other columns."""
+        widths = [entry_bytes(parts[0].fields) for _, parts in self._by_columns]
+        return self.entries * sum(widths)
+
     def _entries(self, part: Part) -> int:
         """How many entries of a part are the table's."""
         if part.earlier and self._is_mine(part.owners):
