@@ -190,8 +190,14 @@ class EntriesLoad(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self) -> None:
+    def finish(self, *, allow_loss: bool = False) -> int:
         """Ends what :meth:`begin` began.
+
+        Args:
+            allow_loss: whether entries may have found no place.
+
+        Returns:
+            How many entries found no place.
 
         Raises:
             ValueError: entries found no place; the table is left empty.

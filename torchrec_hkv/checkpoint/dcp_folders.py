@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.optimizers import layout_of
-from torchrec_hkv.backends.protocol import GroupLookup, TableShard
-from torchrec_hkv.backends.saved import EntriesLoad, FileOptions
+from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
-from torchrec_hkv.checkpoint.conversion.source import ROW_STATES, SourceTable, completed, states_of
+from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
+from torchrec_hkv.checkpoint.moving import put_entries
 from torchrec_hkv.checkpoint.optimizers import initialise, load_optimizer_state, optimizer_state
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
@@ -257,17 +258,7 @@ class _Load:
         for batch in source.read(self._options.batch_bytes // 4):
             entries = completed(batch, source, optimizer, clock, given_scores=given)
             for shard in held:
-                _put(loads[shard.key], shard, entries)
+                put_entries(loads[shard.key], shard, entries)
             advance(len(batch["ids"]) * source.entry_bytes)
         for load in loads.values():
             load.finish()
-
-
-def _put(load: EntriesLoad, shard: TableShard, entries: Mapping[str, Tensor]) -> None:
-    columns = slice(shard.column_offset, shard.column_offset + shard.dim)
-    load.put(
-        {
-            name: tensor[:, columns] if tensor.dim() == 2 and name != ROW_STATES else tensor
-            for name, tensor in entries.items()
-        }
-    )

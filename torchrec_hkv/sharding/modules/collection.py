@@ -23,6 +23,7 @@ from torchrec_hkv.sharding.dists.scores import ScoreWire
 from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
+from torchrec_hkv.sharding.modules.recipe import Recipe
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state.sharded_state import TableState
 from torchrec_hkv.sharding.state.state_exchange import exchange_state
@@ -80,6 +81,9 @@ class BackendCollection:
     tables_attribute: ClassVar[str]
     #: TorchRec's attribute that holds the configs.
     configs_attribute: ClassVar[str]
+
+    #: What it was made of; set by its sharder.
+    recipe: Recipe | None = None
 
     #: Sharding types of which TorchRec asks for all tables by name.
     whole_types: ClassVar[tuple[str, ...]] = ()
