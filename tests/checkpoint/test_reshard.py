@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.support.checkpointed import evaluate, features, held, joined, make_tables, train
-from torchrec_hkv import checkpoint
+from tests.support.models import plan_model
+from torchrec_hkv import ParameterConstraints, checkpoint, get_default_sharders
 from torchrec_hkv.hash_table import MinFrequency
 
 TYPES = ["row_wise", "column_wise", "table_wise"]
@@ -141,3 +147,63 @@ def _full(rank, world_size, device):
 
 def test_a_full_table(run_ranks):
     assert len(set(run_ranks(3, _full))) == 1
+
+
+class _Dense(torch.nn.Module):
+    """A model whose dense parameters are wrapped by DDP."""
+
+    def __init__(self):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=name, feature_names=[name], embedding_dim=8, num_embeddings=400)
+            for name in ("hash", "stock")
+        ]
+        self.ebc = EmbeddingBagCollection(tables, device=torch.device("meta"))
+        self.over = torch.nn.Linear(16, 1)
+        apply_optimizer_in_backward(RowWiseAdagrad, self.ebc.parameters(), {"lr": 0.1})
+
+    def forward(self, features):
+        return self.over(self.ebc(features).values())
+
+
+def _beside_dense(rank, world_size, device, folder):
+    def plan(sharding_type):
+        constraints = {
+            name: ParameterConstraints(compute_kernels=[kernel], sharding_types=[sharding_type])
+            for name, kernel in {"hash": "hkv", "stock": "fused"}.items()
+        }
+        return plan_model(_Dense(), constraints, world_size, device)
+
+    def train_step(seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 300, (32,), generator=generator).to(device)
+        lengths = torch.full((16,), 2, device=device)
+        batch = KeyedJaggedTensor(keys=["hash", "stock"], values=ids, lengths=lengths)
+        output = model(batch)
+        output.sum().backward()
+        return output.detach()
+
+    sharders = get_default_sharders()
+    model = DistributedModelParallel(
+        _Dense(), device=device, plan=plan("row_wise"), sharders=sharders
+    )
+    assert isinstance(model._dmp_wrapped_module, DistributedDataParallel)
+    for step in range(4):
+        train_step(10 * rank + step)
+    keys, names = sorted(model.state_dict()), sorted(model.fused_optimizer.params)
+    digest = checkpoint.digest(model)
+    rows = torch.cat([part for _, part in checkpoint.export_rows(model, "stock")])
+    checkpoint.reshard(model, plan("table_wise"))
+    assert checkpoint.digest(model) == digest
+    assert torch.cat([part for _, part in checkpoint.export_rows(model, "stock")]).equal(rows)
+    checkpoint.reshard(model, plan("row_wise"))
+    assert checkpoint.digest(model) == digest
+    assert sorted(model.state_dict()) == keys
+    assert sorted(model.fused_optimizer.params) == names
+    checkpoint.save(folder, model, model.fused_optimizer)
+    checkpoint.load(folder, model, model.fused_optimizer)
+    return digest == checkpoint.digest(model) and bool(train_step(rank).isfinite().all())
+
+
+def test_beside_dense_parameters(run_ranks, tmp_path):
+    assert run_ranks(2, _beside_dense, tmp_path / "saved") == [True, True]

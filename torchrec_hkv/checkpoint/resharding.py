@@ -78,7 +78,7 @@ def reshard(
         _replace(model, path, new)
         model._plan.plan[path] = plan.plan[path]
     if made:
-        model._optim = model._init_optim(model._dmp_wrapped_module)
+        model._optim = model._init_optim(model.module)
     return lost
 
 
@@ -232,6 +232,7 @@ def _replace(model: DistributedModelParallel, path: str, new: nn.Module) -> None
         return
     parent, _, name = path.rpartition(".")
     for found, module in named_modules(model):
-        if found == parent:
+        # A wrapper of dense parameters has the path of what it wraps.
+        if found == parent and name in module._modules:
             setattr(module, name, new)
             return

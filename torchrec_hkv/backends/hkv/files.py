@@ -98,8 +98,13 @@ class HashTablesLoad(TablesLoad):
             )
         with self._group.alone():
             # All tables of a group count steps together.
-            self._group.set_clock(max(load.clock for load in self._loads))
-            self._group.set_epoch(max(load.epoch for load in self._loads))
+            clock = max(load.clock for load in self._loads)
+            epoch = max(load.epoch for load in self._loads)
+            if len(self._loads) < len(self._group.tables):
+                # The others stay as they are.
+                clock, epoch = max(clock, self._group.clock), max(epoch, self._group.epoch)
+            self._group.set_clock(clock)
+            self._group.set_epoch(epoch)
             loads = zip(self._keys, self._loads, strict=True)
             return {key: Placed(load.entries, load.run()) for key, load in loads}
 

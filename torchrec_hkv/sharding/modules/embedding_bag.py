@@ -198,7 +198,7 @@ class BackendEmbeddingBagCollection(
         if self._planned:
             raise ValueError(
                 f"Tables {sorted(self._planned)} are served by backends and can't be resharded "
-                "while training: only collections of stock tables can."
+                "by update_shards: use torchrec_hkv.checkpoint.reshard."
             )
         super().update_shards(changed_sharding_params, env, device)
 
