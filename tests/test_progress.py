@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrec_hkv.progress import adopt, advance, current, reported
+from torchrec_hkv.progress import adopt, advance, current, expect, reported
 
 
 def test_threads_that_adopt_a_task_add_to_it():
@@ -39,3 +39,11 @@ def test_no_total():
         assert task.share == 0
         task.set_total(6)
         assert task.share == 0.5
+
+
+def test_more_to_do():
+    expect(5)  # for nothing
+    with reported("Reading", 10) as task:
+        expect(30)
+        advance(10)
+        assert (task.total, task.share) == (40, 0.25)

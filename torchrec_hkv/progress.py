@@ -24,6 +24,8 @@ class Progress:
 
     def __init__(self, label: str, total: int = 0, *, show: bool = True) -> None:
         self.label, self.total, self.done = label, total, 0
+        #: Whether the bytes of tasks within it are added to its total.
+        self.is_open = total == 0
         self._lock = threading.Lock()
         self._bar = None
         if show and not (dist.is_initialized() and dist.get_rank()):
@@ -51,6 +53,10 @@ class Progress:
             self.total = total
             if self._bar is not None:
                 self._bar.total = total
+
+    def expect(self, count: int) -> None:
+        """Says that there are more bytes to do."""
+        self.set_total(self.total + count)
 
     def add(self, count: int) -> None:
         """Adds completed bytes."""
@@ -82,11 +88,32 @@ def advance(count: int) -> None:
         progress.add(count)
 
 
+def expect(count: int) -> None:
+    """Adds bytes to do to the task that this thread works for, if there is one."""
+    progress = current()
+    if progress is not None:
+        progress.expect(count)
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """Within it, nothing is added to the task that this thread works for."""
+    before = current()
+    adopt(None)
+    try:
+        yield
+    finally:
+        adopt(before)
+
+
 @contextlib.contextmanager
 def reported(label: str, total: int = 0, *, show: bool = True) -> Iterator[Progress]:
-    """Runs an operation with a bar. A nested operation adds to the outer one's bar."""
+    """Runs a task with a bar. Within another task there is no second bar: it adds to that one's,
+    and to its total where that was not known when it began."""
     before = current()
     if before is not None:
+        if before.is_open:
+            before.expect(total)
         yield before
         return
     progress = Progress(label, total, show=show)

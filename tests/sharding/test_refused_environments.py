@@ -80,7 +80,7 @@ def test_a_plan_with_a_sharding_type_that_is_not_served():
 
 def _reshard(rank, world_size, device):
     model = make_small(world_size, device, "toy")
-    with pytest.raises(ValueError, match=r"Tables \['t'\] .* can't be resharded during training"):
+    with pytest.raises(ValueError, match=r"Tables \['t'\] .* can't be resharded by update_shards"):
         model.module.ebc.update_shards({}, ShardingEnv(world_size=1, rank=0), device)
 
 

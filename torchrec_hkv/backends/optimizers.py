@@ -67,3 +67,27 @@ def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
 def state_width(spec: OptimizerSpec | None, dim: int) -> int:
     optimizer = hash_table_optimizer(spec)
     return 0 if optimizer is None else optimizer.state_width(dim)
+
+
+def layout_of(spec: OptimizerSpec | None) -> int:
+    """The number by which files name what an optimizer's states are; 0 for none."""
+    optimizer = hash_table_optimizer(spec)
+    return 0 if optimizer is None else optimizer.config().layout
+
+
+def optimizer_of_layout(layout: int) -> OptimizerSpec | None:
+    """An optimizer whose states have a layout; numbers that no layout tells are defaults.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if layout == 0:
+        return None
+    names = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl")
+    specs = [OptimizerSpec(name) for name in names]
+    specs += [OptimizerSpec(name, step_mode="row") for name in ("adam", "rowwise_adam", "lamb")]
+    specs.append(OptimizerSpec("sgd", momentum=0.9))
+    for spec in specs:
+        if layout_of(spec) == layout:
+            return spec
+    raise ValueError(f"Optimizer states have layout {layout}, which is of no optimizer.")

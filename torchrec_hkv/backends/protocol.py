@@ -224,6 +224,30 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise ValueError(f"{type(self).__name__} does not give its rows by id.")
 
+    def entries(self, key: str, batch: int) -> Iterator[dict[str, torch.Tensor]]:
+        """All entries of a shard of the first column, where :meth:`Backend.exchanges`.
+
+        Yields:
+            ``ids`` and what :meth:`entries_of` gives of them, at most ``batch`` at a time, in host
+            memory.
+        """
+        raise NotImplementedError
+
+    def entries_of(self, key: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows, states, scores and last steps of ids by the names of the table's state, in host
+        memory. Those that a shard lacks have their initial row and states of 0.
+
+        Args:
+            key: the shard's.
+            ids: int64 ``[n]``, in host memory.
+        """
+        raise NotImplementedError
+
+    def without_entries(self, key: str) -> dict[str, torch.Tensor]:
+        """What the state of a shard of the first column has besides entries: ``table_state``, and
+        counts (:data:`torchrec_hkv.backends.saved.COUNTS`)."""
+        raise NotImplementedError
+
     def put_rows(
         self,
         key: str,
@@ -253,6 +277,11 @@ class GroupLookup(nn.Module, abc.ABC):
             OSError: writing failed.
         """
         raise NotImplementedError
+
+    def saved_bytes(self, key: str) -> int:
+        """About how many bytes :meth:`save_files` writes of a shard, for a progress bar; 0, the
+        default, where that is not known."""
+        return 0
 
     def change_tracker(self, key: str) -> Any:
         """An object that tracks which entries of a shard changed since it was last saved with this

@@ -136,6 +136,12 @@ class TablesLoad(abc.ABC):
                 what is needed.
         """
 
+    @property
+    def bytes(self) -> int:
+        """About how many bytes :meth:`run` reads, for a progress bar; 0, the default, where that is
+        not known. Asked for after :meth:`check`."""
+        return 0
+
     @abc.abstractmethod
     def run(self) -> Mapping[str, Placed]:
         """Loads the tables.
@@ -190,8 +196,14 @@ class EntriesLoad(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self) -> None:
-        """Completes the load that :meth:`begin` started.
+    def finish(self, *, allow_loss: bool = False) -> int:
+        """Ends what :meth:`begin` began.
+
+        Args:
+            allow_loss: whether entries may have found no place.
+
+        Returns:
+            How many entries found no place.
 
         Raises:
             ValueError: entries found no slot; the table is empty afterwards.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_hkv.checkpoint.deltas import DeltaWriter
     from torchrec_hkv.checkpoint.digests import digest
     from torchrec_hkv.checkpoint.files import load, save
+    from torchrec_hkv.checkpoint.resharding import reshard
     from torchrec_hkv.checkpoint.rows import export_rows, import_rows
 
 _MODULES = {
@@ -26,6 +27,7 @@ _MODULES = {
     "export_rows": "rows",
     "import_rows": "rows",
     "load": "files",
+    "reshard": "resharding",
     "save": "files",
 }
 
@@ -51,5 +53,6 @@ __all__ = [
     "export_rows",
     "import_rows",
     "load",
+    "reshard",
     "save",
 ]

@@ -1,28 +1,264 @@
-"""Folders that :mod:`torch.distributed.checkpoint` wrote, which hold a ``state_dict``."""
+"""Folders that :mod:`torch.distributed.checkpoint` wrote, which hold a ``state_dict``: recognised,
+and loaded into a sharded model."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_hkv.backends.optimizers import layout_of
+from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
+from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
+from torchrec_hkv.checkpoint.metadata import DCP_METADATA
+from torchrec_hkv.checkpoint.moving import put_entries
+from torchrec_hkv.checkpoint.optimizers import initialise, load_optimizer_state, optimizer_state
+from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.checkpoint.tensors import check_match, flat
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.progress import advance, reported
+from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.warn import warn
 
-#: The file that describes all others of such a folder.
-_METADATA = ".metadata"
+
+def is_dcp_folder(path: Path) -> bool:
+    """Whether a folder holds a ``state_dict`` that :mod:`torch.distributed.checkpoint` saved.
+
+    Raises:
+        ValueError: it is the part of a checkpoint that is such a folder.
+    """
+    if not (path / DCP_METADATA).is_file():
+        return False
+    if path.name == TENSORS and (path.parent / RECORD).is_file():
+        raise ValueError(f"{path} is a part of a checkpoint: name {path.parent}.")
+    return True
 
 
 def refuse_dcp_folder(path: Path) -> None:
-    """Says how a folder is loaded that :mod:`torch.distributed.checkpoint` wrote.
+    """Says what to do with a folder that :mod:`torch.distributed.checkpoint` wrote.
 
     Raises:
         ValueError: it is one.
     """
-    if not (path / _METADATA).is_file():
-        return
-    if path.name == TENSORS and (path.parent / RECORD).is_file():
-        raise ValueError(f"{path} is a part of a checkpoint: name {path.parent}.")
-    raise ValueError(
-        f"{path} holds a state_dict that torch.distributed.checkpoint saved: load it by "
-        f"state = model.state_dict(); torch.distributed.checkpoint.load(state, "
-        f"checkpoint_id={str(path)!r}); model.load_state_dict(state), into stock tables where it "
-        "comes from these, or hash tables with dense=True."
-    )
+    if is_dcp_folder(path):
+        raise ValueError(
+            f"{path} holds a state_dict that torch.distributed.checkpoint saved: load it by "
+            "torchrec_hkv.checkpoint.load, or make a checkpoint of it by torchrec-hkv convert."
+        )
+
+
+def load_dcp_folder(
+    path: Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    tables: Mapping[str, FoundTable],
+    options: FileOptions,
+    *,
+    strict: bool,
+) -> None:
+    """Loads such a folder into a model; a collective call.
+
+    What has the names and shapes of the model's ``state_dict`` is loaded as
+    :mod:`torch.distributed.checkpoint` does. A hash table takes the rows and states of a stock
+    table of its name, by row number or by the ids of a managed collision module.
+
+    Args:
+        path: of the folder.
+        model: sharded.
+        optimizer: or None.
+        tables: of the model.
+        options: of the load.
+        strict: whether what the folder lacks is refused.
+
+    Raises:
+        ValueError: the folder is damaged or doesn't match; nothing has changed then. Where a hash
+            table turns out too small, it is left empty.
+    """
+    load = _Load(path, model, optimizer, tables, options, strict=strict)
+    with contextlib.ExitStack() as undo:
+        on_every_rank(lambda: load.check(undo))
+        load.check_tensors()
+        undo.pop_all()
+    with reported(f"Loading {path.name}", load.bytes):
+        load.run()
+
+
+class _Load:
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: KeyedOptimizer | None,
+        tables: Mapping[str, FoundTable],
+        options: FileOptions,
+        *,
+        strict: bool,
+    ) -> None:
+        self._path, self._model, self._optimizer = path, model, optimizer
+        self._tables = {name: table for name, table in tables.items() if table.has_files}
+        self._options, self._strict = options, strict
+        self._state: dict[str, Any] = {}
+        self._sources: dict[str, SourceTable] = {}
+        self.bytes = 0
+
+    def check(self, undo: contextlib.ExitStack) -> None:
+        """Refuses what doesn't match; reads no values of tensors."""
+        self._folder = DcpFolder(self._path)
+        self._keys = Keys.of(self._folder, None, None)
+        self._reader = CheckedReader(self._path, self._folder.metadata)
+        # Hash tables whose state is there as they give it; others come from stock tables.
+        alike = [name for name in self._tables if self._has(f"{name}.occupied")]
+        self._find_sources([name for name in self._tables if name not in alike])
+        self._take_model(alike)
+        if self._optimizer is not None:
+            self._take_optimizer(self._optimizer, undo)
+        wanted = flat("", self._state)
+        wanted = {key.removeprefix("."): value for key, value in wanted.items()}
+        if not self._strict:
+            wanted = {key: value for key, value in wanted.items() if key in self._folder.entries}
+        check_match(self._path, self._folder.metadata, wanted)
+        for key, value in wanted.items():
+            if not isinstance(value, Tensor):
+                self._reader.check_value(key, value)
+        self._wanted = [key for key, value in wanted.items() if isinstance(value, Tensor)]
+        self.bytes = sum(self._folder.bytes(key) for key in self._wanted)
+        self.bytes += sum(source.bytes for source in self._sources.values())
+
+    def check_tensors(self) -> None:
+        """Refuses entries that are not what the metadata says; each is looked at by one rank."""
+        wanted = on_every_rank(lambda: self._wanted)
+        everybody = sorted({key for keys in wanted for key in keys})
+        rank, ranks = 0, 1
+        if dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+        on_every_rank(lambda: self._reader.check_tensors(everybody[rank::ranks]))
+
+    def _has(self, name: str) -> bool:
+        return self._folder.is_tensor(self._keys.model + name)
+
+    def _find_sources(self, names: list[str]) -> None:
+        found = {t.name: t for t in dcp_tables(self._folder, self._keys, None, ()).tables}
+        missing = [name for name in names if name not in found]
+        if missing and self._strict:
+            raise ValueError(
+                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. strict=False "
+                "leaves tables as they are that it lacks."
+            )
+        for name in names:
+            if name in found:
+                self._check_source(found[name], self._tables[name])
+                self._sources[name] = found[name]
+
+    def _check_source(self, source: SourceTable, table: FoundTable) -> None:
+        shard = table.state.shards[0]
+        for what, saved, own in (
+            ("dim", source.dim, shard.embedding_dim),
+            ("dtype", source.dtype, shard.dtype),
+        ):
+            if saved != own:
+                raise ValueError(
+                    f"In {self._path}, table {source.name!r} has {what} {saved} and here {own}."
+                )
+        if source.is_exact and source.entries > shard.num_embeddings:
+            raise ValueError(
+                f"In {self._path}, table {source.name!r} has {source.entries} rows, but here "
+                f"num_embeddings is {shard.num_embeddings}: give it more."
+            )
+        optimizer = table.planned.optimizer
+        if source.optimizer is not None and layout_of(source.optimizer) != layout_of(optimizer):
+            raise ValueError(
+                f"In {self._path}, table {source.name!r} has the states of "
+                f"{source.optimizer.kind}, and here it is trained by "
+                f"{None if optimizer is None else optimizer.kind}: convert it by torchrec-hkv "
+                "convert --without states."
+            )
+
+    def _take_model(self, alike: list[str]) -> None:
+        # A table's state is a copy of it, which is made where it is needed.
+        aside = contextlib.nullcontext() if alike else tables_with_files_aside()
+        with aside:
+            state = self._model.state_dict()
+        others = tuple(f"{name}." for name in self._tables if name not in alike)
+        self._model_state = {key: v for key, v in state.items() if not key.startswith(others)}
+        self._is_partial = not self._strict or bool(others)
+        key = self._keys.model.removesuffix(".")
+        self._state = {key: self._model_state} if key else dict(self._model_state)
+        self._aside = not alike
+
+    def _take_optimizer(self, optimizer: KeyedOptimizer, undo: contextlib.ExitStack) -> None:
+        if self._keys.optimizer is None:
+            raise ValueError(f"{self._path} has no optimizer: load it without one.")
+        undo.callback(initialise(optimizer, set(self._folder.entries)))
+        self._state.update(optimizer_state(optimizer))
+
+    def run(self) -> None:
+        """Loads; a collective call."""
+        planner = CheckedPlanner(allow_partial_load=not self._strict)
+        if self._wanted or self._strict:
+            dcp.load(self._state, storage_reader=self._reader, planner=planner)
+        with tables_with_files_aside() if self._aside else contextlib.nullcontext():
+            key = self._keys.model.removesuffix(".")
+            state = self._state[key] if key else {k: self._state[k] for k in self._model_state}
+            self._model.load_state_dict(state, strict=not self._is_partial)
+        if self._optimizer is not None and "optimizer" in self._state:
+            load_optimizer_state(self._optimizer, self._state["optimizer"])
+        advance(sum(self._folder.bytes(key) for key in self._wanted))
+        self._run_sources()
+
+    def _run_sources(self) -> None:
+        clock = max([1, *(source.clock for source in self._sources.values())])
+        heads: dict[GroupLookup, dict[str, Tensor]] = {}
+        on_every_rank(
+            lambda: [self._fill(name, clock, heads) for name in self._sources],
+        )
+        for lookup, of_keys in heads.items():
+            lookup.entries_loaded(of_keys)
+        without = [
+            name
+            for name, source in self._sources.items()
+            if layout_of(source.optimizer) != layout_of(self._tables[name].planned.optimizer)
+            and states_of(self._tables[name].planned.optimizer) != states_of(None)
+        ]
+        if without and not (dist.is_initialized() and dist.get_rank()):
+            warn(
+                f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
+                "these start anew."
+            )
+
+    def _fill(self, name: str, clock: int, heads: dict[GroupLookup, dict[str, Tensor]]) -> None:
+        """Fills the shards of a table that this rank holds."""
+        source, table = self._sources[name], self._tables[name]
+        lookups = table.collection.group_lookups()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        held = [
+            shard
+            for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)
+            if holder == rank
+        ]
+        if not held:
+            return
+        optimizer = table.planned.optimizer
+        head = torch.tensor([1, layout_of(optimizer), source.updates, clock])
+        loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
+        for shard in held:
+            heads.setdefault(lookups[shard.key], {})[shard.key] = head
+            loads[shard.key].begin(head)
+        given = held[0].options.score_source is not None
+        for batch in source.read(self._options.batch_bytes // 4):
+            entries = completed(batch, source, optimizer, clock, given_scores=given)
+            for shard in held:
+                put_entries(loads[shard.key], shard, entries)
+            advance(len(batch["ids"]) * source.entry_bytes)
+        for load in loads.values():
+            load.finish()

@@ -21,7 +21,11 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
-from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder
+from torchrec_hkv.checkpoint.dcp_folders import (
+    is_dcp_folder,
+    load_dcp_folder,
+    refuse_dcp_folder,
+)
 from torchrec_hkv.checkpoint.learning_rates import (
     check_learning_rates,
     learning_rates,
@@ -47,12 +51,13 @@ from torchrec_hkv.checkpoint.tensors import (
     check_savable,
     file_record,
     file_size,
+    local_bytes,
     save_tensors,
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
-from torchrec_hkv.progress import advance, reported
+from torchrec_hkv.progress import advance, expect, reported
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
@@ -220,9 +225,11 @@ def save_to(
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
     mine: dict[str, str] = {}
-    with reported(f"Saving {place.path.name}"):
+    of_tensors = local_bytes(state)
+    with reported(f"Saving {place.path.name}", of_tensors):
         on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
         save_tensors(place.saving / TENSORS, state, save.handle)
+        advance(of_tensors)
     has_optimizer, world_size = optimizer is not None, _world_size()
 
     def finish(group: dist.ProcessGroup | None) -> None:
@@ -259,10 +266,14 @@ def load(
     optimizer: KeyedOptimizer | None = None,
     *,
     allow_loss: bool | None = None,
+    strict: bool = True,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
 ) -> int:
     """Loads what :func:`save` or a :class:`DeltaWriter` wrote; a collective call.
+
+    Also loads a ``state_dict`` that :mod:`torch.distributed.checkpoint` saved, of a model with hash
+    tables or with stock ones; a hash table takes the rows and states of a stock table of its name.
 
     The number of ranks and the sharding types may be others than those of the save. A hash table
     takes its rows with their states, scores and steps, to the bit; counts of ids that are not
@@ -278,6 +289,9 @@ def load(
             where those in both of its buckets rank higher. False refuses such a load. None, the
             default, allows it for tables of at least as many ``num_embeddings`` as were saved: of a
             full table some ids find no place at another number of ranks.
+        strict: whether tables and tensors of the model that the checkpoint lacks are refused. False
+            leaves them as they are, as a checkpoint of tables alone needs, such as one that
+            ``torchrec-hkv convert`` made of a dump. What the model lacks is never loaded.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that read files at the same time.
 
@@ -301,6 +315,7 @@ def load(
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",
             "allow_loss": allow_loss,
+            "strict": strict,
             "the list of the model's tables": list(tables),
         }
 
@@ -308,10 +323,15 @@ def load(
     wait_for_saves()
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
+    if on_leader(lambda: is_dcp_folder(Path(path))):
+        load_dcp_folder(Path(path), model, optimizer, tables, options, strict=strict)
+        return 0
     layers = on_leader(lambda: read_saved(Path(path)))
     folder, record = layers[0]
+    if not strict:
+        tables = {key: table for key, table in tables.items() if key in record.tables}
     with tables_with_files_aside():
-        tensors = TensorsLoad(folder, model, optimizer)
+        tensors = TensorsLoad(folder, model, optimizer, strict=strict)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
@@ -326,7 +346,8 @@ def load(
             rates = record.learning_rates
             on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
         tensors.check(record.files)
-        with reported(f"Loading {folder.name}"):
+        total = sum(group.load.bytes for group in loads) + tensors.bytes
+        with reported(f"Loading {folder.name}", total):
             of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
             tensors.run()
     if optimizer is not None:
@@ -402,6 +423,7 @@ def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
             )
             for backend, saved, name in of_tables
         ]
+        expect(sum(size for size, _ in futures))
         for size, future in futures:
             future.result()
             advance(size)

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torchrec_hkv.checkpoint.record import METADATA, TENSORS, FileRecord
 from torchrec_hkv.json_schema import Integer, Place, Text
 
+#: The file of a folder of :mod:`torch.distributed.checkpoint` that describes all others.
+DCP_METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _COUNT = Integer(0, 1 << 62)
 _KEY = Text()
@@ -122,7 +124,37 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         ValueError: it is damaged, names what metadata has not, or contradicts itself or the record.
             The sentence names the file.
     """
-    path = folder / METADATA
+    sizes = {
+        name.removeprefix(f"{TENSORS}/"): file.bytes
+        for name, file in files.items()
+        if name != METADATA
+    }
+    return _read(folder / METADATA, _Files(sizes, "that the checkpoint's record names"))
+
+
+def read_dcp_metadata(folder: Path) -> Metadata:
+    """The metadata of a folder that :mod:`torch.distributed.checkpoint` wrote.
+
+    Raises:
+        ValueError: as :func:`read_metadata`; an entry may lie in any file of the folder.
+    """
+    sizes = {
+        path.name: path.stat().st_size
+        for path in folder.iterdir()
+        if path.is_file() and path.name != DCP_METADATA
+    }
+    return _read(folder / DCP_METADATA, _Files(sizes, "of the folder"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """Sizes of the files that entries may lie in, by name, and how an error calls them."""
+
+    sizes: Mapping[str, int]
+    told: str
+
+
+def _read(path: Path, files: _Files) -> Metadata:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -150,7 +182,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     return _metadata(content, Place(str(path)), files)
 
 
-def _metadata(content: object, place: Place, files: Mapping[str, FileRecord]) -> Metadata:
+def _metadata(content: object, place: Place, files: _Files) -> Metadata:
     state = _state(content, "Metadata", place)
     entries = _mapping(state, "state_dict_metadata", place)
     tensors = {
@@ -269,19 +301,17 @@ def _index(value: object, place: Place) -> MetadataIndex:
     return MetadataIndex(key, offset)
 
 
-def _storage(value: object, place: Place, files: Mapping[str, FileRecord]) -> _StorageInfo:
+def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
     state = _state(value, "_StorageInfo", place)
     name = state.get("relative_path")
-    file = files.get(f"{TENSORS}/{name}") if type(name) is str else None
-    if file is None or f"{TENSORS}/{name}" == METADATA:
-        raise place.of("relative_path").refuse(
-            name, "a file of tensors that the checkpoint's record names"
-        )
+    size = files.sizes.get(name) if type(name) is str else None
+    if size is None:
+        raise place.of("relative_path").refuse(name, f"a file of tensors {files.told}")
     offset = _COUNT.read(state.get("offset"), place.of("offset"))
     length = _COUNT.read(state.get("length"), place.of("length"))
-    if offset + length > file.bytes:
+    if offset + length > size:
         raise place.of("length").refuse(
-            length, f"at most the {file.bytes} bytes of {name} less the offset {offset}"
+            length, f"at most the {size} bytes of {name} less the offset {offset}"
         )
     if state.get("transform_descriptors"):
         raise place.of("transform_descriptors").refuse(

@@ -133,12 +133,12 @@ class SavedTable:
             at = torch.searchsorted(joined["ids"], beside["ids"]).clamp(max=max(0, len(order) - 1))
             there = joined["ids"][at] == beside["ids"] if len(order) else at.bool()
             columns = slice(part.columns.begin, part.columns.end)
-            rows[:, columns] = _initial_rows(part, joined["ids"])
+            rows[:, columns] = initial_rows_of(part, joined["ids"])
             rows[at[there], columns] = beside["rows"][there]
         return {**joined, "rows": rows}
 
 
-def _initial_rows(part: Part, ids: Tensor) -> Tensor:
+def initial_rows_of(part: Part, ids: Tensor) -> Tensor:
     table = part.manifest.table
     made = table["initializer"]
     return initial_rows(

@@ -24,8 +24,8 @@ _NO_CODE = (
     "nothing that it names was run; if you trust where it comes from, name the class to "
     "torch.serialization.add_safe_globals"
 )
-# What torch.load raises for files that torch.save did not write.
-_UNREADABLE = (
+#: What torch.load raises for files that torch.save did not write.
+UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     AssertionError,
@@ -54,8 +54,8 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
     data.seek(0)
     try:
         value = torch.load(data, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise _refusal(what, data, error) from None
+    except UNREADABLE as error:
+        raise refusal(what, data, error) from None
     numbers = (int, float)
     is_same = kind is None or type(value) is kind or (type(value) in numbers and kind in numbers)
     if not is_same:
@@ -65,7 +65,7 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
     return value
 
 
-def _refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
+def refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
     """Why torch.load refused it: the classes that it names, or else the first line of its error."""
     named = _unsafe(data)
     if named:
@@ -79,11 +79,11 @@ def _unsafe(data: io.IOBase) -> list[str]:
     data.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except _UNREADABLE:
+    except UNREADABLE:
         return []
 
 
-class _Slice(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """A part of an open file as a file of its own; the part is within the file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -150,13 +150,13 @@ class CheckedReader(FileSystemReader):
         path = Path(self.path) / info.relative_path
         what = f"{path} is refused for its entry {key!r}"
         with open(path, "rb") as file:
-            data = _Slice(file, info.offset, info.length)
+            data = FileSlice(file, info.offset, info.length)
             try:
                 with FakeTensorMode():
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
                 held = _stored_bytes(data)
-            except _UNREADABLE as error:
-                raise _refusal(what, data, error) from None
+            except UNREADABLE as error:
+                raise refusal(what, data, error) from None
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
         if tensor.dtype != dtype or tensor.size() != sizes:
@@ -183,7 +183,7 @@ class CheckedReader(FileSystemReader):
         info = self._metadata.storage_data[MetadataIndex(key)]
         path = Path(self.path) / info.relative_path
         with open(path, "rb") as file:
-            data = io.BytesIO(_Slice(file, info.offset, info.length).read(-1))
+            data = io.BytesIO(FileSlice(file, info.offset, info.length).read(-1))
         load_value(data, f"{path} is refused for its entry {key!r}", type(value))
 
 

@@ -21,6 +21,7 @@ from torchrec_hkv.checkpoint.record import (
     shard_folder,
 )
 from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.progress import expect
 from torchrec_hkv.sharding.modules.collection import FoundTable
 from torchrec_hkv.warn import warn
 
@@ -88,6 +89,8 @@ def _save_tables(
     trackers: Trackers | None,
 ) -> dict[str, str]:
     rank = _rank()
+    if trackers is None:
+        expect(_saved_bytes(tables, rank))
     saved: dict[str, str] = {}
     for key, table in tables.items():
         if not table.has_files:
@@ -109,6 +112,17 @@ def _save_tables(
                     lookup.save_changes(shard.key, path, options, tracker)
                 saved[name] = table.planned.backend
     return saved
+
+
+def _saved_bytes(tables: Mapping[str, FoundTable], rank: int) -> int:
+    """Of all entries that a rank holds."""
+    return sum(
+        table.collection.group_lookups()[shard.key].saved_bytes(shard.key)
+        for table in tables.values()
+        if table.has_files
+        for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)
+        if holder == rank
+    )
 
 
 def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.checkpoint.metadata import read_metadata
@@ -29,6 +31,7 @@ from torchrec_hkv.checkpoint.optimizers import (
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader, load_value
 from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
 from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY
 from torchrec_hkv.write_behind import SaveHandle
 
@@ -119,13 +122,29 @@ def save_tensors(folder: Path, state: dict[str, Any], handle: SaveHandle | None 
     dcp.save(state, storage_writer=writer)
 
 
+def local_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes that this rank holds of the tensors in a state."""
+    return sum(
+        part.numel() * part.element_size()
+        for value in flat("", state).values()
+        if isinstance(value, torch.Tensor)
+        for part in _local_parts(value)
+    )
+
+
+def _local_parts(value: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
+
+
 def check_savable(state: Mapping[str, Any]) -> None:
     """Refuses values that a load would refuse: those of classes that it does not know.
 
     Raises:
         ValueError: the sentence names the value's place and class.
     """
-    for key, value in _flat("", state).items():
+    for key, value in flat("", state).items():
         if isinstance(value, torch.Tensor):
             continue
         data = io.BytesIO()
@@ -141,10 +160,20 @@ class TensorsLoad:
         folder: of the checkpoint.
         model: sharded.
         optimizer: or None.
+        strict: whether tensors that the checkpoint lacks are refused; otherwise they stay as they
+            are.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: KeyedOptimizer | None,
+        *,
+        strict: bool = True,
+    ) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._strict = strict
         self._state = {"model": model.state_dict()}
         self._reader: CheckedReader | None = None
 
@@ -172,13 +201,13 @@ class TensorsLoad:
         """What this rank loads; gives the names of the tensors."""
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
-        wanted = _flat("model", self._state["model"])
-        _check_match(self._folder, metadata, wanted)
+        wanted = self._wanted(metadata, "model", self._state["model"])
+        check_match(self._folder, metadata, wanted)
         if self._optimizer is not None:
             undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
-            of_optimizer = _flat("optimizer", self._state.get("optimizer", {}))
-            _check_match(self._folder, metadata, of_optimizer)
+            of_optimizer = self._wanted(metadata, "optimizer", self._state.get("optimizer", {}))
+            check_match(self._folder, metadata, of_optimizer)
             wanted |= of_optimizer
         tensors = []
         for key, value in wanted.items():
@@ -188,9 +217,24 @@ class TensorsLoad:
                 self._reader.check_value(key, value)
         return tensors
 
+    def _wanted(self, metadata: Metadata, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is loaded of a state, by its name in the checkpoint."""
+        leaves = flat(prefix, state)
+        if self._strict:
+            return leaves
+        saved = metadata.state_dict_metadata
+        return {key: value for key, value in leaves.items() if key in saved}
+
+    @property
+    def bytes(self) -> int:
+        """That this rank loads."""
+        return local_bytes(self._state)
+
     def run(self) -> None:
         """Loads; a collective call."""
-        dcp.load(self._state, storage_reader=self._reader, planner=CheckedPlanner())
+        planner = CheckedPlanner(allow_partial_load=not self._strict)
+        dcp.load(self._state, storage_reader=self._reader, planner=planner)
+        advance(self.bytes)
         self._model.load_state_dict(self._state["model"])
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
@@ -233,7 +277,12 @@ def verify_file(path: Path, record: FileRecord) -> None:
         )
 
 
-def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+    """Refuses tensors that a folder lacks, or has of another shape or dtype.
+
+    Raises:
+        ValueError: the sentence names the tensor, what is saved and what is needed.
+    """
     saved = metadata.state_dict_metadata
     missing = [key for key in wanted if key not in saved]
     if missing:
@@ -273,10 +322,10 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
         )
 
 
-def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of nested mappings, by their path."""
     leaves: dict[str, Any] = {}
     for key, value in state.items():
         path = f"{prefix}.{key}"
-        leaves.update(_flat(path, value) if isinstance(value, Mapping) else {path: value})
+        leaves.update(flat(path, value) if isinstance(value, Mapping) else {path: value})
     return leaves

@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from torchrec_hkv.cli.answer import Answer
-from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open_folder
 
 HELP = "how two checkpoints differ, id by id"
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("first", help=FOLDER)
     parser.add_argument("second", help="another")
-    parser.add_argument("--table", help="this table alone: its full name, or its own")
+    add_table(parser)
     add_memory(parser)
 
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 FOLDER = "a checkpoint, a DeltaWriter's folder or one of the folders in it, or a saved HashTable"
 
 
+def add_table(parser: argparse.ArgumentParser) -> None:
+    """The table that a verb looks at."""
+    parser.add_argument("--table", help="this table alone: its full name, or its own")
+
+
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """Adds the argument ``--memory``."""
     parser.add_argument(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrec_hkv.cli.answer import Answer
-from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open_folder
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _SHOWN = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
-    parser.add_argument("--table", help="this table alone: its full name, or its own")
+    add_table(parser)
     parser.add_argument("--id", help="where an id is, and its row; exits with 1 if it is nowhere")
     add_memory(parser)
 

@@ -12,6 +12,7 @@ from torchrec_hkv import __version__
 from torchrec_hkv.cli import (
     calibrate,
     compact,
+    convert,
     diff,
     env,
     export,
@@ -24,6 +25,7 @@ from torchrec_hkv.cli import (
 _VERBS = {
     "calibrate": calibrate,
     "compact": compact,
+    "convert": convert,
     "diff": diff,
     "env": env,
     "export": export,
@@ -54,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(
         prog="torchrec-hkv",
-        description="Looks at an installation, plans tables, replays logs of ids, and looks into "
-        "checkpoints.",
+        description="Looks at an installation, plans tables, replays logs of ids, looks into "
+        "checkpoints and converts them.",
     )
     parser.add_argument("--version", action="version", version=f"torchrec-hkv {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
+from torchrec_hkv.progress import Progress, reported
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 
@@ -59,12 +61,12 @@ class SavedTable:
         check_staging(staging_bytes)
         wait_for_saves()
         if blocking:
-            with self._group.unchanged():
+            with self._group.unchanged(), self._saving(path):
                 files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
             return None
         handle = SaveHandle(Path(path), staging_bytes)
         try:
-            with self._group.unchanged():
+            with self._group.unchanged(), self._saving(path):
                 files.save(
                     self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes, handle=handle
                 )
@@ -73,6 +75,9 @@ class SavedTable:
             raise
         handle.close()
         return handle
+
+    def _saving(self, path: str | os.PathLike[str]) -> AbstractContextManager[Progress]:
+        return reported(f"Saving {Path(path).name}", files.saved_bytes(self._group, 0))
 
     def load(
         self,
@@ -103,7 +108,10 @@ class SavedTable:
                 although less than 95 % of its slots are needed.
         """
         wait_for_saves()
-        loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
+        with reported(f"Loading {Path(path).name}"):
+            loaded = files.load(
+                self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes
+            )
         self.epoch = loaded.epoch
         return loaded.lost
 

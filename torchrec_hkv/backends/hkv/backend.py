@@ -136,6 +136,8 @@ class HKVBackend(Backend):
         }
 
     def loads(self, what: str, saved: Any, own: Any) -> bool:
+        if what == "optimizer" and saved is None:
+            return True  # there are no states, and all start anew
         return reads_files_of(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:

@@ -83,6 +83,10 @@ class HashTablesLoad(TablesLoad):
         for load in self._loads:
             load.check()
 
+    @property
+    def bytes(self) -> int:
+        return sum(load.bytes for load in self._loads)
+
     def run(self) -> dict[str, Placed]:
         if not self._loads:
             return {}
@@ -93,9 +97,14 @@ class HashTablesLoad(TablesLoad):
                 "their states start from zero."
             )
         with self._group.alone():
-            # The clock and the epoch are shared by all tables of a group.
-            self._group.set_clock(max(load.clock for load in self._loads))
-            self._group.set_epoch(max(load.epoch for load in self._loads))
+            # All tables of a group count steps together.
+            clock = max(load.clock for load in self._loads)
+            epoch = max(load.epoch for load in self._loads)
+            if len(self._loads) < len(self._group.tables):
+                # The others stay as they are.
+                clock, epoch = max(clock, self._group.clock), max(epoch, self._group.epoch)
+            self._group.set_clock(clock)
+            self._group.set_epoch(epoch)
             loads = zip(self._keys, self._loads, strict=True)
             return {key: Placed(load.entries, load.run()) for key, load in loads}
 

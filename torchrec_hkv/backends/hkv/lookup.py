@@ -17,7 +17,7 @@ from torchrec_hkv.backends.hkv.table import initializer_of, options_of, state_of
 from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
-from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.digest import table_digest
 from torchrec_hkv.hash_table.files.manifest import OWNERS
@@ -179,6 +179,9 @@ class HKVLookup(RowsById, GroupLookup):
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)
+
+    def saved_bytes(self, key: str) -> int:
+        return files.saved_bytes(self._group, self._index[key])
 
     def change_tracker(self, key: str) -> ChangeTracker:
         return ChangeTracker(self._group, self._index[key])

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.backends.hkv.counts import counts_spec, export_counts
 from torchrec_hkv.backends.hkv.dense import DenseRows
+from torchrec_hkv.backends.hkv.state import HEAD, head_of, split_states
+from torchrec_hkv.backends.hkv.table import options_of
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
@@ -53,6 +56,36 @@ def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
         there = (slots >= 0).nonzero().flatten()
         rows[there] = _ops.read_slots(group.handle, table, slots[there])[1].float()
     return rows.cpu()
+
+
+def entries_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> dict[str, Tensor]:
+    """What a table keeps of ids, by the names of its state."""
+    spec, on_device = group.tables[table], ids.to(group.device)
+    rows = initial_rows(
+        on_device,
+        spec.dim,
+        table=spec.name,
+        seed=spec.seed,
+        initializer=spec.initializer,
+        column_offset=spec.column_offset,
+    ).to(spec.dtype)
+    *_, width, scored, _, _ = _C.table_layout(group.handle, table)
+    n = len(ids)
+    steps = torch.zeros(n, dtype=torch.int32, device=group.device)
+    scores = torch.zeros(n if scored else 0, dtype=torch.int64, device=group.device)
+    states = torch.zeros(n, width, device=group.device)
+    with group.unchanged():
+        slots = _find(group, table, feature, on_device)
+        there = (slots >= 0).nonzero().flatten()
+        read = _ops.read_slots(group.handle, table, slots[there])
+    for whole, part in zip((rows, steps, scores, states), read[1:], strict=True):
+        if len(whole):
+            whole[there] = part
+    entries = {"weight": rows, "last_steps": steps}
+    if scored:
+        entries["scores"] = scores
+    entries |= split_states(states, group.state_layout, spec.dim)
+    return {name: tensor.cpu() for name, tensor in entries.items()}
 
 
 def put_rows(
@@ -155,6 +188,20 @@ class RowsById:
             return weight[(ids - self._shards[key].row_offset).to(weight.device)].cpu()
         feature = self._feature_tables.index(self._index[key])
         return rows_of(self._group, self._index[key], feature, ids)
+
+    def entries(self, key: str, batch: int) -> Iterator[dict[str, Tensor]]:
+        for ids in table_ids(self._group, self._index[key], batch):
+            yield {"ids": ids.cpu(), **self.entries_of(key, ids)}
+
+    def entries_of(self, key: str, ids: Tensor) -> dict[str, Tensor]:
+        feature = self._feature_tables.index(self._index[key])
+        return entries_of(self._group, self._index[key], feature, ids)
+
+    def without_entries(self, key: str) -> dict[str, Tensor]:
+        index, shard = self._index[key], self._shards[key]
+        spec = counts_spec(shard, options_of(shard).admission)
+        counts = {name: export_counts(self._group, index, spec[name]).cpu() for name in spec}
+        return {HEAD: head_of(self._group, index), **counts}
 
     def put_rows(
         self, key: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]

@@ -119,9 +119,7 @@ def _export_state(
     exported = {}
     for name, wanted in spec.items():
         if name == HEAD:
-            step = int(state.optimizer_step)
-            first = _FORMAT | group.epoch << _EPOCH_BIT
-            exported[name] = torch.tensor([first, group.state_layout, step, group.clock])
+            exported[name] = head_of(group, table)
             continue
         if name.startswith(COUNTS):
             exported[name] = export_counts(group, table, wanted)
@@ -130,6 +128,22 @@ def _export_state(
         exported[name] = torch.zeros(wanted.shape, dtype=wanted.dtype, device=part.device)
         exported[name][: part.shape[0]] = part
     return exported
+
+
+def head_of(group: TableGroup, table: int) -> Tensor:
+    """What is said of the whole table."""
+    first = _FORMAT | group.epoch << _EPOCH_BIT
+    step = int(group.optimizer_steps[table])
+    return torch.tensor([first, group.state_layout, step, group.clock])
+
+
+def split_states(states: Tensor, layout: int, dim: int) -> dict[str, Tensor]:
+    """States of rows by the names of a table's state."""
+    parts = StateColumns.of_layout(layout)
+    split = {_state_name(k): states[:, k * dim : (k + 1) * dim] for k in range(parts.of_columns)}
+    if parts.of_rows:
+        split[_ROW_STATES] = states[:, parts.of_columns * dim :][:, : parts.of_rows]
+    return split
 
 
 def saved_clock(table_state: Tensor) -> int:
@@ -221,8 +235,8 @@ class StateLoad(EntriesLoad):
         if name == self._counts.name:
             self._counts.put(first, part)
 
-    def finish(self) -> None:
-        if self._lost:
+    def finish(self, *, allow_loss: bool = False) -> int:
+        if self._lost and not allow_loss:
             self._group.clear_table(self._table)
             raise ValueError(
                 f"table '{self._shard.name}': {self._lost} entries of the state to load found no "
@@ -232,6 +246,7 @@ class StateLoad(EntriesLoad):
         self._group.optimizer_steps[self._table] = self._step
         self._group.fill_frames(self._table)
         self._counts.finish()
+        return self._lost
 
     def _joined(self, tensors: Mapping[str, Tensor], n: int) -> Tensor:
         dim = self._shard.dim

@@ -10,8 +10,18 @@ from torchrec_hkv.hash_table.files.save_load import (
     default_shard_bytes,
     load,
     save,
+    saved_bytes,
     saved_spec,
     verify,
 )
 
-__all__ = ["BATCH_BYTES", "Loaded", "default_shard_bytes", "load", "save", "saved_spec", "verify"]
+__all__ = [
+    "BATCH_BYTES",
+    "Loaded",
+    "default_shard_bytes",
+    "load",
+    "save",
+    "saved_bytes",
+    "saved_spec",
+    "verify",
+]

@@ -95,6 +95,11 @@ def _saved_rows(parts: Sequence[Part]) -> int:
     return sum(part.manifest.capacity for part in parts if part.columns.begin == first)
 
 
+def _has_no_optimizer(part: Part) -> bool:
+    """Whether a part is of a table that was not trained, such as one that was converted."""
+    return part.manifest.state_layout == 0 and part.manifest.table["state_dim"] == 0
+
+
 class PartsLoad:
     """Replaces the contents of a table by entries from saved shards.
 
@@ -185,6 +190,8 @@ class PartsLoad:
                     f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
                     f"table {here['name']!r} is {own!r}."
                 )
+        if _has_no_optimizer(part):
+            return
         saved, own = part.manifest.state_layout, self._group.state_layout
         if saved != own:
             raise ValueError(
@@ -241,6 +248,12 @@ class PartsLoad:
     def entries(self) -> int:
         """Number of entries in the saved shards that belong to the table."""
         return sum(self._entries(part) for part in self._by_columns[0][1])
+
+    @property
+    def bytes(self) -> int:
+        """Of all entries that are the table's, of about as many in the parts of other columns."""
+        widths = [entry_bytes(parts[0].fields) for _, parts in self._by_columns]
+        return self.entries * sum(widths)
 
     def _entries(self, part: Part) -> int:
         """Number of entries in a saved shard that belong to the table."""
@@ -432,7 +445,8 @@ class PartsLoad:
     def lacks_states(self) -> bool:
         """Whether the table has optimizer states but the shards were saved without them."""
         return self._state_dim > 0 and any(
-            part.manifest.reduced is not None and not part.manifest.reduced.states
+            _has_no_optimizer(part)
+            or (part.manifest.reduced is not None and not part.manifest.reduced.states)
             for part in self._parts
         )
 

@@ -22,6 +22,7 @@ from torchrec_hkv.hash_table.files.counts_files import (
     write_counts,
 )
 from torchrec_hkv.hash_table.files.file_tables import (
+    FileTable,
     Source,
     Target,
     plan_shards,
@@ -43,6 +44,7 @@ from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, 
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
+from torchrec_hkv.progress import advance, expect
 from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
 #: Default memory limit of a save or a load, on the host and on a GPU each.
@@ -175,6 +177,11 @@ def save(
     run_or_defer(handle, commit)
 
 
+def saved_bytes(group: TableGroup, table: int) -> int:
+    """Bytes of the entries of a table in files (waits for the device)."""
+    return group.sizes()[table] * entry_bytes(FileTable(group, table, 1).fields)
+
+
 def _write_files(
     group: TableGroup,
     table: int,
@@ -200,6 +207,8 @@ def _write_files(
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
+    if tracker is not None:
+        expect(int(counts.sum()) * entry)  # of a whole table, whoever saves it has said so
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     shards = tuple(
         write_shards(source, plan, folder, save_name, written, threads, compression, handle)
@@ -284,6 +293,7 @@ def load(
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
     _check_fits(folder, manifest, target, allow_loss)
+    expect(2 * manifest.entries * entry_bytes(manifest_fields(manifest)))
     verify(folder, manifest, batch_bytes)
     with group.alone():
         # Another thread may have grown the table in the meantime.
@@ -333,6 +343,7 @@ def _replace(
             with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
                     lost += target.restore(batch, exact)
+                    advance(len(batch["ids"]) * entry_bytes(fields))
         if exact and lost:
             raise ValueError(f"{folder} is inconsistent: {lost} of its slots occur twice.")
         if lost and not allow_loss:
@@ -354,6 +365,7 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
     """
     for shard in manifest.shards:
         verify_shard(folder, manifest, shard, batch_bytes)
+        advance(shard.entries * entry_bytes(manifest_fields(manifest)))
     if manifest.counts is not None:
         verify_counts(folder, manifest.counts, batch_bytes)
     if manifest.changes is not None:

@@ -23,6 +23,7 @@ from torchrec_hkv.sharding.dists.scores import ScoreWire
 from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
+from torchrec_hkv.sharding.modules.recipe import Recipe
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
 from torchrec_hkv.sharding.state.state_exchange import exchange_state
@@ -82,8 +83,10 @@ class BackendCollection:
     #: TorchRec's attribute that holds the configs.
     configs_attribute: ClassVar[str]
 
-    #: Sharding types whose tables TorchRec looks up by the name of the type, so that they can't be
-    #: split into groups.
+    #: What it was made of; set by its sharder.
+    recipe: Recipe | None = None
+
+    #: Sharding types of which TorchRec asks for all tables by name.
     whole_types: ClassVar[tuple[str, ...]] = ()
     #: Sharding types whose exchange groups become parts of one sharding if a table of them is on a
     #: backend.

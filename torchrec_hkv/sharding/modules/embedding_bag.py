@@ -203,8 +203,8 @@ class BackendEmbeddingBagCollection(
         """
         if self._planned:
             raise ValueError(
-                f"Tables {sorted(self._planned)} are on backends and can't be resharded during "
-                "training: only reshard collections of stock tables."
+                f"Tables {sorted(self._planned)} are served by backends and can't be resharded "
+                "by update_shards: use torchrec_hkv.checkpoint.reshard."
             )
         super().update_shards(changed_sharding_params, env, device)
 

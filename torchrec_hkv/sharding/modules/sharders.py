@@ -31,6 +31,7 @@ from torchrec_hkv.sharding.kernels.optimizer import name_optimizer
 from torchrec_hkv.sharding.modules.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.modules.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
+from torchrec_hkv.sharding.modules.recipe import Recipe
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.state.names import joined
 from torchrec_hkv.sharding.tables import Collection, table_weight
@@ -168,10 +169,12 @@ class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollecti
         Raises:
             ValueError: a backend can't serve a table as planned.
         """
-        return BackendEmbeddingBagCollection(
+        made = BackendEmbeddingBagCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
         )
+        made.recipe = Recipe.of(self, module, env, device, module_fqn)
+        return made
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
@@ -202,10 +205,12 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
         Raises:
             ValueError: a backend can't serve a table as planned.
         """
-        return BackendEmbeddingCollection(
+        made = BackendEmbeddingCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
             use_index_dedup=self._use_index_dedup,
         )
+        made.recipe = Recipe.of(self, module, env, device, module_fqn)
+        return made
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:

@@ -1,0 +1,32 @@
+"""Runs ``torchrec-hkv convert``, and reads what it wrote from the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.opened import Saved
+
+#: So little that tables are written in several parts.
+MEMORY = 24 << 10
+
+
+def converted(source: Path, into: Path, **options: Any) -> Saved:
+    """Converts into a checkpoint in little memory; gives what that holds."""
+    convert(source, into, Options(**{"batch_bytes": MEMORY, **options}))
+    return Saved.open(into)
+
+
+def entries_of(saved: Saved, table: str) -> dict[str, torch.Tensor]:
+    """All entries of a saved table, ascending by id."""
+    names = ["rows", "states", "scores", "last_steps"]
+    batches = [
+        {name: tensor.clone() for name, tensor in batch.items()}
+        for batch in saved.hash_table(table).batches(names, 1 << 20)
+    ]
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    order = joined["ids"].argsort()
+    return {name: tensor[order] for name, tensor in joined.items()}

@@ -1,0 +1,1 @@
+"""Tables of other programs as checkpoints of this one, and back."""

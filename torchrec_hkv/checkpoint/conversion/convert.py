@@ -1,0 +1,293 @@
+"""Tables of other programs as checkpoints of this one, and back: finds out what is read and what is
+written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
+from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
+from torchrec_hkv.checkpoint.conversion.row_files import open_row_file, row_table
+from torchrec_hkv.checkpoint.conversion.source import Eviction, SourceTable
+from torchrec_hkv.checkpoint.conversion.to_checkpoint import write_checkpoint
+from torchrec_hkv.checkpoint.conversion.to_dcp import write_dcp
+from torchrec_hkv.checkpoint.export_files import export_files
+from torchrec_hkv.checkpoint.metadata import DCP_METADATA
+from torchrec_hkv.checkpoint.opened import Saved
+from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.progress import reported
+
+_THREADS = 4
+#: Endings of files of ids and rows.
+_ROW_SUFFIXES = (".parquet", ".safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How tables are converted.
+
+    Attributes:
+        tables: full names or own names of the tables that are converted; empty for all. Of a file
+            of ids and rows the full name that its table gets.
+        renamed: what full names begin with, and what they begin with instead.
+        optimizer: whose states there are; None: what the source tells.
+        eviction: of hash tables that are made; None: what the source tells.
+        seeds: of hash tables that are made, as the options of the model have them, by a table's
+            name, or by ``""`` of all others; 0 by default.
+        without: ``"states"`` and ``"scores"`` leave these out.
+        num_embeddings: rows of stock tables that are made, by a table's name, or by ``""`` of all
+            others.
+        model_key: what a state_dict's names of the model begin with; None: found out.
+        optimizer_key: likewise, of the optimizer.
+        sequences: whether tables of a dump without full names are those of an
+            ``EmbeddingCollection``.
+        backend: of hash tables that are made.
+        batch_bytes: memory it may take.
+    """
+
+    tables: Sequence[str] = ()
+    renamed: Sequence[tuple[str, str]] = ()
+    optimizer: str | None = None
+    eviction: Eviction | None = None
+    seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    without: Sequence[Literal["states", "scores"]] = ()
+    num_embeddings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    model_key: str | None = None
+    optimizer_key: str | None = None
+    sequences: bool = False
+    backend: str = "hkv"
+    batch_bytes: int = 512 << 20
+
+    def rename(self, name: str) -> str:
+        """A full name as it shall be."""
+        for old, new in self.renamed:
+            if name == old or name.startswith(f"{old}.") or old == "":
+                rest = name.removeprefix(old).removeprefix(".")
+                return ".".join(filter(None, (new, rest)))
+        return name
+
+
+def convert(
+    source: str | os.PathLike[str], into: str | os.PathLike[str], options: Options
+) -> dict[str, Any]:
+    """Converts tables; what is written appears once it is whole.
+
+    A checkpoint of this package (also a chain of deltas, and a saved hash table) becomes a folder
+    of :mod:`torch.distributed.checkpoint` for stock tables, or a file of ids and rows where
+    ``into`` ends with ``.parquet`` or ``.safetensors``. All else becomes a checkpoint of this
+    package.
+
+    Args:
+        source: a folder or a file: a checkpoint, a folder of :mod:`torch.distributed.checkpoint`, a
+            dump of dynamicemb, a file of ids and rows, or a folder of ``id.npy`` and ``row.npy``.
+        into: what is written.
+        options: how.
+
+    Returns:
+        ``source`` and ``into`` say what was read and written; ``tables`` the number of ids of each.
+
+    Raises:
+        ValueError: the source is none of these, is damaged, or does not fit; nothing is written.
+        OSError: writing failed; nothing is left then.
+    """
+    path, target = Path(source), Path(into)
+    if not path.exists():
+        raise ValueError(f"There is no {path}.")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"There is no folder {target.absolute().parent} to write to.")
+    if (path / RECORD).is_file() or _is_saved(path):
+        return _from_ours(path, target, options)
+    if target.suffix in _ROW_SUFFIXES:
+        raise ValueError(
+            f"{path} is no checkpoint of this package, but only one becomes a file of ids and "
+            "rows: convert it to a checkpoint first."
+        )
+    return _to_ours(path, target, options)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder is a chain of deltas or a saved hash table."""
+    if not path.is_dir() or (path / DCP_METADATA).is_file():
+        return False
+    try:
+        Saved.open(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
+    tensors: tuple[DcpFolder, Mapping[str, str]] | None = None
+    has_optimizer = False
+    if (path / DCP_METADATA).is_file():
+        kind = "torch.distributed.checkpoint"
+        folder = DcpFolder(path)
+        keys = Keys.of(folder, options.model_key, options.optimizer_key)
+        found = dcp_tables(folder, keys, options.optimizer, options.without)
+        tables = _chosen(found.tables, options.tables, path)
+        left_out = {key for table in tables for key in found.entries[table.name]}
+        names = _kept_names(folder, keys, left_out, options)
+        has_optimizer = keys.optimizer is not None
+        tensors = folder, names
+    elif (file := open_row_file(path)) is not None:
+        kind = "ids and rows"
+        if len(options.tables) != 1:
+            raise ValueError(
+                f"{path} has no name for its table: give its full name, such as --table "
+                "ebc.embedding_bags.user."
+            )
+        name, optimizer = options.tables[0], options.optimizer
+        tables = [row_table(file, name, optimizer, options.eviction, options.without)]
+    elif path.is_dir() and find_dumps(path):
+        kind = "dynamicemb"
+        attribute = "embeddings" if options.sequences else "embedding_bags"
+        dumped = dump_tables(path, attribute, options.optimizer, options.eviction, options.without)
+        tables = _chosen(dumped, options.tables, path)
+    else:
+        raise ValueError(
+            f"{path} is nothing that can be converted: name a checkpoint, a folder of "
+            "torch.distributed.checkpoint, a dump of dynamicemb, a .safetensors or .parquet file, "
+            "or a folder with id.npy and row.npy."
+        )
+    renamed = [dataclasses.replace(t, name=options.rename(t.name)) for t in tables]
+    _check_names([table.name for table in renamed])
+    # Entries are read, and written as a table's.
+    total = 2 * sum(table.bytes for table in tables)
+    if tensors is not None:
+        total += sum(tensors[0].bytes(key) for key in tensors[1])
+    with reported(f"Converting {path.name}", total):
+        ids = write_checkpoint(
+            target,
+            renamed,
+            tensors,
+            seeds=_by_table("--seed", options.seeds, [table.name for table in renamed]),
+            eviction=options.eviction,
+            has_optimizer=has_optimizer,
+            backend=options.backend,
+            options=FileOptions(options.batch_bytes, _THREADS),
+        )
+    kept = 0 if tensors is None else len(tensors[1])
+    return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": kept}
+
+
+def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> list[SourceTable]:
+    """Those of the names, full ones or own ones; all where there are no names."""
+    if not names:
+        if not tables:
+            raise ValueError(f"{path} has no table with rows by number or by id.")
+        return list(tables)
+    chosen = []
+    for name in names:
+        found = [t for t in tables if t.name == name]
+        found = found or [t for t in tables if t.name.rpartition(".")[2] == name]
+        if len(found) != 1:
+            raise ValueError(
+                f"{path} has {len(found) or 'no'} table{'s' if len(found) > 1 else ''} {name!r}: "
+                f"name one of {sorted(t.name for t in tables)}."
+            )
+        chosen += found
+    return chosen
+
+
+def _check_names(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Two tables would be called {twice[0]!r}: rename one by --rename.")
+
+
+def _kept_names(
+    folder: DcpFolder, keys: Keys, left_out: set[str], options: Options
+) -> dict[str, str]:
+    """New names of entries of the model and the optimizer that stay tensors."""
+    names = {}
+    for key in folder.entries:
+        if key in left_out:
+            continue
+        if keys.optimizer is not None and key.startswith(keys.optimizer):
+            begin, rest = "optimizer.", key.removeprefix(keys.optimizer)
+            state = rest.removeprefix("state.")
+            renamed = options.rename(state)
+            names[key] = begin + (f"state.{renamed}" if rest != state else rest)
+        elif key.startswith(keys.model):
+            names[key] = f"model.{options.rename(key.removeprefix(keys.model))}"
+    return names
+
+
+def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
+    saved = Saved.open(path)
+    names = options.tables
+    if not names:
+        tables = [table for table in saved.tables.values() if table.parts is not None]
+    else:
+        tables = [saved.hash_table(name) for name in names]
+    if not tables:
+        raise ValueError(f"{path} has no hash table.")
+    with_states = "states" not in options.without
+    if target.suffix in _ROW_SUFFIXES:
+        if len(tables) != 1:
+            raise ValueError(
+                f"{path} has {len(tables)} hash tables, but a file of ids and rows holds one: name "
+                f"it by --table: one of {sorted(table.name for table in tables)}."
+            )
+        content = export_files(tables[0], target, options.batch_bytes, with_states=with_states)
+        ids = {tables[0].name: content["ids"]}
+        return {"source": saved.kind, "into": "ids and rows", "tables": ids, "tensors": 0}
+    rows = _by_table("--num-embeddings", options.num_embeddings, [t.name for t in tables])
+    model = "model" if options.model_key is None else options.model_key
+    model = f"{model}." if model else ""
+    made = {table.name: options.rename(table.name) for table in tables}
+    _check_names(list(made.values()))
+    tensors = None
+    if saved.layers:
+        folder = DcpFolder(saved.layers[0][0] / TENSORS)
+        kept = _kept_names(folder, Keys("model.", "optimizer."), set(), options)
+        tensors = (
+            folder,
+            {
+                key: model + name.removeprefix("model.") if name.startswith("model.") else name
+                for key, name in kept.items()
+            },
+        )
+    total = 2 * sum(table.entries * table.entry_bytes() for table in tables)
+    if tensors is not None:
+        total += sum(tensors[0].bytes(key) for key in tensors[1])
+    with reported(f"Converting {path.name}", total):
+        ids = write_dcp(
+            target,
+            tables,
+            rows,
+            made,
+            tensors,
+            model=model,
+            with_states=with_states,
+            batch_bytes=options.batch_bytes,
+        )
+    written = 0 if tensors is None else len(tensors[1])
+    return {
+        "source": saved.kind,
+        "into": "torch.distributed.checkpoint",
+        "tables": ids,
+        "tensors": written,
+    }
+
+
+def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dict[str, int]:
+    """What was given of tables, by their full names; ``""`` stands for all that are not named."""
+    own = {name: name.rpartition(".")[2] for name in tables}
+    unknown = sorted(set(given) - {*own, *own.values(), ""})
+    if unknown:
+        raise ValueError(
+            f"{what} names table {unknown[0]!r}, which is not converted: name one of "
+            f"{sorted(tables)}."
+        )
+    return {
+        name: next(given[known] for known in (name, own[name], "") if known in given)
+        for name in tables
+        if not {name, own[name], ""}.isdisjoint(given)
+    }

@@ -1,0 +1,305 @@
+"""What NVIDIA's dynamicemb dumps: files of keys, values, scores and optimizer states, each of a
+rank.
+
+Their names are ``TABLE_emb_keys.rank_0.world_size_2`` and so on, in a folder for each collection.
+Keys and scores are int64, values and states float32, without a header; ``TABLE_opt_args.json``
+says what optimizer and eviction strategy there were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from torchrec_hkv.backends.specs import OptimizerSpec
+from torchrec_hkv.checkpoint.conversion.source import (
+    Eviction,
+    SourceTable,
+    split_states,
+    states_of,
+)
+
+_FILE = re.compile(
+    r"(?P<table>.+)_emb_(?P<item>keys|values|scores|opt_values)"
+    r"\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)"
+)
+_KEYS, _VALUES, _SCORES, _STATES = "keys", "values", "scores", "opt_values"
+_OPTIMIZERS = {
+    "sgd": "sgd",
+    "adam": "adam",
+    "exact_adagrad": "adagrad",
+    "adagrad": "adagrad",
+    "exact_row_wise_adagrad": "rowwise_adagrad",
+    "rowwise_adagrad": "rowwise_adagrad",
+}
+#: The last step of a table whose scores are ages: these become steps before it.
+_AGES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dump:
+    """The files of a table.
+
+    Attributes:
+        folder: that they are in.
+        table: the table's own name.
+        ranks: files of each rank by what they hold.
+    """
+
+    folder: Path
+    table: str
+    ranks: list[dict[str, Path]]
+
+
+def find_dumps(path: Path) -> list[_Dump]:
+    """The tables whose files are in a folder or in folders in it.
+
+    Raises:
+        ValueError: files of a rank are missing.
+    """
+    found: dict[tuple[Path, str], dict[tuple[int, int], dict[str, Path]]] = {}
+    for file in sorted(path.rglob("*_emb_*.rank_*.world_size_*")):
+        match = _FILE.fullmatch(file.name)
+        if match is not None:
+            ranks = found.setdefault((file.parent, match["table"]), {})
+            at = (int(match["size"]), int(match["rank"]))
+            ranks.setdefault(at, {})[match["item"]] = file
+    dumps = []
+    for (folder, table), ranks in found.items():
+        sizes = {size for size, _ in ranks}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{folder} has dumps of table {table!r} from {sorted(sizes)} ranks: keep one."
+            )
+        size = sizes.pop()
+        missing = [
+            f"{table}_emb_{item}.rank_{rank}.world_size_{size}"
+            for rank in range(size)
+            for item in (_KEYS, _VALUES)
+            if item not in ranks.get((size, rank), {})
+        ]
+        if missing:
+            raise ValueError(f"{folder} lacks {missing[0]}, a file of the dump of table {table!r}.")
+        dumps.append(_Dump(folder, table, [ranks[size, rank] for rank in range(size)]))
+    return dumps
+
+
+def dump_tables(
+    path: Path,
+    attribute: str,
+    optimizer: str | None,
+    eviction: Eviction | None,
+    without: Sequence[str],
+) -> list[SourceTable]:
+    """The tables of a dump.
+
+    Args:
+        path: that was dumped to.
+        attribute: ``"embedding_bags"`` or ``"embeddings"``, which names of tables have.
+        optimizer: whose states there are; None: the one that the dump names.
+        eviction: what scores are; None: what the dump says.
+        without: ``"states"`` and ``"scores"`` leave these out.
+
+    Raises:
+        ValueError: files contradict each other.
+    """
+    return [
+        _DumpedTable(dump, _name(path, dump, attribute), optimizer, eviction, without).source()
+        for dump in find_dumps(path)
+    ]
+
+
+def _name(path: Path, dump: _Dump, attribute: str) -> str:
+    """A dump's folder is the collection's path, which begins with ``model``."""
+    parts = dump.folder.relative_to(path).parts or (path.name,)
+    module = ".".join(parts)
+    if module == "model" or module.startswith("model."):
+        module = module.removeprefix("model").removeprefix(".")
+    elif dump.folder == path:
+        module = ""
+    return ".".join(filter(None, (module, attribute, dump.table)))
+
+
+class _DumpedTable:
+    def __init__(
+        self,
+        dump: _Dump,
+        name: str,
+        optimizer: str | None,
+        eviction: Eviction | None,
+        without: Sequence[str],
+    ) -> None:
+        self._dump, self.name = dump, name
+        self._arguments = self._read_arguments()
+        self._counts = [_size(files[_KEYS]) // 8 for files in dump.ranks]
+        self.dim = self._dim()
+        self._has_states = "states" not in without and self._all_have(_STATES)
+        self._has_scores = "scores" not in without and self._all_have(_SCORES)
+        self._optimizer = self._find_optimizer(optimizer)
+        self._eviction = self._find_eviction(eviction)
+        # Under LRU a dump has ages of any unit.
+        self._has_ages = self._eviction == "lru" and self._strategy in ("", "KLru")
+        self._check_sizes()
+
+    def _read_arguments(self) -> dict[str, Any]:
+        file = self._dump.folder / f"{self._dump.table}_opt_args.json"
+        if not file.is_file():
+            return {}
+        try:
+            content = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file} is no JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is {type(content).__name__}, but must be an object.")
+        return content
+
+    def _all_have(self, item: str) -> bool:
+        having = [item in files for files in self._dump.ranks]
+        if any(having) and not all(having):
+            raise ValueError(
+                f"{self._dump.folder} has {item} of table {self._dump.table!r} of some ranks only."
+            )
+        # An empty file stands for what a table without states or scores has.
+        sizes = [_size(files[item]) for files in self._dump.ranks if item in files]
+        return all(having) and sum(sizes) > 0
+
+    def _dim(self) -> int:
+        keys, values = sum(self._counts), sum(_size(f[_VALUES]) for f in self._dump.ranks)
+        if keys == 0:
+            raise ValueError(f"Table {self.name!r} of {self._dump.folder} has no keys.")
+        if values % (4 * keys) or values == 0:
+            raise ValueError(
+                f"{self._dump.folder} has {values} bytes of values for {keys} keys of table "
+                f"{self._dump.table!r}, which are no rows of float32."
+            )
+        return values // (4 * keys)
+
+    @property
+    def _strategy(self) -> str:
+        return str(self._arguments.get("evict_strategy", "")).rpartition(".")[2]
+
+    def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
+        told = _OPTIMIZERS.get(str(self._arguments.get("opt_type", "")).lower())
+        if given is None and told is None and self._has_states:
+            raise ValueError(
+                f"The dump of table {self._dump.table!r} does not say whose optimizer's states it "
+                "has: name it by --optimizer, or leave them out by --without states."
+            )
+        name = given or told
+        return None if name is None else OptimizerSpec(name)
+
+    def _find_eviction(self, given: Eviction | None) -> Eviction:
+        if given is not None:
+            return given
+        if not self._has_scores or self._strategy in ("", "KLru"):
+            return "lru"
+        if self._strategy == "KLfu":
+            return "lfu"
+        if self._strategy == "KCustomized":
+            return "customized"
+        raise ValueError(
+            f"The dump of table {self._dump.table!r} has scores of strategy {self._strategy!r}: "
+            "say by --eviction what they are (lru: steps, lfu: counts, customized), or leave them "
+            "out by --without scores."
+        )
+
+    def _check_sizes(self) -> None:
+        widths = {_VALUES: 4 * self.dim}
+        if self._has_scores:
+            widths[_SCORES] = 8
+        if self._has_states:
+            parts = states_of(self._optimizer)
+            widths[_STATES] = 4 * (parts.of_columns * self.dim + parts.of_rows)
+        for count, files in zip(self._counts, self._dump.ranks, strict=True):
+            if _size(files[_KEYS]) % 8:
+                raise ValueError(f"{files[_KEYS]} has a part of a key at its end: it is cut short.")
+            for item, width in widths.items():
+                size = _size(files[item])
+                if size != count * width:
+                    raise ValueError(
+                        f"{files[item]} has {size} bytes, but {count} keys need {count * width} "
+                        f"({width} each)."
+                    )
+
+    def source(self) -> SourceTable:
+        """The table as a conversion reads it."""
+        self._oldest = self._scores_limit(max) if self._has_scores else 0
+        clock = _AGES if self._has_ages and self._has_scores else 0
+        if self._eviction == "lru" and self._has_scores and not self._has_ages:
+            clock = self._oldest
+            if not (self._scores_limit(min) >= 0 and clock < 1 << 32):
+                raise ValueError(
+                    f"Scores of table {self.name!r} are no steps from 0 to 2^32 - 1: name another "
+                    "--eviction, or leave them out by --without scores."
+                )
+        return SourceTable(
+            self.name,
+            self.dim,
+            torch.float32,
+            sum(self._counts),
+            self._read,
+            self._optimizer,
+            self._eviction,
+            clock,
+            int(self._arguments.get("iters", 0)),
+        )
+
+    def _scores_limit(self, limit: Any) -> int:
+        found = []
+        for count, files in zip(self._counts, self._dump.ranks, strict=True):
+            for first in range(0, count, 1 << 20):
+                part = _values(files[_SCORES], numpy.int64, first, min(1 << 20, count - first), 1)
+                found.append(int(part.max() if limit is max else part.min()))
+        return limit(found, default=0)
+
+    def _read(self, batch_bytes: int) -> Iterator[dict[str, Tensor]]:
+        start = float(self._arguments.get("initial_accumulator_value", 0.0) or 0.0)
+        parts = states_of(self._optimizer)
+        width = parts.of_columns * self.dim + parts.of_rows
+        size = max(1, batch_bytes // (3 * (16 + 4 * (self.dim + width))))
+        for count, files in zip(self._counts, self._dump.ranks, strict=True):
+            for first in range(0, count, size):
+                n = min(size, count - first)
+                batch = {
+                    "ids": _values(files[_KEYS], numpy.int64, first, n, 1).view(-1),
+                    "weight": _values(files[_VALUES], numpy.float32, first, n, self.dim),
+                }
+                if self._has_states and width:
+                    states = _values(files[_STATES], numpy.float32, first, n, width)
+                    if self._optimizer.name in ("adagrad", "rowwise_adagrad"):
+                        # Sums begin at the initial value there, and at 0 here, where it is added.
+                        states -= start
+                    batch |= split_states(states, self._optimizer, self.dim)
+                if self._has_scores:
+                    batch |= self._scores(
+                        _values(files[_SCORES], numpy.int64, first, n, 1).view(-1)
+                    )
+                yield batch
+
+    def _scores(self, scores: Tensor) -> dict[str, Tensor]:
+        if self._eviction != "lru":
+            return {"scores": scores}
+        if not self._has_ages:
+            return {"last_steps": scores}
+        share = scores.clamp(min=0).double() / max(1, self._oldest)
+        return {"last_steps": (_AGES - (share * (_AGES - 1)).long()).clamp(1, _AGES)}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _values(path: Path, dtype: Any, first: int, n: int, width: int) -> Tensor:
+    kind = numpy.dtype(dtype).newbyteorder("<")
+    values = numpy.fromfile(path, kind, n * width, offset=first * width * kind.itemsize)
+    if values.size != n * width:
+        raise ValueError(f"{path} is cut short.")
+    return torch.from_numpy(values.astype(dtype, copy=False)).view(n, width)

@@ -1,0 +1,283 @@
+"""A table in files of ids and rows: .safetensors, Parquet, or .npy files in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from torchrec_hkv.backends.specs import OptimizerSpec
+from torchrec_hkv.checkpoint.conversion.source import (
+    Eviction,
+    SourceTable,
+    check_row_type,
+    optimizer_of_width,
+    split_states,
+)
+
+#: Names of columns by what they are, as ``torchrec-hkv export`` writes them.
+COLUMNS = {
+    "id": "ids",
+    "row": "weight",
+    "state": "states",
+    "score": "scores",
+    "last_step": "last_steps",
+}
+_SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+}
+_MOST_HEADER = 100 << 20
+
+
+class RowFile:
+    """Columns of a file: their types, widths and values.
+
+    Attributes:
+        path: of the file, or of the folder.
+        columns: dtype and width of each column by its name; the width of a vector is None.
+        entries: rows of each column.
+    """
+
+    path: Path
+    columns: dict[str, tuple[torch.dtype, int | None]]
+    entries: int
+
+    def batches(self, names: Sequence[str], size: int) -> Iterator[dict[str, Tensor]]:
+        """Some columns, at most ``size`` rows at a time."""
+        raise NotImplementedError
+
+
+class _Mapped(RowFile):
+    """Columns that lie in files as they are."""
+
+    def __init__(self, path: Path, arrays: Mapping[str, tuple[Tensor, int]]) -> None:
+        self.path = path
+        self._arrays = {name: tensor for name, (tensor, _) in arrays.items()}
+        lengths = {name: length for name, (_, length) in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"{path} has columns of different lengths: {lengths}.")
+        self.entries = next(iter(lengths.values()), 0)
+        self.columns = {
+            name: (tensor.dtype, None if tensor.dim() == 1 else tensor.shape[1])
+            for name, tensor in self._arrays.items()
+        }
+
+    def batches(self, names: Sequence[str], size: int) -> Iterator[dict[str, Tensor]]:
+        for first in range(0, self.entries, size):
+            yield {name: self._arrays[name][first : first + size].clone() for name in names}
+
+
+def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A part of a file as a tensor whose pages are read when they are used."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if at + size > path.stat().st_size:
+        raise ValueError(f"{path} is cut short: it has {path.stat().st_size} bytes of {at + size}.")
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    data = numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=at, shape=(size,))
+    if at % dtype.itemsize:
+        raise ValueError(f"{path} has values at byte {at}, which is no multiple of their size.")
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _safetensors(path: Path) -> RowFile:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_MOST_HEADER, path.stat().st_size):
+            raise ValueError(f"{path} is no .safetensors file: its header has {length} bytes.")
+        try:
+            header = json.loads(file.read(length))
+            shapes = {
+                name: (_SAFETENSORS.get(t["dtype"]), tuple(t["shape"]), t["data_offsets"][0])
+                for name, t in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path} is no .safetensors file: its header is damaged.") from error
+    arrays = {}
+    for name, (dtype, shape, begin) in shapes.items():
+        if name in COLUMNS:
+            _check_shape(path, name, dtype, shape)
+            arrays[name] = (_mapped(path, 8 + length + begin, dtype, shape), shape[0])
+    return _Mapped(path, arrays)
+
+
+def _check_shape(path: Path, name: str, dtype: object, shape: tuple[int, ...]) -> None:
+    wanted = 2 if name in ("row", "state") else 1
+    whole = all(type(n) is int and n >= 0 for n in shape)
+    if dtype is None or len(shape) != wanted or not whole:
+        raise ValueError(
+            f"{path}: column {name!r} has type {dtype} and shape {shape}, but must have "
+            f"{wanted} dimension{'s' if wanted > 1 else ''} of numbers."
+        )
+
+
+def _npy(path: Path) -> RowFile:
+    arrays = {}
+    for name in COLUMNS:
+        file = path / f"{name}.npy"
+        if not file.is_file():
+            continue
+        try:
+            array = numpy.load(file, mmap_mode="c", allow_pickle=False)
+            tensor = torch.from_numpy(array)
+        except (ValueError, TypeError, OSError, EOFError) as error:
+            raise ValueError(f"{file} can't be read: {error}") from None
+        _check_shape(file, name, tensor.dtype, tuple(tensor.shape))
+        arrays[name] = (tensor, len(tensor))
+    return _Mapped(path, arrays)
+
+
+class _Parquet(RowFile):
+    def __init__(self, path: Path) -> None:
+        try:
+            from pyarrow import parquet
+        except ModuleNotFoundError:
+            raise ValueError(
+                "pyarrow is not installed, which reads Parquet: pip install pyarrow, or convert a "
+                ".safetensors file or .npy files."
+            ) from None
+        self.path = path
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is no Parquet file: {error}") from None
+        self.entries = self._file.metadata.num_rows
+        self.columns = {}
+        names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
+        # Widths are known from values alone where lists have any length.
+        first = next(self.batches(names, 1), None) if self.entries else {}
+        for name, tensor in first.items():
+            width = None if tensor.dim() == 1 else tensor.shape[1]
+            _check_shape(path, name, tensor.dtype, tuple(tensor.shape))
+            self.columns[name] = (tensor.dtype, width)
+
+    def batches(self, names: Sequence[str], size: int) -> Iterator[dict[str, Tensor]]:
+        for batch in self._file.iter_batches(min(size, 1 << 20), columns=list(names)):
+            yield {name: self._tensor(name, batch.column(name)) for name in names}
+
+    def _tensor(self, name: str, column: object) -> Tensor:
+        n = len(column)
+        if column.null_count:
+            raise ValueError(f"{self.path}: column {name!r} has values that are null.")
+        values = column.flatten() if hasattr(column, "flatten") else column
+        is_list = COLUMNS[name] in ("weight", "states")
+        values = values if is_list else column
+        tensor = torch.from_numpy(values.to_numpy(zero_copy_only=False).copy())
+        if not is_list:
+            return tensor
+        if n == 0 or tensor.numel() % n:
+            raise ValueError(f"{self.path}: lists of column {name!r} have different lengths.")
+        return tensor.view(n, -1)
+
+
+def open_row_file(path: Path) -> RowFile | None:
+    """A file of ids and rows; None where the path is of no such format.
+
+    Raises:
+        ValueError: it is damaged, or has no column ``id`` or ``row``.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        file: RowFile = _safetensors(path)
+    elif path.is_file() and path.suffix == ".parquet":
+        file = _Parquet(path)
+    elif path.is_dir() and (path / "row.npy").is_file():
+        file = _npy(path)
+    else:
+        return None
+    missing = [name for name in ("id", "row") if name not in file.columns]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {missing[0]!r}: needed are 'id' and 'row'; 'state', 'score' and "
+            "'last_step' are kept where they are."
+        )
+    return file
+
+
+def row_table(
+    file: RowFile,
+    name: str,
+    optimizer: str | None,
+    eviction: Eviction | None,
+    without: Sequence[str],
+) -> SourceTable:
+    """The table in a file of ids and rows.
+
+    Args:
+        file: that is read.
+        name: of the table.
+        optimizer: whose states there are; None: what their width tells.
+        eviction: what scores are; None: counts of lookups.
+        without: ``"states"`` and ``"scores"`` leave these out.
+
+    Raises:
+        ValueError: a column is of another type than it must be.
+    """
+    dtype, dim = file.columns["row"]
+    if dtype == torch.float64:
+        raise ValueError(f"{file.path}: column 'row' has type {dtype}, but float32 is needed.")
+    check_row_type(name, dtype)
+    for column in ("id", "score", "last_step"):
+        kind = file.columns.get(column, (torch.int64, None))[0]
+        if kind.is_floating_point:
+            raise ValueError(
+                f"{file.path}: column {column!r} has type {kind}, but int64 is needed."
+            )
+    made: OptimizerSpec | None = None if optimizer is None else OptimizerSpec(optimizer)
+    left_out = {"state"} if "states" in without else set()
+    left_out |= {"score", "last_step"} if "scores" in without else set()
+    names = [column for column in file.columns if column not in left_out]
+    if "state" in names:
+        made = optimizer_of_width(name, file.columns["state"][1], dim, optimizer)
+    width = sum(dtype.itemsize * (n or 1) for dtype, n in file.columns.values())
+
+    def read(batch_bytes: int) -> Iterator[dict[str, Tensor]]:
+        for batch in file.batches(names, max(1, batch_bytes // (3 * width))):
+            entries = {COLUMNS[column]: tensor for column, tensor in batch.items()}
+            states = entries.pop("states", None)
+            if states is not None:
+                entries |= split_states(states.float(), made, dim)
+            entries["ids"] = entries["ids"].long()
+            if "scores" in entries:
+                entries["scores"] = entries["scores"].view(torch.int64)
+            if "last_steps" in entries:
+                entries["last_steps"] = _steps(file.path, entries["last_steps"].long())
+            yield entries
+
+    has_scores = "score" in names
+    return SourceTable(
+        name,
+        dim,
+        dtype,
+        file.entries,
+        read,
+        made,
+        eviction or ("lfu" if has_scores else "lru"),
+        _last(file) if "last_step" in names else 0,
+    )
+
+
+def _steps(path: Path, steps: Tensor) -> Tensor:
+    if len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < 1 << 32):
+        raise ValueError(f"{path}: column 'last_step' has values beyond 0 to 2^32 - 1.")
+    return steps
+
+
+def _last(file: RowFile) -> int:
+    def steps(batch: dict[str, Tensor]) -> int:
+        return int(batch["last_step"].long().max())
+
+    return max(
+        (steps(b) for b in file.batches(["last_step"], 1 << 20) if len(b["last_step"])), default=0
+    )

@@ -1,0 +1,333 @@
+"""Sends what tables hold from the ranks that hold it to those that will, batch by batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
+
+from torchrec_hkv.backends.protocol import GroupLookup, TableShard
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.progress import advance
+from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
+
+#: Entries that are sent at a time, and bytes of counts.
+BATCH = 1 << 16
+_COUNT_BYTES = 1 << 24
+#: What a row has once, whatever its columns.
+_ROW_STATES = "optimizer_row_states"
+_HEAD = "table_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How ranks send tensors.
+
+    Attributes:
+        pg: the ranks.
+        rank: this one.
+        device: that tensors are on while they are sent.
+    """
+
+    pg: dist.ProcessGroup
+    rank: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, collection: BackendCollection) -> Wire:
+        """That of a collection's ranks."""
+        pg = collection._env.process_group
+        device = collection._device or torch.device("cpu")
+        return cls(pg, dist.get_rank(pg), device)
+
+    def send(self, tensors: dict[str, Tensor] | None, holder: int) -> dict[str, Tensor] | None:
+        """Tensors of a holder on every rank; None where the holder has none."""
+        told: list[Any] = [None]
+        if self.rank == holder and tensors is not None:
+            told = [[(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]]
+        if dist.get_world_size(self.pg) == 1:
+            return tensors
+        dist.broadcast_object_list(told, group=self.pg, group_src=holder)
+        if told[0] is None:
+            return None
+        sent = {}
+        for name, dtype, shape in told[0]:
+            if self.rank == holder:
+                tensor = tensors[name].detach().to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            dist.broadcast(tensor, group=self.pg, group_src=holder)
+            sent[name] = tensor
+        return sent
+
+
+def put_entries(load: EntriesLoad, shard: TableShard, entries: Mapping[str, Tensor]) -> None:
+    """Gives a shard entries with whole rows; it takes its own ids and columns."""
+    columns = slice(shard.column_offset, shard.column_offset + shard.dim)
+    load.put(
+        {
+            name: tensor[:, columns] if tensor.dim() == 2 and name != _ROW_STATES else tensor
+            for name, tensor in entries.items()
+        }
+    )
+
+
+def _held(table: FoundTable, rank: int) -> list[TableShard]:
+    pairs = zip(table.state.shards, table.state.ranks, strict=True)
+    return [shard for shard, holder in pairs if holder == rank]
+
+
+def move_entries(
+    old: FoundTable,
+    new: FoundTable,
+    wire: Wire,
+    heads: dict[GroupLookup, dict[str, Tensor]],
+    *,
+    allow_loss: bool,
+) -> int:
+    """Fills a table that is routed by hash with the entries of another; a collective call.
+
+    Args:
+        old: the table.
+        new: a fresh one, under another plan.
+        wire: of the ranks.
+        heads: gets what is said of the whole table, by lookup and key of a shard of this rank.
+        allow_loss: whether entries may find no place.
+
+    Returns:
+        How many found none, over all ranks.
+
+    Raises:
+        ValueError: entries found no place; the same on all ranks.
+    """
+    rows = _by_rows(old)
+    given, taken = old.collection.group_lookups(), new.collection.group_lookups()
+    mine = _held(new, wire.rank)
+    loads = {s.key: taken[s.key].open_entries(s.key, new.state.owners(s)) for s in mine}
+    first = rows[0][0]
+    rest = given[first[0].key].without_entries(first[0].key) if first[1] == wire.rank else None
+    head = wire.send(None if rest is None else {_HEAD: rest[_HEAD]}, first[1])[_HEAD].cpu()
+    for shard in mine:
+        heads.setdefault(taken[shard.key], {})[shard.key] = head
+        loads[shard.key].begin(head)
+    for shards in rows:
+        for entries in _entries(shards, given, wire):
+            for shard in mine:
+                put_entries(loads[shard.key], shard, entries)
+    for shards in rows:
+        _move_counts(*shards[0], given, loads, wire)
+
+    def finish() -> int:
+        return sum(load.finish(allow_loss=allow_loss) for load in loads.values())
+
+    return sum(on_every_rank(finish, wire.pg))
+
+
+def _by_rows(table: FoundTable) -> list[list[tuple[TableShard, int]]]:
+    """Shards with their ranks: by rows, in each of these by columns."""
+    rows: dict[int, list[tuple[TableShard, int]]] = {}
+    pairs = zip(table.state.shards, table.state.ranks, strict=True)
+    for shard, rank in sorted(pairs, key=lambda p: (p[0].row_offset, p[0].column_offset)):
+        rows.setdefault(shard.row_offset, []).append((shard, rank))
+    return list(rows.values())
+
+
+def _entries(
+    shards: list[tuple[TableShard, int]], given: Mapping[str, GroupLookup], wire: Wire
+) -> Iterator[dict[str, Tensor]]:
+    """Entries with whole rows, the same on every rank."""
+    first, holder = shards[0]
+    held = given[first.key].entries(first.key, BATCH) if holder == wire.rank else iter(())
+    while True:
+        entries = wire.send(next(held, None) if holder == wire.rank else None, holder)
+        if entries is None:
+            return
+        parts = [entries]
+        for shard, rank in shards[1:]:
+            beside = None
+            if rank == wire.rank:
+                beside = given[shard.key].entries_of(shard.key, entries["ids"].cpu())
+                beside = {name: t for name, t in beside.items() if t.dim() == 2}
+            parts.append(wire.send(beside, rank))
+        yield _joined(parts, [shard.dim for shard, _ in shards])
+        advance(sum(t.numel() * t.element_size() for part in parts for t in part.values()))
+
+
+def _joined(parts: list[dict[str, Tensor]], widths: list[int]) -> dict[str, Tensor]:
+    """Columns beside each other; what a row has once is a mean over columns, as in checkpoints."""
+    joined = dict(parts[0])
+    for name, tensor in parts[0].items():
+        if tensor.dim() == 2 and name != _ROW_STATES:
+            joined[name] = torch.cat([part[name] for part in parts], dim=1)
+        elif name == _ROW_STATES:
+            value, filled = tensor.clone(), widths[0]
+            for part, width in zip(parts[1:], widths[1:], strict=True):
+                filled += width
+                value += (part[name] - value) * (width / filled)
+            joined[name] = value
+    return joined
+
+
+def _move_counts(
+    shard: TableShard,
+    holder: int,
+    given: Mapping[str, GroupLookup],
+    loads: Mapping[str, EntriesLoad],
+    wire: Wire,
+) -> None:
+    """Shows the counts of ids that are not admitted to all ranks."""
+    counts: dict[str, Tensor] = {}
+    if holder == wire.rank:
+        rest = given[shard.key].without_entries(shard.key)
+        counts = {name: tensor for name, tensor in rest.items() if name.startswith(COUNTS)}
+    names: list[Any] = [[(name, len(tensor)) for name, tensor in counts.items()]]
+    if dist.get_world_size(wire.pg) > 1:
+        dist.broadcast_object_list(names, group=wire.pg, group_src=holder)
+    for name, size in names[0]:
+        for first in range(0, size, _COUNT_BYTES):
+            part = {name: counts[name][first : first + _COUNT_BYTES]} if counts else None
+            sent = wire.send(part, holder)[name]
+            for load in loads.values():
+                load.put_counts(name, first, sent)
+
+
+def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
+    """Gives the shards of a table the state of equal shards of another; a collective call."""
+    given, taken = old.collection.group_lookups(), new.collection.group_lookups()
+    everywhere = isinstance(new.state, ReplicatedState)
+    targets = {
+        (shard.row_offset, shard.column_offset): (shard, rank)
+        for shard, rank in zip(new.state.shards, new.state.ranks, strict=True)
+    }
+    for shard, rank in zip(old.state.shards, old.state.ranks, strict=True):
+        # Every rank takes a replicated table for its own.
+        holder = 0 if isinstance(old.state, ReplicatedState) else rank
+        held = given[shard.key].export_table(shard.key) if holder == wire.rank else None
+        state = wire.send(held, holder)
+        target, to = targets[shard.row_offset, shard.column_offset]
+        if everywhere or to == wire.rank:
+            taken[target.key].load_table(target.key, {k: t.cpu() for k, t in state.items()})
+
+
+def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: Wire) -> None:
+    """Copies sharded tensors into others of the same sizes, in place; a collective call.
+
+    One value a row has other sizes where a table has other column shards: such values are averaged
+    over columns, and given to all of them.
+
+    Args:
+        old: by name, on each rank those that it knows of.
+        new: likewise.
+        wire: of the ranks.
+    """
+    described = on_every_rank(
+        lambda: (
+            {n: _parts(t, wire) for n, t in old.items()},
+            {n: t.size() for n, t in new.items()},
+        ),
+        wire.pg,
+    )
+    parts: dict[str, list[_Place]] = {}
+    for held, _ in described:
+        for name, places in held.items():
+            known = parts.setdefault(name, [])
+            known += [place for place in places if place not in known]
+    sizes = {name: size for _, given in described for name, size in given.items()}
+    for name in sorted(parts):
+        if name in sizes:
+            _move_tensor(old.get(name), new.get(name), sorted(parts[name]), sizes[name], wire)
+
+
+#: Offsets, sizes and the rank of a part of a tensor.
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _parts(tensor: Tensor, wire: Wire) -> list[_Place]:
+    if not isinstance(tensor, ShardedTensor):
+        return [((0,) * tensor.dim(), tuple(tensor.shape), wire.rank)]
+    return [
+        (tuple(part.shard_offsets), tuple(part.shard_sizes), part.placement.rank())
+        for part in tensor.metadata().shards_metadata
+        if 0 not in part.shard_sizes
+    ]
+
+
+def _local(tensor: Tensor | None) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Parts of a tensor on this rank, with their offsets."""
+    if tensor is None:
+        return []
+    if not isinstance(tensor, ShardedTensor):
+        return [((0,) * tensor.dim(), tensor)]
+    return [(tuple(s.metadata.shard_offsets), s.tensor) for s in tensor.local_shards()]
+
+
+def _move_tensor(
+    old: Tensor | None, new: Tensor | None, parts: list[_Place], size: torch.Size, wire: Wire
+) -> None:
+    held, targets = dict(_local(old)), _local(new)
+    ends = [max(o[d] + s[d] for o, s, _ in parts) for d in range(len(size))]
+    if tuple(ends) != tuple(size):
+        _move_row_values(held, targets, parts, ends[0], size[0], wire)
+        return
+    sent: set[tuple[int, ...]] = set()
+    for offsets, _, holder in parts:
+        if offsets in sent:  # replicated
+            continue
+        sent.add(offsets)
+        mine = {"part": held[offsets]} if holder == wire.rank else None
+        part = wire.send(mine, holder)["part"]
+        for to, target in targets:
+            _copy_common(offsets, part, to, target)
+
+
+def _copy_common(
+    offsets: tuple[int, ...], part: Tensor, to: tuple[int, ...], target: Tensor
+) -> None:
+    """Copies what two parts of a tensor have in common."""
+    begin = [max(a, b) for a, b in zip(offsets, to, strict=True)]
+    end = [
+        min(a + m, b + n) for a, m, b, n in zip(offsets, part.shape, to, target.shape, strict=True)
+    ]
+    if any(b >= e for b, e in zip(begin, end, strict=True)):
+        return
+    ranges = list(zip(begin, end, strict=True))
+    source = tuple(slice(b - o, e - o) for (b, e), o in zip(ranges, offsets, strict=True))
+    into = tuple(slice(b - o, e - o) for (b, e), o in zip(ranges, to, strict=True))
+    target.detach()[into].copy_(part[source])
+
+
+def _move_row_values(
+    held: dict[tuple[int, ...], Tensor],
+    targets: list[tuple[tuple[int, ...], Tensor]],
+    parts: list[_Place],
+    before: int,
+    after: int,
+    wire: Wire,
+) -> None:
+    """One value a row, stacked over column shards, of which there are more or fewer now."""
+    whole = torch.zeros(before, device=wire.device)
+    for offsets, sizes, holder in parts:
+        mine = {"part": held[offsets]} if holder == wire.rank else None
+        whole[offsets[0] : offsets[0] + sizes[0]] = wire.send(mine, holder)["part"]
+    rows = _common_rows(before, after)
+    stacked = whole.view(-1, rows).mean(0).repeat(after // rows)
+    for (to,), target in targets:
+        target.detach().copy_(stacked[to : to + len(target)])
+
+
+def _common_rows(before: int, after: int) -> int:
+    """Rows of a table whose values are stacked over shards: of one of the two there is one."""
+    rows = min(before, after)
+    if before % rows or after % rows:
+        raise ValueError(
+            f"{before} values, one a row and column shard, can't become {after}: plan a table with "
+            "one value of its optimizer a row in whole rows first."
+        )
+    return rows

@@ -1,0 +1,238 @@
+"""Moves the tables of a model to another plan of the same ranks, in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.checkpoint.agreement import agreed
+from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
+from torchrec_hkv.checkpoint.moving import Wire, move_entries, move_state, move_tensors
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.progress import reported
+from torchrec_hkv.sharding.kernels.optimizer_steps import optimizer_steps, set_optimizer_steps
+from torchrec_hkv.sharding.modules.collection import (
+    BackendCollection,
+    FoundTable,
+    tables_with_files_aside,
+)
+from torchrec_hkv.sharding.state.names import joined, named_modules
+
+
+def reshard(
+    model: DistributedModelParallel, plan: ShardingPlan, *, allow_loss: bool = False
+) -> int:
+    """Moves tables to another plan of the same ranks, without a disk; a collective call.
+
+    Rows, optimizer states, scores, steps and counts of hash tables, and values of all other tables
+    of the collections stay as they are, and so do learning rates. Collections whose plan is the
+    same are left alone. A collection is there twice while its tables move, so there must be memory
+    for that.
+
+    ``model.fused_optimizer`` is another one afterwards, as are the modules of the collections: take
+    it anew into schedulers and combined optimizers, and make train pipelines anew.
+
+    Args:
+        model: sharded by this package's sharders.
+        plan: of the same tables with the same backends and options, such as another
+            ``collective_plan`` of the unsharded model.
+        allow_loss: whether ids may stay out where a full hash table has other shards than before;
+            those of the lowest scores do.
+
+    Returns:
+        How many entries of hash tables found no place, column shards counted each.
+
+    Raises:
+        ValueError: the plan is of other tables, backends or options, a table can't move, or ids
+            found no place; the model is as it was then.
+    """
+    changed: dict[str, BackendCollection] = {}
+
+    def arguments() -> dict[str, Any]:
+        if not isinstance(model, DistributedModelParallel):
+            raise ValueError(
+                f"The model is a {type(model).__name__}, but must be a DistributedModelParallel."
+            )
+        changed.update(_changed(model, plan))
+        return {
+            "allow_loss": allow_loss,
+            "the plan": {path: _described(plan.plan[path]) for path in changed},
+        }
+
+    agreed(arguments)
+    gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
+    lost = 0
+    made: dict[str, BackendCollection] = {}
+    with reported("Resharding"):
+        for path, old in changed.items():
+            new = made[path] = old.recipe.make(plan.plan[path])
+            new.train(old.training)
+            lost += _move(path, old, new, allow_loss=allow_loss)
+    for path, new in made.items():
+        _replace(model, path, new)
+        model._plan.plan[path] = plan.plan[path]
+    if made:
+        model._optim = model._init_optim(model.module)
+    return lost
+
+
+def _changed(model: DistributedModelParallel, plan: ShardingPlan) -> dict[str, BackendCollection]:
+    """The collections whose plan is another one, by their paths in the unsharded model."""
+    found = {
+        path: module
+        for path, module in named_modules(model)
+        if isinstance(module, BackendCollection) and module.recipe is not None
+    }
+    unknown = sorted(set(plan.plan) - set(found))
+    # What else TorchRec shards stays as it is.
+    missing = sorted(set(found) - set(plan.plan))
+    if missing:
+        raise ValueError(
+            f"The plan has no module {missing[0]!r}: make it from the unsharded model; it has "
+            f"{sorted(plan.plan)}."
+        )
+    for path in unknown:
+        now = model._plan.plan.get(path)
+        if now is None or _described(now) != _described(plan.plan[path]):
+            raise ValueError(
+                f"The plan shards module {path!r} in another way, but only collections that the "
+                f"sharders of torchrec_hkv made can change: {sorted(found)}."
+            )
+    changed = {}
+    for path, module in found.items():
+        old, new = module.module_sharding_plan, plan.plan[path]
+        if set(old) != set(new):
+            raise ValueError(
+                f"The plan of module {path!r} has tables {sorted(new)}, but the model has "
+                f"{sorted(old)}."
+            )
+        if _described(old) != _described(new):
+            for name in old:
+                _check_kernels(joined(path, name), old[name], new[name])
+            changed[path] = module
+    return changed
+
+
+def _check_kernels(table: str, old: ParameterSharding, new: ParameterSharding) -> None:
+    for what in ("backend", "options", "compute_kernel"):
+        before, after = getattr(old, what, None), getattr(new, what, None)
+        if before != after and (what != "compute_kernel" or hasattr(old, "backend")):
+            raise ValueError(
+                f"Table {table!r} has {what} {before!r}, but the plan says {after!r}: move its "
+                "rows by torchrec_hkv.checkpoint.export_rows and import_rows."
+            )
+    if hasattr(old, "backend"):
+        return
+    types = {old.sharding_type, new.sharding_type}
+    if ShardingType.DATA_PARALLEL.value in types and len(types) > 1:
+        raise ValueError(
+            f"Table {table!r} is sharded {old.sharding_type!r} and the plan says "
+            f"{new.sharding_type!r}: a stock table can't become data-parallel or cease to be, as "
+            "its weight is a parameter of your optimizer then."
+        )
+
+
+def _described(plan: Mapping[str, ParameterSharding]) -> dict[str, Any]:
+    """What a plan says of tables; equal where they lie alike."""
+    return {
+        name: (
+            sharding.sharding_type,
+            sharding.compute_kernel,
+            getattr(sharding, "backend", None),
+            None
+            if sharding.sharding_spec is None
+            else [
+                (*shard.shard_offsets, *shard.shard_sizes, str(shard.placement))
+                for shard in sharding.sharding_spec.shards
+            ],
+        )
+        for name, sharding in plan.items()
+    }
+
+
+def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_loss: bool) -> int:
+    """Puts all that a collection holds into another one; gives how many ids found no place."""
+    wire = Wire.of(old)
+    before, after = old.found_tables(), new.found_tables()
+    lost = 0
+    heads: dict[Any, dict[str, Tensor]] = {}
+    for name, table in before.items():
+        if registry.get(table.planned.backend).is_dense(table.state.shards[0].options):
+            continue
+        target = after[name]
+        if table.state.layout is not None:
+            lost += move_entries(table, target, wire, heads, allow_loss=allow_loss)
+        elif _same_geometry(table, target):
+            move_state(table, target, wire)
+        else:
+            raise ValueError(
+                f"Table {joined(path, name)!r} on backend {table.planned.backend!r} moves whole: "
+                "plan as many shards of it as there are."
+            )
+    for lookup, of_keys in heads.items():
+        lookup.entries_loaded(of_keys)
+    with tables_with_files_aside():
+        move_tensors(_weights(old), _weights(new), wire)
+    move_tensors(_states(old), _states(new), wire)
+    rates = on_every_rank(lambda: learning_rates(old.fused_optimizer), wire.pg)
+    put_learning_rates(new.fused_optimizer, {k: v for part in rates for k, v in part.items()})
+    set_optimizer_steps(new, max(on_every_rank(lambda: optimizer_steps(old), wire.pg)))
+    return lost
+
+
+def _same_geometry(old: FoundTable, new: FoundTable) -> bool:
+    def geometry(table: FoundTable) -> list[tuple[int, ...]]:
+        return sorted(
+            (shard.row_offset, shard.capacity, shard.column_offset, shard.dim)
+            for shard in table.state.shards
+        )
+
+    return geometry(old) == geometry(new)
+
+
+def _weights(collection: BackendCollection) -> dict[str, Any]:
+    """Values of stock tables, and of those that show theirs as stock tables do."""
+    ours = {
+        joined(collection.tables_attribute, name)
+        for name, table in collection.found_tables().items()
+        if not registry.get(table.planned.backend).is_dense(table.state.shards[0].options)
+    }
+    return {
+        key: value
+        for key, value in collection.state_dict().items()
+        if not any(key.startswith(f"{name}.") for name in ours)
+    }
+
+
+def _states(collection: BackendCollection) -> dict[str, Any]:
+    """States of the optimizers of these, by parameter and name."""
+    state = collection.fused_optimizer.state_dict()["state"]
+    return {
+        f"{parameter}/{name}": value
+        for parameter, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _replace(model: DistributedModelParallel, path: str, new: nn.Module) -> None:
+    """Puts a collection in the place of the one at a path of the unsharded model."""
+    wrapped = model._dmp_wrapped_module
+    if not path:
+        if isinstance(wrapped, BackendCollection):
+            model._dmp_wrapped_module = new
+        else:
+            wrapped.module = new
+        return
+    parent, _, name = path.rpartition(".")
+    for found, module in named_modules(model):
+        # A wrapper of dense parameters has the path of what it wraps.
+        if found == parent and name in module._modules:
+            setattr(module, name, new)
+            return

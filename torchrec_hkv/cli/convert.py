@@ -1,0 +1,152 @@
+"""Tables of other programs as a checkpoint of this package, and back.
+
+torchrec-hkv convert stock_dcp checkpoints/first --table user
+torchrec-hkv convert dump checkpoints/first                        (dynamicemb)
+torchrec-hkv convert user.parquet checkpoints/first --table ebc.embedding_bags.user
+torchrec-hkv convert checkpoints/last stock_dcp --num-embeddings user=100000
+torchrec-hkv convert checkpoints/last user.safetensors --table user
+
+Read are folders of torch.distributed.checkpoint (stock tables, hash tables, and stock tables with
+the ids of TorchRec's managed collision modules), dumps of dynamicemb, files of ids and rows, and
+checkpoints of this package. A checkpoint of this package becomes a folder of
+torch.distributed.checkpoint or a file of ids and rows; all else becomes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.folders import add_memory, memory
+from torchrec_hkv.cli.sizes import parse_count, parse_id
+
+HELP = "stock tables, dumps of dynamicemb and files of rows as a checkpoint, and back"
+_BACKEND = "hkv"
+_EVICTIONS = ("lru", "lfu", "customized")
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The source, what is written, and how."""
+    parser.add_argument("source", help="a folder or a file to read")
+    parser.add_argument(
+        "into",
+        help="a folder to write, or NAME.parquet or NAME.safetensors for a checkpoint's table",
+    )
+    parser.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a table to convert, by its full name or its own (default: all; others stay tensors); "
+        "of a file of ids and rows the full name that its table gets",
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="what full names begin with, and what they begin with instead",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=_OPTIMIZERS,
+        help="whose states the source has (default: what these tell)",
+    )
+    parser.add_argument(
+        "--eviction",
+        choices=_EVICTIONS,
+        help="policy of the made hash tables, which says what scores are: steps, counts or others "
+        "(default: what the source tells)",
+    )
+    parser.add_argument(
+        "--seed",
+        action="append",
+        default=[],
+        metavar="[TABLE=]SEED",
+        help="HKVOptions.seed of the tables that will load it (default: 0)",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=("states", "scores"),
+        help="leaves out optimizer states, or scores and last steps",
+    )
+    parser.add_argument(
+        "--num-embeddings",
+        action="append",
+        default=[],
+        metavar="[TABLE=]ROWS",
+        help="rows of made stock tables (default: the largest id and one)",
+    )
+    parser.add_argument(
+        "--model-key",
+        metavar="KEY",
+        help="what entries of the model begin with in a folder of torch.distributed.checkpoint; "
+        "'' for nothing (default: model where all tables begin so)",
+    )
+    parser.add_argument(
+        "--optimizer-key",
+        metavar="KEY",
+        help="likewise, of the optimizer that is read (default: optimizer)",
+    )
+    parser.add_argument(
+        "--sequences",
+        action="store_true",
+        help="dynamicemb's dump is of an EmbeddingCollection, not of an EmbeddingBagCollection",
+    )
+    add_memory(parser)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Converts a folder or a file."""
+    from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+
+    options = Options(
+        tables=arguments.table,
+        renamed=[_pair(text) for text in arguments.rename],
+        optimizer=arguments.optimizer,
+        eviction=arguments.eviction,
+        seeds=_by_table(arguments.seed, lambda text: parse_id("--seed", text)),
+        without=arguments.without,
+        num_embeddings=_by_table(
+            arguments.num_embeddings, lambda text: parse_count("--num-embeddings", text)
+        ),
+        model_key=arguments.model_key,
+        optimizer_key=arguments.optimizer_key,
+        sequences=arguments.sequences,
+        backend=_BACKEND,
+        batch_bytes=memory(arguments),
+    )
+    try:
+        content = convert(arguments.source, arguments.into, options)
+    except OSError as error:
+        raise ValueError(f"Writing failed: {error}") from None
+    return Answer(_text(arguments.into, content), content)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise ValueError(f"--rename is {text!r}, but must be OLD=NEW.")
+    return old, new
+
+
+def _by_table(texts: list[str], parse: Callable[[str], int]) -> dict[str, int]:
+    """Numbers of tables; that of all others by an empty name."""
+    numbers = {}
+    for text in texts:
+        table, _, number = text.rpartition("=")
+        numbers[table] = parse(number)
+    return numbers
+
+
+def _text(into: str, content: dict[str, Any]) -> str:
+    lines = [f"{into}: {content['into']}, from {content['source']}"]
+    lines += [f"  {name}: {ids:,} ids" for name, ids in content["tables"].items()]
+    if content["tensors"]:
+        lines.append(f"  {content['tensors']:,} other entries as they were")
+    return "\n".join(lines)

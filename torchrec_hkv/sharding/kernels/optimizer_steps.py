@@ -1,0 +1,21 @@
+"""The number of updates that stock kernels count, which corrects the bias of Adam's means."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_COUNTERS = ("iter", "iter_cpu")
+
+
+def optimizer_steps(module: nn.Module) -> int:
+    """The most that a stock kernel in a module has counted; 0 without one."""
+    found = [int(kernel.iter) for kernel in module.modules() if hasattr(kernel, "iter")]
+    return max(found, default=0)
+
+
+def set_optimizer_steps(module: nn.Module, steps: int) -> None:
+    """Gives all stock kernels in a module a number of updates."""
+    for kernel in module.modules():
+        for name in _COUNTERS:
+            if hasattr(kernel, name):
+                getattr(kernel, name).fill_(steps)

@@ -1,0 +1,64 @@
+"""What a sharded collection was made of, so that it can be made anew under another plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from torchrec_hkv.sharding.tables import Collection, table_configs, table_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a collection is sharded, all but the plan.
+
+    Attributes:
+        sharder: that made it.
+        module: the unsharded collection, without values.
+        env: the ranks.
+        device: of the tables.
+        path: of the collection in the model.
+    """
+
+    sharder: ModuleSharder[nn.Module]
+    module: Collection
+    env: ShardingEnv
+    device: torch.device | None
+    path: str | None
+
+    @classmethod
+    def of(
+        cls,
+        sharder: ModuleSharder[nn.Module],
+        module: Collection,
+        env: ShardingEnv,
+        device: torch.device | None,
+        path: str | None,
+    ) -> Recipe:
+        """Of a collection that is going to be sharded; takes no values of it."""
+        return cls(sharder, _without_values(module), env, device, path)
+
+    def make(self, plan: Mapping[str, ParameterSharding]) -> nn.Module:
+        """The sharded collection under another plan, with fresh tables; a collective call."""
+        return self.sharder.shard(self.module, dict(plan), self.env, self.device, self.path)
+
+
+def _without_values(module: Collection) -> Collection:
+    configs, device = list(table_configs(module).values()), torch.device("meta")
+    if isinstance(module, EmbeddingCollection):
+        copy: Collection = EmbeddingCollection(
+            configs, device=device, need_indices=module.need_indices()
+        )
+    else:
+        copy = type(module)(configs, is_weighted=module.is_weighted(), device=device)
+    for config in configs:
+        # What apply_optimizer_in_backward has said of the weight.
+        applied = vars(table_weight(module, config.name))
+        for name, value in applied.items():
+            setattr(table_weight(copy, config.name), name, value)
+    return copy
