@@ -71,7 +71,7 @@ class FileOptions:
             None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
         handle: of a save that does not block: all that a table holds is copied when a backend's
-            method returns, and the handle's thread may write it (:meth:`SaveHandle.defer`).
+            method returns, and the handle's threads may write it (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,

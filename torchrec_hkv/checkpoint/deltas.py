@@ -67,6 +67,7 @@ class DeltaWriter:
         blocking: what :meth:`step` does, and :meth:`write` unless it is told: whether a write ends
             when all is on the disk, or when all that it holds has been copied.
         staging_bytes: as for :func:`save`.
+        device_staging_bytes: as for :func:`save`.
 
     Raises:
         ValueError: a number is not positive, an option is another than above, the folder's path is
@@ -91,6 +92,7 @@ class DeltaWriter:
         threads: int = THREADS,
         blocking: bool = True,
         staging_bytes: int = STAGING_BYTES,
+        device_staging_bytes: int | None = None,
     ) -> None:
         numbers = {"every_steps": every_steps, "base_every": base_every, "keep_bases": keep_bases}
         for what, number in numbers.items():
@@ -100,8 +102,9 @@ class DeltaWriter:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive.")
         check_optimizer(optimizer)
-        check_blocking(blocking, staging_bytes)
-        self._blocking, self._staging_bytes = blocking, staging_bytes
+        self._staging = staging_bytes, device_staging_bytes
+        check_blocking(blocking, *self._staging)
+        self._blocking = blocking
         self._options = FileOptions(
             batch_bytes, threads, states=states, row_dtype=row_dtype, compression=compression
         )
@@ -137,7 +140,7 @@ class DeltaWriter:
         Args:
             base: write a base, although a delta would do.
             blocking: whether the call ends when all is on the disk; None for the writer's own way.
-                Otherwise it ends when all has been copied, and a thread writes while training goes
+                Otherwise it ends when all has been copied, and threads write while training goes
                 on, as for :func:`save`. The next write waits for that.
 
         Returns:
@@ -166,7 +169,7 @@ class DeltaWriter:
         }
 
         def arguments() -> dict[str, Any]:
-            check_blocking(blocking, self._staging_bytes)
+            check_blocking(blocking, *self._staging)
             return given
 
         agreed(arguments)
@@ -180,7 +183,9 @@ class DeltaWriter:
                     tracker.forget()
         place = Place(self._root / link.name)
         self._last = None  # unless the write succeeds
-        handle = None if blocking else SaveHandle(place.path, self._staging_bytes)
+        handle = None
+        if not blocking:
+            handle = SaveHandle(place.path, *self._staging, self._options.threads)
         with saving(place, handle) as save:
             save_to(
                 place,

@@ -9,9 +9,8 @@ of each slot with a copy from the last save.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Changes, left_name
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
 _ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
@@ -36,11 +36,12 @@ class Look:
     Attributes:
         slots: int64, ascending, in host memory: those whose entries changed or are new. None where
             the whole table is to be saved.
-        changes: what the manifest says of it; None where the whole table is to be saved.
+        changes: gives what the manifest says of it, once the file of ids that left is written;
+            None where the whole table is to be saved.
     """
 
-    slots: Tensor | None
-    changes: Changes | None
+    slots: Tensor | None = None
+    changes: Callable[[], Changes | None] = lambda: None
 
 
 class ChangeTracker:
@@ -65,7 +66,14 @@ class ChangeTracker:
         """Makes the next look find that the whole table changed."""
         self._first_open = None
 
-    def look(self, folder: Path, save_name: str, batch_bytes: int, written: list[Path]) -> Look:
+    def look(
+        self,
+        folder: Path,
+        save_name: str,
+        batch_bytes: int,
+        written: list[Path],
+        handle: SaveHandle | None = None,
+    ) -> Look:
         """Finds what changed since the last look, and writes which ids left their slots.
 
         Called within ``group.unchanged()``. If the save fails, call :meth:`forget`.
@@ -76,6 +84,7 @@ class ChangeTracker:
             batch_bytes: memory it may take, on the host and on the device, besides 8 bytes of the
                 host's for each entry that changed.
             written: gets the file, if one is begun.
+            handle: of a save that does not block, whose threads write the file.
         """
         group = self._group
         first_open, rewrites = group.first_open_step, group.rewrites
@@ -87,18 +96,18 @@ class ChangeTracker:
             for first in range(0, len(self._ids), batch):
                 own = slice(first, min(first + batch, len(self._ids)))
                 self._ids[own], _, self._occupied[own] = self._now(own)
-            found = Look(None, None)
+            found = Look()
         else:
             path = folder / left_name(save_name)
             written.append(path)
-            found = self._compare(since, path, batch)
+            found = self._compare(since, path, batch, handle)
         self._first_open, self._rewrites = first_open, rewrites
         return found
 
-    def _compare(self, since: int, path: Path, batch: int) -> Look:
+    def _compare(self, since: int, path: Path, batch: int, handle: SaveHandle | None) -> Look:
         changed = []
-        entries = left = crc32 = 0
-        with open(path, "xb") as file:
+        entries = left = 0
+        with WriteBehindFile(path, handle) as file:
             for first in range(0, len(self._ids), batch):
                 own = slice(first, min(first + batch, len(self._ids)))
                 ids, steps, is_there = self._now(own)
@@ -112,16 +121,12 @@ class ChangeTracker:
                 entries += int(is_there.sum())
                 gone = (was_there & other).nonzero().flatten()
                 pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
-                data = host_memory(pairs)
-                crc32 = zlib.crc32(data, crc32)
-                file.write(data)
+                file.write(host_memory(pairs))
                 left += len(pairs)
                 new = other.nonzero().flatten()
                 self._ids[own][new.cpu()] = ids[new].cpu()
                 self._occupied[own] = is_there
-            file.flush()
-            os.fsync(file.fileno())
-        return Look(torch.cat(changed), Changes(entries, path.name, left, crc32))
+        return Look(torch.cat(changed), lambda: Changes(entries, path.name, left, file.crc32))
 
     def _resize(self, slots: int, *, keep: bool) -> None:
         """Makes room for the slots that the table has now; further ones were free before."""

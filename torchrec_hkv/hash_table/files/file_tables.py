@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv import _C, progress
-from torchrec_hkv.hash_table.files.block_files import copy_to_host
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard, shard_name
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
-    ShardWriter,
     Staging,
-    compressed,
     entry_bytes,
     fields_of,
     manifest_fields,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
-from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.progress import advance
 from torchrec_hkv.write_behind import SaveHandle
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
@@ -36,6 +30,9 @@ _COPIES = 3
 # Of what a save may take, staging takes a half, looking for entries a quarter, and entries on their
 # way from the table to the staging twice one of so many parts.
 SAVED_PARTS = 8
+# What a save that does not block takes at a time is one of so many parts of what it may take, or so
+# many bytes of a GPU's memory.
+_PIECES, _DEVICE_PIECE = 4, 256 << 20
 # Bytes a slot that looking for the entries of a shard takes.
 _SCAN_BYTES = 32
 
@@ -92,16 +89,19 @@ class Source(FileTable):
     def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
         """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
         of its slots where only some are saved."""
-        if self._only is not None:
-            for slots in self._only.split(self.scan) if len(self._only) else ():
-                slots = slots.to(self.group.device)
-                ids, _ = self.group.ids_and_steps(self.table, slots)
-                yield slots, owner_rank(ids, OWNERS)
-            return
-        for first in range(0, self.slots, self.scan):
-            n = min(self.scan, self.slots - first)
-            counters = self.group.counter_tensor
-            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+        total = self.slots if self._only is None else len(self._only)
+        for first in range(0, total, self.scan):
+            slots, owners = self._owners_of(first, min(self.scan, total - first))
+            yield first if slots is None else slots, owners
+
+    def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:
+        """Of so many slots from one on; where only some are saved, of those, and these slots."""
+        group, table = self.group, self.table
+        if self._only is None:
+            return None, _ops.slot_owners(group.counter_tensor, group.handle, table, first, n)
+        slots = self._only[first : first + n].to(group.device)
+        ids, _ = group.ids_and_steps(table, slots)
+        return slots, owner_rank(ids, OWNERS)
 
     def count_owners(self) -> Tensor:
         """Entries of each owner bucket, int64 ``[65536]``."""
@@ -110,9 +110,56 @@ class Source(FileTable):
             counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
         return counts[1:]
 
-    def staging(self) -> Staging:
-        """Memory for a batch on its way to a file: half of what may be taken."""
-        return Staging(self.fields, self._entries(2), pin=self.group.device.type == "cuda")
+    def staging(self, parts: int = 2) -> Staging:
+        """Memory for a batch on its way to a file: one of so many parts of what may be taken."""
+        return Staging(self.fields, self._entries(parts), pin=self.group.device.type == "cuda")
+
+    def pieces(
+        self, ranges: Sequence[tuple[int, int]], handle: SaveHandle
+    ) -> Iterator[tuple[dict[str, Tensor], list[int], bool]]:
+        """Copies of all entries in pieces, for which there is room in a save that does not block.
+
+        Args:
+            ranges: ascending and disjoint, of owner buckets, which hold all entries.
+            handle: of the save.
+
+        Yields:
+            Entries by range, in each in the order of their slots; how many are of each range; and
+            whether they stay in the GPU's memory, or are in the host's.
+        """
+        device = self.group.device
+        numbers = torch.full((OWNERS + 1,), -1, dtype=torch.int32)
+        for number, (begin, end) in enumerate(ranges):
+            numbers[begin:end] = number
+        if len(ranges) < 1 << 15:
+            numbers = numbers.short()
+        numbers = numbers.to(device)
+        entry = entry_bytes(self.fields)
+        small = self._entries(_PIECES)
+        piece = max(small, _DEVICE_PIECE // entry) if device.type == "cuda" else small
+        total, first = self.slots if self._only is None else len(self._only), 0
+        while first < total:
+            n = min(piece, total - first)
+            slots, owners = self._owners_of(first, n)
+            number = numbers[owners.long()]
+            if self._only is None:
+                there = (owners >= 0).nonzero().flatten()
+                slots, number = there + first, number[there]
+            size = len(slots) * entry
+            on_device = device.type == "cuda" and handle.reserve_on_device(size, device)
+            if not on_device:
+                if n > small:
+                    piece = small
+                    continue
+                handle.reserve(size)
+            if len(ranges) > 1:
+                slots = slots[number.argsort(stable=True)]
+            batch = self._read(slots)
+            if device.type == "cuda" and not on_device:
+                batch = {name: _pinned_copy(tensor) for name, tensor in batch.items()}
+            counts = torch.bincount(number.int(), minlength=len(ranges)).tolist()
+            yield batch, counts, on_device
+            first += n
 
     def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
         """Entries of a range of owner buckets, in the order of their slots, where the table is."""
@@ -145,6 +192,11 @@ class Source(FileTable):
                 f"{dtype}: save its rows as torch.bfloat16, or as they are."
             )
         return narrow
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class Target(FileTable):
@@ -225,114 +277,6 @@ def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
         plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
         begin, before = end, ends[end - 1]
     return plan
-
-
-def write_shards(
-    source: Source,
-    plan: list[tuple[int, int, int]],
-    folder: Path,
-    save_name: str,
-    written: list[Path],
-    threads: int = 1,
-    compression: bool = False,
-    handle: SaveHandle | None = None,
-) -> list[Shard]:
-    """Writes the shards of a table.
-
-    While one thread waits for the disk, others read the table and add up checksums.
-
-    Args:
-        source: the table.
-        plan: of :func:`plan_shards`.
-        folder: that exists.
-        save_name: 8 hexadecimal digits, a name of this save's own.
-        written: gets the files that were begun.
-        threads: that write files at the same time, each with batches of its own.
-        compression: whether files are compressed once they are written.
-        handle: of a save that does not block.
-
-    Raises:
-        OSError: writing failed.
-        RuntimeError: the table changed meanwhile.
-    """
-    work: dict[tuple[int, int], list[tuple[Path, int]]] = {}
-    for index, (begin, end, entries) in enumerate(plan):
-        path = folder / shard_name(save_name, index)
-        work.setdefault((begin, end), []).append((path, entries))
-    free: list[Staging] = []
-
-    def write(owners: tuple[int, int]) -> list[Shard]:
-        staging = free.pop() if free else source.staging()
-        shards = list(
-            _write_range(source, owners, work[owners], staging, written, compression, handle)
-        )
-        free.append(staging)
-        return shards
-
-    if threads == 1:
-        ranges = [write(owners) for owners in work]
-    else:
-        with ThreadPoolExecutor(
-            threads, initializer=progress.adopt, initargs=(progress.current(),)
-        ) as pool:
-            ranges = list(pool.map(write, work))
-    return [shard for shards in ranges for shard in shards]
-
-
-def _write_range(
-    source: Source,
-    owners: tuple[int, int],
-    files: list[tuple[Path, int]],
-    staging: Staging,
-    written: list[Path],
-    compression: bool,
-    handle: SaveHandle | None,
-) -> Iterator[Shard]:
-    batches = source.batches(*owners)
-    rest: dict[str, Tensor] = {}
-    for path, entries in files:
-        written.append(path)
-        with ShardWriter(path, staging, owners, entries, handle) as writer:
-            while room := min(writer.room, staging.entries):
-                filled, rest = _fill(writer.memory(room), rest, batches)
-                if filled < room:
-                    raise RuntimeError(f"table {source.name!r} changed while it was saved.")
-                writer.write(room)
-                advance(room * entry_bytes(source.fields))
-            shard = writer.finish()
-        if compression:
-            written.append(path.with_name(path.name + SUFFIX))
-            shard = compressed(path, shard, handle)
-        yield shard
-
-
-def _fill(
-    memory: dict[str, Tensor], rest: dict[str, Tensor], batches: Iterator[dict[str, Tensor]]
-) -> tuple[int, dict[str, Tensor]]:
-    """Fills host memory with the rest of a batch and those that follow.
-
-    Returns:
-        Entries that came, and what is left of the last batch.
-    """
-    room = len(memory["ids"])
-    filled = 0
-    device = memory["ids"].device
-    while filled < room:
-        batch = rest or next(batches, None)
-        if batch is None:
-            break
-        n = min(len(batch["ids"]), room - filled)
-        device = batch["ids"].device
-        for name, to in memory.items():
-            copy_to_host(to[filled : filled + n], batch[name][:n])
-        more = len(batch["ids"]) > n
-        rest = {name: tensor[n:] for name, tensor in batch.items()} if more else {}
-        filled += n
-    if device.type == "cuda":
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(device))
-        copied.synchronize()
-    return filled, rest
 
 
 def verify_shard(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from torchrec_hkv.hash_table.files.file_tables import (
     Target,
     plan_shards,
     verify_shard,
-    write_shards,
 )
 from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import (
@@ -38,6 +38,12 @@ from torchrec_hkv.hash_table.files.manifest import (
     prepare_folder,
     remove_others,
     sync_folder,
+)
+from torchrec_hkv.hash_table.files.range_writer import (
+    StagingPool,
+    copy_shards,
+    range_writers,
+    write_shards,
 )
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, manifest_fields
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -118,7 +124,7 @@ def save(
         states: whether optimizer states are saved.
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
         compression: whether shards are compressed by Zstandard.
-        handle: of a save that does not block: its thread writes what is copied here. All that the
+        handle: of a save that does not block: its threads write what is copied here. All that the
             table holds has been copied when this function returns.
 
     Raises:
@@ -140,7 +146,7 @@ def save(
 
     try:
         with group.unchanged():
-            manifest = _write_files(
+            finish = _write_files(
                 group,
                 table,
                 folder,
@@ -157,7 +163,13 @@ def save(
             )
         if handle is not None:
             handle.on_error(undo)
-        run_or_defer(handle, lambda: manifest.write(folder))
+        made: list[Manifest] = []
+
+        def write_manifest() -> None:
+            made.append(finish())
+            made[0].write(folder)
+
+        run_or_defer(handle, write_manifest)
     except BaseException:
         if handle is None:
             undo()
@@ -166,6 +178,7 @@ def save(
         raise
 
     def commit() -> None:
+        (manifest,) = made
         manifest.commit(folder)
         written.clear()  # they are the saved table now, whatever fails after this
         sync_folder(folder.absolute().parent)
@@ -188,24 +201,33 @@ def _write_files(
     reduced: Reduced | None,
     compression: bool,
     handle: SaveHandle | None,
-) -> Manifest:
-    """Writes all files but the manifest; ``written`` gets those that were begun."""
+) -> Callable[[], Manifest]:
+    """Writes all files but the manifest, or copies what they are to hold.
+
+    ``written`` gets the files that were begun. What is returned gives the manifest, once all that
+    was deferred is done.
+    """
     save_name = os.urandom(4).hex()
-    found = Look(None, None)
+    found = Look()
     if tracker is not None:
-        found = tracker.look(folder, save_name, batch_bytes, written)
+        found = tracker.look(folder, save_name, batch_bytes, written, handle)
     source = Source(group, table, max(1, batch_bytes // threads), found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    shards = tuple(
-        write_shards(source, plan, folder, save_name, written, threads, compression, handle)
-    )
+    # Without blocking, all ranges are written beside each other.
+    parts = 2 if handle is None else 2 * max(1, len({ends[:2] for ends in plan}) // (2 * threads))
+    staging = StagingPool(lambda: source.staging(parts))
+    writers = range_writers(source, plan, folder, save_name, written, staging, compression)
+    if handle is None:
+        write_shards(source, writers, threads)
+    else:
+        copy_shards(source, writers, handle)
     written.append(folder / counts_name(save_name))
-    unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
-    return Manifest(
+    unadmitted = write_counts(group, table, folder, save_name, batch_bytes, handle)
+    known = Manifest(
         save=new_save_id() if save_id is None else save_id,
         table=describe(group, table),
         capacity=group.tables[table].capacity,
@@ -216,13 +238,21 @@ def _write_files(
         epoch=epoch,
         optimizer_step=int(group.optimizer_steps[table]),
         state_layout=group.state_layout,
-        entries=sum(shard.entries for shard in shards),
-        shards=shards,
-        counts=unadmitted,
-        changes=found.changes,
+        entries=int(counts.sum()),
+        shards=(),
         reduced=reduced,
         aging=group.measured_aging(table),
     )
+
+    def finish() -> Manifest:
+        return dataclasses.replace(
+            known,
+            shards=tuple(shard for writer in writers for shard in writer.shards),
+            counts=unadmitted(),
+            changes=found.changes(),
+        )
+
+    return finish
 
 
 def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:

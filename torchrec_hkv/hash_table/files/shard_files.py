@@ -22,12 +22,10 @@ from torchrec_hkv.hash_table.files.block_files import (
     BLOCK,
     BlockFile,
     block_memory,
-    copy_of_blocks,
     host_memory,
 )
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
-from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -162,7 +160,6 @@ class ShardWriter:
         staging: memory for batches, of its own.
         owners: first owner bucket of its ids, and the one past the last.
         entries: how many will come.
-        handle: of a save that does not block: its thread writes copies.
     """
 
     def __init__(
@@ -171,14 +168,13 @@ class ShardWriter:
         staging: Staging,
         owners: tuple[int, int],
         entries: int,
-        handle: SaveHandle | None = None,
     ) -> None:
         fields = staging.fields
         size = entries * entry_bytes(fields)
         shard = Shard(path.name, *owners, entries, size, {})
         header = _header(fields, shard)
         self._shard = dataclasses.replace(shard, bytes=len(header) + size)
-        self._staging, self._handle = staging, handle
+        self._staging = staging
         self._starts = _starts(fields, shard, header)
         self._at = dict(self._starts)
         self._crc32 = {field.name: 0 for field in fields}
@@ -225,17 +221,8 @@ class ShardWriter:
         if start > first:
             begin = first + BLOCK
             self._edges.append((start, bytes(blocks[start - first : BLOCK])))
-        self._write_blocks(blocks[begin - first : last - first], begin)
+        self._file.write_blocks(blocks[begin - first : last - first], begin)
         self._staging.keep(field, last - first, end - first)
-
-    def _write_blocks(self, data: memoryview, at: int) -> None:
-        handle, file = self._handle, self._file
-        if handle is None:
-            file.write_blocks(data, at)
-            return
-        handle.reserve(data.nbytes)
-        copy = copy_of_blocks(data)
-        handle.defer(lambda: file.write_blocks(copy, at), data.nbytes)
 
     @property
     def room(self) -> int:
@@ -243,43 +230,30 @@ class ShardWriter:
         return self._shard.entries - self._written
 
     def finish(self) -> Shard:
-        """Makes sure that the file is on the disk; returns what a manifest says of it.
-
-        The thread of a save that does not block does so later.
-        """
+        """Makes sure that the file is on the disk; returns what a manifest says of it."""
         for field in self._staging.fields:
             start, at = self._starts[field.name], self._at[field.name]
             first = at - at % BLOCK
             begin = max(start, first)
             rest = self._staging.blocks(field)[begin - first : at - first]
             self._edges.append((begin, bytes(rest)))
-        run_or_defer(self._handle, self._finish_file)
-        return dataclasses.replace(self._shard, crc32=self._crc32)
-
-    def _finish_file(self) -> None:
         for at, data in self._edges:
             self._file.write(data, at)
         self._file.sync()
+        return dataclasses.replace(self._shard, crc32=self._crc32)
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is None:
-            self._file.close()
-        else:
-            self._handle.defer(self._file.close, always=True)
+        self._file.close()
 
 
-def compressed(path: Path, shard: Shard, handle: SaveHandle | None = None) -> Shard:
+def compressed(path: Path, shard: Shard) -> Shard:
     """Puts a compressed file in the place of a shard's; returns what a manifest says of it."""
     into = path.with_name(path.name + SUFFIX)
-
-    def replace() -> None:
-        compress(path, into)
-        path.unlink()
-
-    run_or_defer(handle, replace)
+    compress(path, into)
+    path.unlink()
     return dataclasses.replace(shard, file=into.name)
 
 
