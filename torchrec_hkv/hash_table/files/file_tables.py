@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,23 +129,23 @@ class Source(FileTable):
             whether they stay in the GPU's memory, or are in the host's.
         """
         device = self.group.device
-        numbers = torch.full((OWNERS + 1,), -1, dtype=torch.int32)
-        for number, (begin, end) in enumerate(ranges):
-            numbers[begin:end] = number
-        if len(ranges) < 1 << 15:
-            numbers = numbers.short()
-        numbers = numbers.to(device)
         entry = entry_bytes(self.fields)
         small = self._entries(_PIECES)
         piece = max(small, _DEVICE_PIECE // entry) if device.type == "cuda" else small
+        # The range of each owner bucket; -1, the owner of free slots, comes first.
+        number_of = torch.full((OWNERS + 1,), -1, dtype=torch.int32)
+        for number, (begin, end) in enumerate(ranges):
+            number_of[begin + 1 : end + 1] = number
+        number_of = number_of.to(device)
         total, first = self.slots if self._only is None else len(self._only), 0
         while first < total:
             n = min(piece, total - first)
             slots, owners = self._owners_of(first, n)
-            number = numbers[owners.long()]
-            if self._only is None:
-                there = (owners >= 0).nonzero().flatten()
-                slots, number = there + first, number[there]
+            numbers = number_of.index_select(0, owners + 1)
+            if slots is None:
+                slots = (numbers >= 0).nonzero().flatten()
+                numbers = numbers.index_select(0, slots)
+                slots += first
             size = len(slots) * entry
             on_device = device.type == "cuda" and handle.reserve_on_device(size, device)
             if not on_device:
@@ -153,12 +154,11 @@ class Source(FileTable):
                     continue
                 handle.reserve(size)
             if len(ranges) > 1:
-                slots = slots[number.argsort(stable=True)]
+                slots = slots.index_select(0, _stable_order(numbers, len(ranges)))
             batch = self._read(slots)
             if device.type == "cuda" and not on_device:
                 batch = {name: _pinned_copy(tensor) for name, tensor in batch.items()}
-            counts = torch.bincount(number.int(), minlength=len(ranges)).tolist()
-            yield batch, counts, on_device
+            yield batch, torch.bincount(numbers, minlength=len(ranges)).tolist(), on_device
             first += n
 
     def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
@@ -192,6 +192,14 @@ class Source(FileTable):
                 f"{dtype}: save its rows as torch.bfloat16, or as they are."
             )
         return narrow
+
+
+def _stable_order(numbers: Tensor, limit: int) -> Tensor:
+    """What sorts numbers below a limit; equal ones stay in order."""
+    if numbers.is_cuda or limit >= 1 << 15:
+        return numbers.argsort(stable=True)
+    # NumPy sorts 16 bits by radix, five times as fast.
+    return torch.from_numpy(np.argsort(numbers.short().numpy(), kind="stable"))
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

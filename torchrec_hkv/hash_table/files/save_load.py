@@ -211,14 +211,15 @@ def _write_files(
     found = Look()
     if tracker is not None:
         found = tracker.look(folder, save_name, batch_bytes, written, handle)
-    source = Source(group, table, max(1, batch_bytes // threads), found.slots, reduced)
+    # Without blocking, one thread copies, and all ranges are written beside each other.
+    share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
+    source = Source(group, table, share, found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    # Without blocking, all ranges are written beside each other.
-    parts = 2 if handle is None else 2 * max(1, len({ends[:2] for ends in plan}) // (2 * threads))
+    parts = 2 if handle is None else max(2, len({ends[:2] for ends in plan}))
     staging = StagingPool(lambda: source.staging(parts))
     writers = range_writers(source, plan, folder, save_name, written, staging, compression)
     if handle is None:
