@@ -59,7 +59,8 @@ class DeltaWriter:
         states: whether optimizer states of hash tables are written. What is loaded without can be
             served; training goes on with new states.
         row_dtype: ``torch.float16`` or ``torch.bfloat16``, which rows of 32 bits in hash tables are
-            rounded to, bases' and deltas' alike. None: all bits.
+            rounded to, or ``torch.int8`` for codes of 8 bits with a scale a row; bases' and deltas'
+            alike. None: all bits.
         compression: ``"zstd"`` compresses the entries of hash tables, by the package ``zstandard``,
             which whoever loads them needs, too.
         batch_bytes: as for :func:`save`.

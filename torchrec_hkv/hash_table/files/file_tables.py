@@ -19,6 +19,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     entry_bytes,
     fields_of,
     manifest_fields,
+    quantised,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -177,10 +178,21 @@ class Source(FileTable):
         names = ("ids", "rows", "last_steps", "scores", "states")
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
-        for field in self.fields:
-            if field.name == "rows":
-                batch["rows"] = self._narrowed(batch["rows"], field.dtype)
+        (dtype,) = (field.dtype for field in self.fields if field.name == "rows")
+        if dtype == torch.int8:
+            batch["rows"], batch["scales"] = self._quantised(batch["rows"])
+        else:
+            batch["rows"] = self._narrowed(batch["rows"], dtype)
         return {field.name: batch[field.name] for field in self.fields}
+
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantised(rows)
+        if not bool(scales.isfinite().all()):
+            raise ValueError(
+                f"table {self.name!r} has values that are infinite or NaN, which have no codes of "
+                "8 bits: save its rows as torch.bfloat16, or as they are."
+            )
+        return codes, scales
 
     def _narrowed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == dtype:

@@ -115,7 +115,7 @@ class Reduced:
     """What a folder says that holds less of each entry than the table has.
 
     Attributes:
-        dtype: of the rows in its shards.
+        dtype: of the rows in its shards; int8 for codes with a scale a row.
         states: whether they hold optimizer states.
     """
 
@@ -276,7 +276,9 @@ _CHANGES = Fields(
     },
     Changes,
 )
-_REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
+_REDUCED = Fields(
+    {"dtype": Choice(("float32", "float16", "bfloat16", "int8")), "states": Flag()}, Reduced
+)
 #: Keys that are not there where they have nothing to say.
 _OPTIONAL = ("changes", "reduced", "aging")
 MANIFEST_SCHEMA = Fields(

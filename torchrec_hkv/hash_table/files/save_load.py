@@ -45,7 +45,12 @@ from torchrec_hkv.hash_table.files.range_writer import (
     range_writers,
     write_shards,
 )
-from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, manifest_fields
+from torchrec_hkv.hash_table.files.shard_files import (
+    ShardReader,
+    dequantised,
+    entry_bytes,
+    manifest_fields,
+)
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -122,7 +127,8 @@ def save(
             its own.
         tracker: of the table: what changed since its last save is saved alone, where it can say.
         states: whether optimizer states are saved.
-        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to, or int8 for codes of 8
+            bits with a scale a row; None to save all bits.
         compression: whether shards are compressed by Zstandard.
         handle: of a save that does not block: its threads write what is copied here. All that the
             table holds has been copied when this function returns.
@@ -361,7 +367,7 @@ def _replace(
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    lost += target.restore(batch, exact)
+                    lost += target.restore(dequantised(batch), exact)
         if exact and lost:
             raise ValueError(f"{folder} contradicts itself: {lost} of its slots are taken twice.")
         if lost and not allow_loss:

@@ -28,7 +28,12 @@ from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+}
 _LENGTH_BYTES = 8
 # Shorter files go through the page cache, which holds them: a disk is slow with small pieces.
 _DIRECT_BYTES = 16 << 20
@@ -70,8 +75,36 @@ def fields_of(
     fields.append(Field("last_steps", torch.int32, "U32"))
     if state_dim:
         fields.append(Field("states", torch.float32, "F32", state_dim))
+    if dtype == torch.int8:
+        fields.append(Field("scales", torch.float32, "F32"))
     fields.append(Field("rows", dtype, _TYPES[dtype], dim))
     return tuple(fields)
+
+
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of floats as codes of 8 bits: int8 ``[n, dim]``, and the scale of each row, float32
+    ``[n]``. A value is its code times the scale, within half of the scale."""
+    rows = rows.float()
+    scales = rows.abs().amax(1) / 127
+    codes = rows / torch.where(scales == 0, 1, scales)[:, None]
+    return codes.round_().to(torch.int8), scales
+
+
+def dequantised(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries with rows of floats, whatever a file has."""
+    if "scales" not in batch or "rows" not in batch:
+        return batch
+    rows = batch["rows"].float().mul_(batch["scales"][:, None])
+    return {name: tensor for name, tensor in batch.items() if name != "scales"} | {"rows": rows}
+
+
+def dequantised_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
+    """The tensors that :func:`dequantised` gives."""
+    return tuple(
+        dataclasses.replace(field, dtype=torch.float32) if field.dtype == torch.int8 else field
+        for field in fields
+        if field.name != "scales"
+    )
 
 
 def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
