@@ -450,7 +450,8 @@ class Sequence:
 
     def _spoil(self, what: str) -> bool:
         """Spoils something that the newest state needs."""
-        folders = [folder for folder, _ in read_saved(self.root)]
+        layers = read_saved(self.root)
+        folders = [folder for folder, _ in layers]
         if what == "folder":
             shutil.rmtree(self.random.choice(folders))
             return True
@@ -467,12 +468,16 @@ class Sequence:
                 shutil.rmtree(other)
                 shutil.copytree(one, other)
             return True
-        # Of the tensors only the newest checkpoint's are read.
+        # Of the tensors only the newest checkpoint's are read, and of a shard what is newer than a
+        # delta that holds the whole of it.
+        read = {folders[0] / TENSORS, *folders}
+        for shard in saved_shards(layers, KEY):
+            read |= {shard.folder, *shard.earlier}
         paths = [
             path
             for folder in folders
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and (TENSORS not in path.parts or folder == folders[0])
+            if path.is_file() and path.parent in read
         ]
         paths.append(self.root / "deltas.json")
         path = self.random.choice(paths)
