@@ -371,6 +371,22 @@ class Sequence:
             shards = self._check_load(self.root, self.states[self._newest()], world_size)
             self._begin(shards)
             self.model = shards.state()
+            self._see()
+
+    def _see(self) -> None:
+        """As :meth:`checkpoint.DeltaWriter.resume` does: deltas go on where they can."""
+        folder, record = read_saved(self.root)[0]
+        owners = [tuple(shard.owners) for shard in record.tables[KEY].shards]
+        if len(self.model) < len(self.states[self._newest()]) or owners != self.shards.owners:
+            return
+        folders = [folder / shard_folder(KEY, index) for index in range(len(owners))]
+        pairs = zip(self._trackers, folders, strict=True)
+        if all(tracker.see(its, True, None) for tracker, its in pairs):
+            last = Link.read(folder), digest_of(folder)
+            Chain(self.root).clear()
+            Chain(self.root).name_newest(*last)
+            self._previous = last[1]
+            self.did["resumed with deltas"] += 1
 
     def compact(self) -> None:
         """Into a folder of its own, or as the chain's new base."""

@@ -254,7 +254,9 @@ class GroupLookup(nn.Module, abc.ABC):
     def change_tracker(self, key: str) -> Any:
         """What knows which entries of a shard changed since it was last saved with it, for
         :meth:`save_changes`; None where the backend can't tell: the default. It has a method
-        ``forget()``, after which all entries count as changed, as they do at first.
+        ``forget()``, after which all entries count as changed, as they do at first, and a method
+        ``see(folder, states, row_dtype)``, for a shard that has just been loaded from a folder:
+        from there on it counts what changes. It returns False where it can't.
         """
         return None
 

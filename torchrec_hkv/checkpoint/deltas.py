@@ -19,14 +19,16 @@ from torchrec_hkv.checkpoint.files import (
     BATCH_BYTES,
     THREADS,
     check_blocking,
+    load,
+    read_saved,
     save_to,
     saving,
 )
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.tables import Trackers
-from torchrec_hkv.collective import on_leader
+from torchrec_hkv.checkpoint.tables import Trackers, see_tables
+from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
 
@@ -43,7 +45,8 @@ class DeltaWriter:
     for each slot of its hash tables, from the first write on.
 
     The first write of a writer is a base, also where the folder holds a chain already: it goes on
-    with the next number. Where rows have changed without a lookup, as by :func:`load` or
+    with the next number. After :meth:`resume` it is a delta, where the model is sharded as the one
+    that wrote the chain. Where rows have changed without a lookup, as by :func:`load` or
     :func:`import_rows`, the next delta holds the whole table.
 
     Args:
@@ -131,6 +134,53 @@ class DeltaWriter:
         if not due and self._timer.is_due(self._steps):
             due = True
         return self.write() if due else None
+
+    def resume(self, *, allow_loss: bool | None = None) -> int:
+        """Loads the newest state of the folder, as :func:`load` does; a collective call.
+
+        The next write is a delta where it can add to the chain: on as many ranks and under the same
+        sharding, with the same ``states`` and ``row_dtype``, and where every entry found its place.
+        Else it is a base. Nobody else may write to the folder.
+
+        Args:
+            allow_loss: as for :func:`load`.
+
+        Returns:
+            As :func:`load`.
+
+        Raises:
+            ValueError: as :func:`load`.
+        """
+        wait_for_saves()
+        self._last = None
+        tables = named_tables(self._model)
+        options = self._options
+        lost = load(
+            self._root,
+            self._model,
+            self._optimizer,
+            allow_loss=allow_loss,
+            batch_bytes=options.batch_bytes,
+            threads=options.threads,
+        )
+        layers = on_leader(lambda: read_saved(self._root))
+        folder, record = layers[0]
+        seen = on_every_rank(
+            lambda: lost == 0 and see_tables(folder, record, tables, options, self._trackers)
+        )
+        if all(seen):
+            self._last = on_leader(self._name_newest)
+            self._deltas = len(layers) - 1
+        return lost
+
+    def _name_newest(self) -> tuple[Link, str]:
+        """The newest checkpoint of the chain; a writer may have been killed before it named it."""
+        chain = Chain(self._root)
+        chain.clear()
+        folder, _ = chain.layers()[0]
+        last = Link.read(folder), digest_of(folder)
+        chain.name_newest(*last)
+        return last
 
     def write(self, *, base: bool = False, blocking: bool | None = None) -> Path | SaveHandle:
         """Writes a delta, or a base; a collective call.

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.hash_table.files.manifest import Changes, left_name
+from torchrec_hkv.hash_table.files.manifest import Changes, Manifest, left_name, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
@@ -27,6 +28,7 @@ _PAIR_BYTES = 16
 _LEAST_STEP = -(1 << 31)
 # Bytes a slot that a look takes: owners, ids and steps of now and before, and comparisons.
 _LOOK_BYTES = 48
+_SEE_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,32 @@ class ChangeTracker:
     def forget(self) -> None:
         """Makes the next look find that the whole table changed."""
         self._first_open = None
+
+    def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
+        """Makes the next look find what changes from now on.
+
+        Called within ``group.unchanged()``, where the table has been loaded from a folder.
+
+        Args:
+            folder: of a saved table.
+            states: whether later saves hold optimizer states.
+            row_dtype: that they round rows to; None: all bits.
+
+        Returns:
+            False, and nothing is done, where later saves could not add to the folder's: the table
+            has another geometry, or they hold more or less of an entry.
+        """
+        group, manifest = self._group, Manifest.read(folder)
+        *_, buckets, bucket_slots = _C.table_layout(group.handle, self._table)
+        if (
+            (buckets, bucket_slots) != (manifest.buckets, manifest.bucket_slots)
+            or manifest.reduced != reduced_of(group.tables[self._table].dtype, states, row_dtype)
+            or group.clock != manifest.clock
+        ):
+            return False
+        self.forget()
+        self.look(folder, "", _SEE_BYTES, [])
+        return True
 
     def look(
         self,

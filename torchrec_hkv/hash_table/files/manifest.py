@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
@@ -390,6 +392,14 @@ def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> Non
         )
     if changes.left > slots:
         raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")
+
+
+def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
+    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
+    if states and saved == dtype:
+        return None
+    return Reduced(str(saved).removeprefix("torch."), states)
 
 
 def new_save_id() -> str:

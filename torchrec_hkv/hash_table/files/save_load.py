@@ -36,6 +36,7 @@ from torchrec_hkv.hash_table.files.manifest import (
     counts_name,
     new_save_id,
     prepare_folder,
+    reduced_of,
     remove_others,
     sync_folder,
 )
@@ -260,14 +261,6 @@ def _write_files(
         )
 
     return finish
-
-
-def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
-    """What is saved of the entries of a table with rows of a dtype; None for all."""
-    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
-    if states and saved == dtype:
-        return None
-    return Reduced(str(saved).removeprefix("torch."), states)
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
