@@ -152,7 +152,7 @@ class Saved:
         if not any(self._folder.glob("base-*")):
             return 0
         try:
-            checkpoint.load(self._folder, self._model, self._optimizer)
+            self._writer.resume()
         except ValueError as error:
             raise DataError(str(error)) from None
         return int(self._model.module.periods_done)

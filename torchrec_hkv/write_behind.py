@@ -1,36 +1,56 @@
-"""Saves that write to the disk in a thread while training continues.
+"""Saves that write to the disk in threads of their own, while training goes on.
 
-Everything is copied before the call returns, so the saved contents are consistent, bit for bit. The
-copies take bounded memory: if they don't fit, the call waits for the disk.
+The call copies what a save holds, so that all of it is of one moment, bit for bit, and does nothing
+else: threads lay the copies out as files, add up checksums, compress, write and sync. Copies wait
+in bounded memory: where there is no room, the call waits for the disk.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _log = logging.getLogger(__name__)
 #: Default host memory of a rank for the copies of a non-blocking save.
 STAGING_BYTES = 4 << 30
-# Unfinished saves of this process.
+#: Threads of a rank that write them.
+THREADS = 4
+# Of a GPU's memory, what copies leave free by default: for what training takes meanwhile.
+_FREE_SHARE = 0.1
+_PIECE = 16 << 20
+# Saves of this process that have not ended.
 _running: set[SaveHandle] = set()
 
 
-def check_staging(staging_bytes: int) -> None:
-    """Checks a number of bytes.
+def check_staging(staging_bytes: int, device_staging_bytes: int | None = None) -> None:
+    """Refuses impossible numbers.
 
     Raises:
-        ValueError: it is not a positive integer.
+        ValueError: ``staging_bytes`` is not a positive integer, or ``device_staging_bytes`` neither
+            None nor an integer of at least 0.
     """
-    is_count = isinstance(staging_bytes, int) and not isinstance(staging_bytes, bool)
-    if not is_count or staging_bytes < 1:
+    if not _is_count(staging_bytes, 1):
         raise ValueError(f"staging_bytes is {staging_bytes!r}, but must be an integer, at least 1.")
+    if device_staging_bytes is not None and not _is_count(device_staging_bytes, 0):
+        raise ValueError(
+            f"device_staging_bytes is {device_staging_bytes!r}, but must be an integer, at least "
+            "0, or None."
+        )
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def wait_for_saves() -> None:
@@ -44,29 +64,46 @@ class SaveHandle:
     """A running save.
 
     Args:
-        path: path of the save.
-        staging_bytes: memory for copies that are not written yet. A larger piece is copied alone.
+        path: that it is saved to.
+        staging_bytes: host memory that copies which are not written yet may take; a piece that is
+            larger by itself passes alone.
+        device_staging_bytes: memory of a GPU that copies may take before they go to host memory.
+            None: what is free, but for a tenth of the GPU's memory.
+        threads: that write.
 
     Raises:
-        ValueError: ``staging_bytes`` is not a positive integer.
+        ValueError: a number is out of range.
     """
 
-    def __init__(self, path: Path, staging_bytes: int = STAGING_BYTES) -> None:
-        check_staging(staging_bytes)
+    def __init__(
+        self,
+        path: Path,
+        staging_bytes: int = STAGING_BYTES,
+        device_staging_bytes: int | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        check_staging(staging_bytes, device_staging_bytes)
         self.path = path
-        self._limit = staging_bytes
-        self._jobs: collections.deque[tuple[Callable[[], Any], int, bool]] = collections.deque()
+        self._limit, self._device_limit = staging_bytes, device_staging_bytes
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._busy: set[Hashable] = set()  # lanes of jobs that are being done
         self._changed = threading.Condition()
-        self._staged = self._most = 0  # bytes of copies now, and their maximum
-        self._queued = self._written = 0  # bytes in total
+        self._staged = self._most = 0  # bytes of host memory that wait now, and at most so far
+        self._on_device = self._most_on_device = 0  # likewise, of a GPU
+        self._queued = self._written = 0  # bytes in all
         self._waited = 0.0
         self._error: BaseException | None = None
         self._last: Callable[[BaseException | None], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._is_closed = self._is_done = False
         _running.add(self)
-        self._thread = threading.Thread(target=self._work, name=f"save to {path}")
-        self._thread.start()
+        self._helpers = [
+            threading.Thread(target=self._work, name=f"save to {path}", daemon=True)
+            for _ in range(threads - 1)
+        ]
+        self._thread = threading.Thread(target=self._run, name=f"save to {path}")
+        for thread in (self._thread, *self._helpers):
+            thread.start()
 
     # -- for users --------------------------------------------------------------------------------
 
@@ -85,6 +122,11 @@ class SaveHandle:
     def staged_bytes(self) -> int:
         """The maximal host memory that copies took."""
         return self._most
+
+    @property
+    def device_staged_bytes(self) -> int:
+        """The most memory of a GPU that copies took at a time."""
+        return self._most_on_device
 
     @property
     def blocked_seconds(self) -> float:
@@ -114,21 +156,51 @@ class SaveHandle:
 
     # -- for what saves ---------------------------------------------------------------------------
 
-    def defer(self, job: Callable[[], Any], size: int = 0, *, always: bool = False) -> None:
-        """Queues a job for the thread. Jobs run in order.
+    def defer(
+        self,
+        job: Callable[[], Any],
+        size: int = 0,
+        *,
+        lane: Hashable = None,
+        always: bool = False,
+    ) -> None:
+        """Has something done by a thread.
 
         Args:
-            job: function to call; skipped after a job has failed.
-            size: bytes that the job holds, reserved by :meth:`reserve`.
-            always: whether to run the job even if an earlier one has failed.
+            job: what is done; skipped once one has failed.
+            size: bytes of host memory that it holds, for which there is room (:meth:`reserve`).
+            lane: jobs of a lane are done one after the other, beside those of other lanes. None:
+                after all jobs that were deferred before, and before all that come.
+            always: do it although one has failed.
         """
+        self.defer_all([(lane, job)], size, always=always)
+
+    def defer_all(
+        self,
+        jobs: Sequence[tuple[Hashable, Callable[[], Any]]],
+        size: int = 0,
+        device_size: int = 0,
+        *,
+        always: bool = False,
+    ) -> None:
+        """As :meth:`defer`, for several jobs, with their lanes, that hold the same memory: it is
+        free when all are done.
+
+        Args:
+            jobs: lanes and what is done.
+            size: bytes of host memory.
+            device_size: bytes of a GPU's, for which there is room (:meth:`reserve_on_device`).
+            always: as there.
+        """
+        piece = _Piece(len(jobs), size, device_size)
         with self._changed:
-            self._queued += size
-            self._jobs.append((job, size, always))
+            self._queued += size + device_size
+            self._jobs += [_Job(job, lane, piece, always) for lane, job in jobs]
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Waits until there is room for a number of bytes, and reserves it."""
+        """Waits until there is room in host memory for bytes that are going to be deferred, and
+        takes it."""
         with self._changed:
             if size and self._staged and self._staged + size > self._limit:
                 if not self._waited:
@@ -145,6 +217,19 @@ class SaveHandle:
                 self._waited += time.monotonic() - began
             self._staged += size
             self._most = max(self._most, self._staged)
+
+    def reserve_on_device(self, size: int, device: torch.device) -> bool:
+        """Takes room for bytes that are going to be deferred in a GPU's memory; False where there
+        is none."""
+        with self._changed:
+            if self._device_limit is None:
+                free, total = torch.cuda.mem_get_info(device)
+                self._device_limit = max(0, int(free - _FREE_SHARE * total))
+            if self._on_device + size > self._device_limit:
+                return False
+            self._on_device += size
+            self._most_on_device = max(self._most_on_device, self._on_device)
+            return True
 
     def on_error(self, undo: Callable[[], None]) -> None:
         """Registers a function to call if the save fails."""
@@ -169,22 +254,57 @@ class SaveHandle:
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._is_closed)
-                if not self._jobs:
-                    break
-                job, size, always = self._jobs.popleft()
+        while (job := self._take()) is not None:
             try:
-                if self._error is None or always:
-                    job()
+                if self._error is None or job.always:
+                    job.run()
             except BaseException as error:
                 self._error = self._error or error
-            del job  # frees the copy that it holds
-            with self._changed:
-                self._staged -= size
-                self._written += size
-                self._changed.notify_all()
+            job.run = None  # and what it holds
+            self._end(job)
+
+    def _take(self) -> _Job | None:
+        """The next job that may be done; waits for it. None: there will be none."""
+        with self._changed:
+            while True:
+                index = self._next()
+                if index is not None:
+                    job = self._jobs[index]
+                    del self._jobs[index]
+                    self._busy.add(job.lane)
+                    return job
+                if self._is_closed and not self._jobs:
+                    return None
+                self._changed.wait()
+
+    def _next(self) -> int | None:
+        """The first job that may be done now."""
+        if None in self._busy:
+            return None
+        waiting = set(self._busy)
+        for index, job in enumerate(self._jobs):
+            if job.lane is None:  # all that follow wait, too
+                return index if index == 0 and not self._busy else None
+            if job.lane not in waiting:
+                return index
+            waiting.add(job.lane)
+        return None
+
+    def _end(self, job: _Job) -> None:
+        with self._changed:
+            self._busy.discard(job.lane)
+            piece = job.piece
+            piece.jobs -= 1
+            if piece.jobs == 0:
+                self._staged -= piece.size
+                self._on_device -= piece.device_size
+                self._written += piece.size + piece.device_size
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        self._work()
+        for helper in self._helpers:
+            helper.join()
         try:
             if self._last is not None:
                 self._last(self._error)
@@ -201,6 +321,90 @@ class SaveHandle:
         self._last = None
         self._is_done = True
         _running.discard(self)
+
+
+class _Piece:
+    """Memory that several jobs hold."""
+
+    def __init__(self, jobs: int, size: int, device_size: int) -> None:
+        self.jobs, self.size, self.device_size = jobs, size, device_size
+
+
+class _Job:
+    def __init__(self, run: Callable[[], Any], lane: Hashable, piece: _Piece, always: bool) -> None:
+        self.run: Any = run
+        self.lane, self.piece, self.always = lane, piece, always
+
+
+class WriteBehindFile(io.RawIOBase):
+    """A new file, written in pieces: at once, or by the threads of a save that does not block.
+
+    It is synced when it is closed.
+
+    Args:
+        path: of the file.
+        handle: of a save that does not block, or None.
+
+    Raises:
+        FileExistsError: there is a file.
+    """
+
+    def __init__(self, path: Path, handle: SaveHandle | None) -> None:
+        self._path, self._handle = path, handle
+        self._piece = bytearray()
+        self._size = 0
+        #: Checksum of what has been written; of the whole file once all jobs of it are done.
+        self.crc32 = 0
+        self._do(lambda: open(path, "xb").close())
+
+    def _do(self, job: Callable[[], Any], size: int = 0) -> None:
+        if self._handle is None:
+            job()
+        else:
+            self._handle.defer(job, size, lane=self._path)
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._size
+
+    def write(self, data: Any) -> int:
+        """Writes bytes, or a copy of them later; returns how many."""
+        view = memoryview(data).cast("B")
+        for at in range(0, view.nbytes, _PIECE):
+            self._piece += view[at : at + _PIECE]
+            if len(self._piece) >= _PIECE:
+                self._send()
+        self._size += view.nbytes
+        return view.nbytes
+
+    def _send(self) -> None:
+        piece, self._piece = self._piece, bytearray()
+
+        def append() -> None:
+            self.crc32 = zlib.crc32(piece, self.crc32)
+            with open(self._path, "ab") as file:
+                file.write(piece)
+
+        if self._handle is not None:
+            self._handle.reserve(len(piece))
+        self._do(append, len(piece))
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if not self.closed:
+            self._send()
+            self._do(lambda: sync_file(self._path))
+        super().close()
+
+
+def sync_file(path: Path) -> None:
+    """Makes sure that a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def run_or_defer(handle: SaveHandle | None, job: Callable[[], Any], size: int = 0) -> None:

@@ -284,9 +284,11 @@ class GroupLookup(nn.Module, abc.ABC):
         return 0
 
     def change_tracker(self, key: str) -> Any:
-        """An object that tracks which entries of a shard changed since it was last saved with this
-        tracker, for :meth:`save_changes`. Its method ``forget()`` marks all entries as changed;
-        a new tracker starts that way. None, the default: the backend does not track changes.
+        """What knows which entries of a shard changed since it was last saved with it, for
+        :meth:`save_changes`; None where the backend can't tell: the default. It has a method
+        ``forget()``, after which all entries count as changed, as they do at first, and a method
+        ``see(folder, states, row_dtype)``, for a shard that has just been loaded from a folder:
+        from there on it counts what changes. It returns False where it can't.
         """
         return None
 

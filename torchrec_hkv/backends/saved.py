@@ -68,12 +68,11 @@ class FileOptions:
             many rows over all ranks as the saved one.
         save: id of the save, the same for all tables; None when loading.
         states: whether optimizer states are written.
-        row_dtype: float16 or bfloat16: rounds 32-bit rows to this dtype when writing. None: rows
-            are written as they are.
-        compression: ``"zstd"`` compresses the files of entries. None: no compression.
-        handle: the handle of a non-blocking save. The backend's method returns once the contents
-            of the table are copied; the handle's thread may write them later
-            (:meth:`SaveHandle.defer`). None: a blocking save.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written,
+            or int8 for codes of 8 bits with a scale a row; None to write all bits.
+        compression: ``"zstd"`` to compress files of entries, or None.
+        handle: of a save that does not block: all that a table holds is copied when a backend's
+            method returns, and the handle's threads may write it (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: a number is not positive, another field has a value that is not allowed, or the
@@ -97,10 +96,10 @@ class FileOptions:
             raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True, False or None.")
         if not isinstance(self.states, bool):
             raise ValueError(f"states is {self.states!r}, but must be True or False.")
-        if self.row_dtype not in (None, torch.float16, torch.bfloat16):
+        if self.row_dtype not in (None, torch.float16, torch.bfloat16, torch.int8):
             raise ValueError(
-                f"row_dtype is {self.row_dtype!r}, but must be torch.float16, torch.bfloat16 or "
-                "None."
+                f"row_dtype is {self.row_dtype!r}, but must be torch.float16, torch.bfloat16, "
+                "torch.int8 or None."
             )
         if self.compression not in (None, "zstd"):
             raise ValueError(f"compression is {self.compression!r}, but must be 'zstd' or None.")

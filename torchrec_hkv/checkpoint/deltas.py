@@ -19,14 +19,16 @@ from torchrec_hkv.checkpoint.files import (
     BATCH_BYTES,
     THREADS,
     check_blocking,
+    load,
+    read_saved,
     save_to,
     saving,
 )
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.tables import Trackers
-from torchrec_hkv.collective import on_leader
+from torchrec_hkv.checkpoint.tables import Trackers, see_tables
+from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
 
@@ -43,7 +45,8 @@ class DeltaWriter:
     for each slot of its hash tables, from the first write on.
 
     The first write of a writer is a base, also where the folder holds a chain already: it goes on
-    with the next number. Where rows have changed without a lookup, as by :func:`load` or
+    with the next number. After :meth:`resume` it is a delta, where the model is sharded as the one
+    that wrote the chain. Where rows have changed without a lookup, as by :func:`load` or
     :func:`import_rows`, the next delta holds the whole table.
 
     Args:
@@ -59,7 +62,8 @@ class DeltaWriter:
         states: whether optimizer states of hash tables are written. What is loaded without can be
             served; training goes on with new states.
         row_dtype: ``torch.float16`` or ``torch.bfloat16``, which rows of 32 bits in hash tables are
-            rounded to, bases' and deltas' alike. None: all bits.
+            rounded to, or ``torch.int8`` for codes of 8 bits with a scale a row; bases' and deltas'
+            alike. None: all bits.
         compression: ``"zstd"`` compresses the entries of hash tables, by the package ``zstandard``,
             which whoever loads them needs, too.
         batch_bytes: as for :func:`save`.
@@ -67,6 +71,7 @@ class DeltaWriter:
         blocking: what :meth:`step` does, and :meth:`write` unless it is told: whether a write ends
             when all is on the disk, or when all that it holds has been copied.
         staging_bytes: as for :func:`save`.
+        device_staging_bytes: as for :func:`save`.
 
     Raises:
         ValueError: a number is not positive, an option is another than above, the folder's path is
@@ -91,6 +96,7 @@ class DeltaWriter:
         threads: int = THREADS,
         blocking: bool = True,
         staging_bytes: int = STAGING_BYTES,
+        device_staging_bytes: int | None = None,
     ) -> None:
         numbers = {"every_steps": every_steps, "base_every": base_every, "keep_bases": keep_bases}
         for what, number in numbers.items():
@@ -100,8 +106,9 @@ class DeltaWriter:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive.")
         check_optimizer(optimizer)
-        check_blocking(blocking, staging_bytes)
-        self._blocking, self._staging_bytes = blocking, staging_bytes
+        self._staging = staging_bytes, device_staging_bytes
+        check_blocking(blocking, *self._staging)
+        self._blocking = blocking
         self._options = FileOptions(
             batch_bytes, threads, states=states, row_dtype=row_dtype, compression=compression
         )
@@ -128,6 +135,53 @@ class DeltaWriter:
             due = True
         return self.write() if due else None
 
+    def resume(self, *, allow_loss: bool | None = None) -> int:
+        """Loads the newest state of the folder, as :func:`load` does; a collective call.
+
+        The next write is a delta where it can add to the chain: on as many ranks and under the same
+        sharding, with the same ``states`` and ``row_dtype``, and where every entry found its place.
+        Else it is a base. Nobody else may write to the folder.
+
+        Args:
+            allow_loss: as for :func:`load`.
+
+        Returns:
+            As :func:`load`.
+
+        Raises:
+            ValueError: as :func:`load`.
+        """
+        wait_for_saves()
+        self._last = None
+        tables = named_tables(self._model)
+        options = self._options
+        lost = load(
+            self._root,
+            self._model,
+            self._optimizer,
+            allow_loss=allow_loss,
+            batch_bytes=options.batch_bytes,
+            threads=options.threads,
+        )
+        layers = on_leader(lambda: read_saved(self._root))
+        folder, record = layers[0]
+        seen = on_every_rank(
+            lambda: lost == 0 and see_tables(folder, record, tables, options, self._trackers)
+        )
+        if all(seen):
+            self._last = on_leader(self._name_newest)
+            self._deltas = len(layers) - 1
+        return lost
+
+    def _name_newest(self) -> tuple[Link, str]:
+        """The newest checkpoint of the chain; a writer may have been killed before it named it."""
+        chain = Chain(self._root)
+        chain.clear()
+        folder, _ = chain.layers()[0]
+        last = Link.read(folder), digest_of(folder)
+        chain.name_newest(*last)
+        return last
+
     def write(self, *, base: bool = False, blocking: bool | None = None) -> Path | SaveHandle:
         """Writes a delta, or a base; a collective call.
 
@@ -137,7 +191,7 @@ class DeltaWriter:
         Args:
             base: write a base, although a delta would do.
             blocking: whether the call ends when all is on the disk; None for the writer's own way.
-                Otherwise it ends when all has been copied, and a thread writes while training goes
+                Otherwise it ends when all has been copied, and threads write while training goes
                 on, as for :func:`save`. The next write waits for that.
 
         Returns:
@@ -166,7 +220,7 @@ class DeltaWriter:
         }
 
         def arguments() -> dict[str, Any]:
-            check_blocking(blocking, self._staging_bytes)
+            check_blocking(blocking, *self._staging)
             return given
 
         agreed(arguments)
@@ -180,7 +234,9 @@ class DeltaWriter:
                     tracker.forget()
         place = Place(self._root / link.name)
         self._last = None  # unless the write succeeds
-        handle = None if blocking else SaveHandle(place.path, self._staging_bytes)
+        handle = None
+        if not blocking:
+            handle = SaveHandle(place.path, *self._staging, self._options.threads)
         with saving(place, handle) as save:
             save_to(
                 place,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_hkv.checkpoint.opened import SavedTable
 from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.hash_table.files.shard_files import dequantised_fields
 from torchrec_hkv.progress import advance, reported
 
 #: Formats by the ending of a file; ``.npy`` files come in a folder.
@@ -104,7 +105,7 @@ def _columns(
     table: SavedTable, first: dict[str, Tensor] | None, names: Sequence[str]
 ) -> dict[str, tuple[torch.dtype, int | None]]:
     """Types and widths of what is written, by name."""
-    fields = {field.name: field for field in table.first_columns[0].fields}
+    fields = {f.name: f for f in dequantised_fields(table.first_columns[0].fields)}
     columns: dict[str, tuple[torch.dtype, int | None]] = {"ids": (torch.int64, None)}
     for name in names:
         if name in fields:

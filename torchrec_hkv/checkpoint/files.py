@@ -77,6 +77,7 @@ def save(
     threads: int = THREADS,
     blocking: bool = True,
     staging_bytes: int = STAGING_BYTES,
+    device_staging_bytes: int | None = None,
 ) -> SaveHandle | None:
     """Saves a model, and an optimizer, from all ranks; a collective call.
 
@@ -93,12 +94,15 @@ def save(
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that write files at the same time.
         blocking: whether the call ends when all is on the disk. Otherwise it ends when all has been
-            copied, and a thread writes while training goes on: what is saved is of the step of the
+            copied, and threads write while training goes on: what is saved is of the step of the
             call, bit for bit. ``path`` names the checkpoint before until the save has ended.
             Another save or load waits for that.
         staging_bytes: with ``blocking=False``, host memory of each rank that copies may take
             besides ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log
             says so.
+        device_staging_bytes: with ``blocking=False``, memory of each rank's GPU that copies of hash
+            tables may take before they go to host memory. None: what is free, but for a tenth of
+            the GPU's memory.
 
     Returns:
         With ``blocking=False`` a handle: ``wait()`` waits for the end and raises errors, ``done()``
@@ -117,7 +121,7 @@ def save(
     def arguments() -> dict[str, Any]:
         check_optimizer(optimizer)
         FileOptions(batch_bytes, threads)
-        check_blocking(blocking, staging_bytes)
+        check_blocking(blocking, staging_bytes, device_staging_bytes)
         Place(Path(path))
         return {
             "path": Folder.of(Path(path)),
@@ -129,7 +133,9 @@ def save(
     agreed(arguments)
     wait_for_saves()
     options, place = FileOptions(batch_bytes, threads), Place(Path(path))
-    handle = None if blocking else SaveHandle(place.path, staging_bytes)
+    handle = None
+    if not blocking:
+        handle = SaveHandle(place.path, staging_bytes, device_staging_bytes, threads)
     with saving(place, handle) as save:
         save_to(place, model, optimizer, tables, options, save)
     return handle
@@ -360,7 +366,7 @@ def load(
     return sum(held.lost for held in placed.values())
 
 
-def check_blocking(blocking: bool, staging_bytes: int) -> None:
+def check_blocking(blocking: bool, staging_bytes: int, device_staging_bytes: int | None) -> None:
     """Refuses impossible values.
 
     Raises:
@@ -368,7 +374,7 @@ def check_blocking(blocking: bool, staging_bytes: int) -> None:
     """
     if not isinstance(blocking, bool):
         raise ValueError(f"blocking is {blocking!r}, but must be True or False.")
-    check_staging(staging_bytes)
+    check_staging(staging_bytes, device_staging_bytes)
 
 
 # The last process group of all ranks, and that of their threads of saves.

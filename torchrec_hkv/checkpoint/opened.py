@@ -23,7 +23,7 @@ from torchrec_hkv.hash_table.files.entries_reader import (
 )
 from torchrec_hkv.hash_table.files.manifest import MANIFEST, OWNERS, Manifest
 from torchrec_hkv.hash_table.files.parts import Part
-from torchrec_hkv.hash_table.files.shard_files import entry_bytes
+from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_bytes
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 
@@ -75,7 +75,9 @@ class SavedTable:
 
     def entry_bytes(self) -> int:
         """Of an entry with all of its columns."""
-        by_columns = {part.columns: entry_bytes(part.fields) for part in self.parts or ()}
+        by_columns = {
+            part.columns: entry_bytes(dequantised_fields(part.fields)) for part in self.parts or ()
+        }
         return sum(by_columns.values())
 
     def batches(self, names: Sequence[str], batch_bytes: int) -> Iterator[dict[str, Tensor]]:

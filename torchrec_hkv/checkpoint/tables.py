@@ -125,6 +125,49 @@ def _saved_bytes(tables: Mapping[str, FoundTable], rank: int) -> int:
     )
 
 
+def see_tables(
+    folder: Path,
+    record: Record,
+    tables: Mapping[str, FoundTable],
+    options: FileOptions,
+    trackers: Trackers,
+) -> bool:
+    """Has trackers count what changes from now on in shards that have just been loaded.
+
+    Args:
+        folder: of the checkpoint.
+        record: of it.
+        tables: of the model.
+        options: of later saves with these trackers.
+        trackers: get those of this rank's shards.
+
+    Returns:
+        False where later saves can't add to the checkpoint: its shards are others.
+    """
+    rank = _rank()
+    trackers.clear()
+    for key, table in tables.items():
+        if not table.has_files:
+            continue
+        state, saved = table.state, record.tables[key].shards or []
+        columns = [(shard.column_offset, shard.column_offset + shard.dim) for shard in state.shards]
+        owners = [state.owners(shard) for shard in state.shards]
+        if [(s.owners, s.columns) for s in saved] != list(zip(owners, columns, strict=True)):
+            return False
+        lookups = table.collection.group_lookups()
+        for index, (shard, holder) in enumerate(zip(state.shards, state.ranks, strict=True)):
+            if holder != rank:
+                continue
+            name, lookup = shard_folder(key, index), lookups[shard.key]
+            tracker = trackers[name] = lookup.change_tracker(shard.key)
+            if tracker is None:
+                continue
+            with lookup.unchanged():
+                if not tracker.see(folder / name, options.states, options.row_dtype):
+                    return False
+    return True
+
+
 def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:
     """What folders hold, and makes sure that their names are on the disk.
 

@@ -33,51 +33,10 @@ from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY
-from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
 _SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
 _PIECE = 16 << 20
-
-
-class _WriteBehindStream(io.RawIOBase):
-    """A new file that the thread of a save writes, in pieces."""
-
-    def __init__(self, path: Path, handle: SaveHandle) -> None:
-        self._path, self._handle = path, handle
-        self._piece = bytearray()
-        self._size = 0
-        handle.defer(path.touch)
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for at in range(0, view.nbytes, _PIECE):
-            self._piece += view[at : at + _PIECE]
-            if len(self._piece) >= _PIECE:
-                self._send()
-        self._size += view.nbytes
-        return view.nbytes
-
-    def _send(self) -> None:
-        piece, self._piece = self._piece, bytearray()
-
-        def append() -> None:
-            with open(self._path, "ab") as file:
-                file.write(piece)
-
-        self._handle.reserve(len(piece))
-        self._handle.defer(append, len(piece))
-
-    def close(self) -> None:
-        if not self.closed:
-            self._send()
-            self._handle.defer(lambda: sync_file(self._path))
-        super().close()
 
 
 class _WriteBehindFiles(FileSystem):
@@ -90,17 +49,11 @@ class _WriteBehindFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         if mode != "wb":
             raise ValueError(f"{path} can't be opened with mode {mode!r} while it is saved.")
-        with _WriteBehindStream(Path(path), self._handle) as stream:
+        with WriteBehindFile(Path(path), self._handle) as stream:
             yield stream
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         self._handle.defer(lambda: Path(path).rename(new_path))
-
-
-def sync_file(path: Path) -> None:
-    """Makes sure that a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def save_tensors(folder: Path, state: dict[str, Any], handle: SaveHandle | None = None) -> None:

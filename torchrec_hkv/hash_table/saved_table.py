@@ -17,7 +17,13 @@ from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 from torchrec_hkv.progress import Progress, reported
-from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
+from torchrec_hkv.write_behind import (
+    STAGING_BYTES,
+    THREADS,
+    SaveHandle,
+    check_staging,
+    wait_for_saves,
+)
 
 
 class SavedTable:
@@ -34,6 +40,7 @@ class SavedTable:
         batch_bytes: int = files.BATCH_BYTES,
         blocking: bool = True,
         staging_bytes: int = STAGING_BYTES,
+        device_staging_bytes: int | None = None,
     ) -> SaveHandle | None:
         """Saves the table: ids, rows, scores, last steps, states, admission counters and clock.
 
@@ -42,33 +49,43 @@ class SavedTable:
         table wait until the files are written.
 
         Args:
-            path: a folder. An earlier save in it is replaced.
-            batch_bytes: memory limit of the save in bytes, on the host and on the device each.
-            blocking: True: the call returns when everything is on the disk. False: it returns when
-                everything is copied; a thread then writes the contents of the moment of the call
-                while the table may change. Another save waits for that thread.
-            staging_bytes: for ``blocking=False``, additional host memory for the copies in bytes.
-                If they don't fit, the call waits for the disk.
+            path: a folder; an earlier save in it is replaced.
+            batch_bytes: memory the save may take, on the host and as much on the device.
+            blocking: whether the call ends when all is on the disk. Otherwise it ends when all has
+                been copied, and threads write while the table changes: what is saved is of the
+                moment of the call. Another save waits for that.
+            staging_bytes: with ``blocking=False``, host memory that copies may take besides
+                ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log says
+                so.
+            device_staging_bytes: with ``blocking=False``, memory of the table's GPU that copies may
+                take before they go to host memory. None: what is free, but for a tenth of the GPU's
+                memory.
 
         Returns:
             With ``blocking=False`` a handle (``wait()``, ``done()``, ``progress``); else None.
 
         Raises:
-            ValueError: ``path`` exists and is not a saved table, or ``staging_bytes`` is not a
-                positive integer.
-            OSError: writing failed; the previous save is complete.
+            ValueError: ``path`` is something else than a saved table, or a number of bytes is out
+                of range.
+            OSError: writing failed; the last save is whole.
         """
-        check_staging(staging_bytes)
+        check_staging(staging_bytes, device_staging_bytes)
         wait_for_saves()
         if blocking:
             with self._group.unchanged(), self._saving(path):
                 files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
             return None
-        handle = SaveHandle(Path(path), staging_bytes)
+        handle = SaveHandle(Path(path), staging_bytes, device_staging_bytes)
         try:
             with self._group.unchanged(), self._saving(path):
                 files.save(
-                    self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes, handle=handle
+                    self._group,
+                    0,
+                    path,
+                    epoch=self.epoch,
+                    batch_bytes=batch_bytes,
+                    threads=THREADS,
+                    handle=handle,
                 )
         except BaseException as error:
             handle.abort(error)

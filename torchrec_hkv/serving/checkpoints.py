@@ -20,6 +20,7 @@ from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,
+    dequantised,
     entry_bytes,
     manifest_fields,
 )
@@ -143,7 +144,7 @@ class Checkpoint:
         for file in manifest.shards:
             with ShardReader(folder / file.file, fields, file) as reader:
                 for batch in reader.verified_batches(Staging(fields, _batch(file, fields))):
-                    yield batch["ids"].clone(), batch["rows"].float()
+                    yield batch["ids"].clone(), dequantised(batch)["rows"].float()
 
     # -- tensors ----------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""A write or a merge that is killed at any point leaves the chain before it whole."""
+"""A write or a merge that is killed at any point leaves the chain before it whole, and a save the
+checkpoint before it, whether it blocks or not."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 # by SIGKILL at a line of the code that writes, chosen at random. Before each write it tells what
 # its model holds, and after it that it has written.
 SCRIPT = """
-import os, random, signal, sys, traceback
+import os, random, signal, sys, threading, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -68,23 +69,46 @@ class Killing:
         return self.trace
 
     def __enter__(self):
+        threading.settrace(self.trace)  # for threads that begin
         sys.settrace(self.trace)
 
     def __exit__(self, *_):
         sys.settrace(None)
+        threading.settrace(None)
 
 def write(version, line):
     def work(tell):
         model = make_tables(1, device, "row_wise", expire_after=2)
         writer = checkpoint.DeltaWriter(
-            model, chain, model.fused_optimizer, keep_bases=1, threads=1
+            model, chain, model.fused_optimizer, keep_bases=1, threads=1,
+            blocking=what != "write without blocking",
         )
         killing = Killing(line)
         for step in range(3):
             train(model, 0, device, range(10 * version + step, 10 * version + step + 1))
             tell(contents(model))
             with killing:
-                writer.write()
+                done = writer.write()
+                if what == "write without blocking":
+                    train(model, 0, device, range(500, 502))
+                    done.wait()
+            tell("written")
+        tell(killing.lines)
+    return work
+
+def save(version, line):
+    def work(tell):
+        model = make_tables(1, device, "row_wise", expire_after=2)
+        killing = Killing(line)
+        for step in range(3):
+            train(model, 0, device, range(10 * version + step, 10 * version + step + 1))
+            tell(contents(model))
+            with killing:
+                handle = checkpoint.save(
+                    chain, model, model.fused_optimizer, threads=1, blocking=False
+                )
+                train(model, 0, device, range(500, 502))
+                handle.wait()
             tell("written")
         tell(killing.lines)
     return work
@@ -110,15 +134,16 @@ def loaded(path=chain):
     return told[0]
 
 choice = random.Random(seed)
-code, told = in_child(write(0, -1))
+begin = save if what == "save" else write
+code, told = in_child(begin(0, -1))
 assert code == 0
 lines = told[-1]
 before = told[-3]
 old = new = 0
-if what == "write":
+if what != "compact":
     assert loaded() == before
     for version in range(1, kills + 1):
-        code, told = in_child(write(version, choice.randrange(1, lines)))
+        code, told = in_child(begin(version, choice.randrange(1, lines)))
         assert code in (0, -signal.SIGKILL), code
         states = [before] + [state for state in told if state != "written"]
         found = loaded()
@@ -129,7 +154,7 @@ if what == "write":
         old += found != states[-1]
         new += found == states[-1]
         before = found
-    code, _ = in_child(write(99, -1))
+    code, _ = in_child(begin(99, -1))
     assert code == 0
 else:
     code, told = in_child(compact(folder / "first", -1))
@@ -148,12 +173,15 @@ else:
     code, _ = in_child(write(99, -1))
     assert code == 0
 # Whatever was left is cleared by the next writer.
-assert sorted(os.listdir(chain))[0] == f"base-{int(sorted(os.listdir(chain))[0][5:]):06d}"
+if what == "save":
+    assert os.listdir(folder) == ["chain"]
+else:
+    assert sorted(os.listdir(chain))[0] == f"base-{int(sorted(os.listdir(chain))[0][5:]):06d}"
 print(len(os.listdir(chain)), lines, old, new)
 """
 
 
-@pytest.mark.parametrize("what", ["write", "compact"])
+@pytest.mark.parametrize("what", ["write", "write without blocking", "save", "compact"])
 def test_killed_at_any_line(tmp_path, what):
     # TORCHREC_HKV_KILLS=50 takes some minutes.
     kills = int(os.environ.get("TORCHREC_HKV_KILLS", "9"))
@@ -168,6 +196,7 @@ def test_killed_at_any_line(tmp_path, what):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     held, lines, old, new = map(int, done.stdout.split())
-    assert held == 4  # a base, two deltas, and the name of the newest
+    # A base, two deltas, and the name of the newest; or the parts of a checkpoint.
+    assert held == (3 if what == "save" else 4)
     assert lines > 1000
     assert what == "compact" or old + new == kills

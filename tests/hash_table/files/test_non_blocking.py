@@ -29,13 +29,19 @@ def _change(table, device):
     assert table.size == 0
 
 
+# Copies that stay in the GPU's memory, some of which do, and that go to host memory at once.
+@pytest.mark.parametrize("on_device", [None, 3000, 0])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("policy", ["lru", "customized"])
-def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads):
+def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads, on_device):
+    if device_type == "cpu" and on_device is not None:
+        pytest.skip("there is no memory of a GPU")
     table = filled(device_type, 500, 700, eviction=policy, state_dim=2)
-    before, (handle, go_on) = entries(table), (SaveHandle(tmp_path), threading.Event())
+    before, go_on = entries(table), threading.Event()
+    handle = SaveHandle(tmp_path, device_staging_bytes=on_device)
     handle.defer(go_on.wait)
-    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, threads=threads, handle=handle)
+    sizes = {"batch_bytes": 8192, "shard_bytes": 4000, "threads": threads}
+    files.save(table._group, 0, tmp_path / "t", handle=handle, **sizes)
     handle.close()
     try:
         _change(table, device_type)
@@ -43,6 +49,9 @@ def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads):
     finally:
         go_on.set()
     handle.wait(60)
+    if device_type == "cuda":
+        assert (handle.device_staged_bytes > 0) == (on_device != 0)
+        assert (handle.staged_bytes > 0) == (on_device is not None)
     loaded = like(table)
     assert loaded.load(tmp_path / "t") == 0
     assert entries(loaded) == before
@@ -67,7 +76,7 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
     table.insert_or_assign(ids, torch.randn(40_000, 64, device=device_type))
     before = entries(table)
     limit = 2 << 20  # of some 10 MB
-    handle = SaveHandle(tmp_path / "t", limit)
+    handle = SaveHandle(tmp_path / "t", limit, device_staging_bytes=0)
     handle.defer(lambda: time.sleep(0.3))  # a slow disk
     with caplog.at_level(logging.WARNING):
         files.save(table._group, 0, tmp_path / "t", batch_bytes=1 << 20, handle=handle)
@@ -79,7 +88,7 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
     handle.wait()
     assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == before
     # Pieces that are larger than that pass one by one.
-    handle = table.save(tmp_path / "t", blocking=False, staging_bytes=1)
+    handle = table.save(tmp_path / "t", blocking=False, staging_bytes=1, device_staging_bytes=0)
     handle.wait()
     assert HashTable.from_file(tmp_path / "t", device=device_type).size == 0
 
@@ -154,11 +163,11 @@ from torchrec_hkv.write_behind import SaveHandle
 
 class Killing(SaveHandle):
     jobs, last = 0, None
-    def defer(self, job, size=0, *, always=False):
+    def defer(self, job, size=0, *, lane=None, always=False):
         self.jobs += 1
         if self.jobs == self.last:
             super().defer(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        super().defer(job, size, always=always)
+        super().defer(job, size, lane=lane, always=always)
 
 def save(last):
     table = HashTable.from_file(sys.argv[1])

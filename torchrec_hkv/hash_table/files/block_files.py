@@ -43,14 +43,6 @@ def block_memory(size: int, pin: bool = False) -> Tensor:
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
-def copy_of_blocks(data: memoryview) -> memoryview:
-    """Copies writable bytes to :func:`block_memory`. Releases the GIL while copying."""
-    copy = block_memory(data.nbytes)
-    source = (ctypes.c_ubyte * data.nbytes).from_buffer(data)
-    ctypes.memmove(copy.data_ptr(), ctypes.addressof(source), data.nbytes)
-    return host_memory(copy)
-
-
 def copy_to_host(to: Tensor, source: Tensor) -> None:
     """Copies a contiguous tensor to host memory. Does not synchronize with a GPU.
 

@@ -10,17 +10,18 @@ moved are found by comparing the id of each slot with a copy from the last save.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.hash_table.files.manifest import Changes, left_name
+from torchrec_hkv.hash_table.files.manifest import Changes, Manifest, left_name, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
 _ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
@@ -28,6 +29,7 @@ _PAIR_BYTES = 16
 _LEAST_STEP = -(1 << 31)
 # Bytes for each slot while comparing: owners, ids and steps of now and before, and comparisons.
 _LOOK_BYTES = 48
+_SEE_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Look:
     """The changes found by :meth:`ChangeTracker.look`.
 
     Attributes:
-        slots: int64, ascending, on the CPU: slots whose entries changed or are new. None if the
-            whole table must be saved.
-        changes: the changes for the manifest. None if the whole table must be saved.
+        slots: int64, ascending, in host memory: those whose entries changed or are new. None where
+            the whole table is to be saved.
+        changes: gives what the manifest says of it, once the file of ids that left is written;
+            None where the whole table is to be saved.
     """
 
-    slots: Tensor | None
-    changes: Changes | None
+    slots: Tensor | None = None
+    changes: Callable[[], Changes | None] = lambda: None
 
 
 class ChangeTracker:
@@ -66,18 +69,51 @@ class ChangeTracker:
         """Makes the next look treat the whole table as changed."""
         self._first_open = None
 
-    def look(self, folder: Path, save_name: str, batch_bytes: int, written: list[Path]) -> Look:
-        """Finds the changes since the last look, and writes the ids that left their slots to a
-        file.
+    def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
+        """Makes the next look find what changes from now on.
+
+        Called within ``group.unchanged()``, where the table has been loaded from a folder.
+
+        Args:
+            folder: of a saved table.
+            states: whether later saves hold optimizer states.
+            row_dtype: that they round rows to; None: all bits.
+
+        Returns:
+            False, and nothing is done, where later saves could not add to the folder's: the table
+            has another geometry, or they hold more or less of an entry.
+        """
+        group, manifest = self._group, Manifest.read(folder)
+        *_, buckets, bucket_slots = _C.table_layout(group.handle, self._table)
+        if (
+            (buckets, bucket_slots) != (manifest.buckets, manifest.bucket_slots)
+            or manifest.reduced != reduced_of(group.tables[self._table].dtype, states, row_dtype)
+            or group.clock != manifest.clock
+        ):
+            return False
+        self.forget()
+        self.look(folder, "", _SEE_BYTES, [])
+        return True
+
+    def look(
+        self,
+        folder: Path,
+        save_name: str,
+        batch_bytes: int,
+        written: list[Path],
+        handle: SaveHandle | None = None,
+    ) -> Look:
+        """Finds what changed since the last look, and writes which ids left their slots.
 
         Call it within ``group.unchanged()``. If the save fails, call :meth:`forget`.
 
         Args:
-            folder: folder for the file of ids that left.
-            save_name: 8 hexadecimal digits, unique for the save.
-            batch_bytes: memory limit in bytes, on the host and on the device each. 8 more bytes of
-                host memory are used for each changed entry.
-            written: the path of the file is appended if one is written.
+            folder: gets the file of ids that left.
+            save_name: 8 hexadecimal digits, a name of the save's own.
+            batch_bytes: memory it may take, on the host and on the device, besides 8 bytes of the
+                host's for each entry that changed.
+            written: gets the file, if one is begun.
+            handle: of a save that does not block, whose threads write the file.
         """
         group = self._group
         first_open, rewrites = group.first_open_step, group.rewrites
@@ -89,18 +125,18 @@ class ChangeTracker:
             for first in range(0, len(self._ids), batch):
                 own = slice(first, min(first + batch, len(self._ids)))
                 self._ids[own], _, self._occupied[own] = self._now(own)
-            found = Look(None, None)
+            found = Look()
         else:
             path = folder / left_name(save_name)
             written.append(path)
-            found = self._compare(since, path, batch)
+            found = self._compare(since, path, batch, handle)
         self._first_open, self._rewrites = first_open, rewrites
         return found
 
-    def _compare(self, since: int, path: Path, batch: int) -> Look:
+    def _compare(self, since: int, path: Path, batch: int, handle: SaveHandle | None) -> Look:
         changed = []
-        entries = left = crc32 = 0
-        with open(path, "xb") as file:
+        entries = left = 0
+        with WriteBehindFile(path, handle) as file:
             for first in range(0, len(self._ids), batch):
                 own = slice(first, min(first + batch, len(self._ids)))
                 ids, steps, is_there = self._now(own)
@@ -114,16 +150,12 @@ class ChangeTracker:
                 entries += int(is_there.sum())
                 gone = (was_there & other).nonzero().flatten()
                 pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
-                data = host_memory(pairs)
-                crc32 = zlib.crc32(data, crc32)
-                file.write(data)
+                file.write(host_memory(pairs))
                 left += len(pairs)
                 new = other.nonzero().flatten()
                 self._ids[own][new.cpu()] = ids[new].cpu()
                 self._occupied[own] = is_there
-            file.flush()
-            os.fsync(file.fileno())
-        return Look(torch.cat(changed), Changes(entries, path.name, left, crc32))
+        return Look(torch.cat(changed), lambda: Changes(entries, path.name, left, file.crc32))
 
     def _resize(self, slots: int, *, keep: bool) -> None:
         """Resizes the copy to the current slots of the table; new slots were free before."""

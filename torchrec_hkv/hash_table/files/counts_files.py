@@ -8,9 +8,8 @@ table becomes several, each gets a copy of the sketch. A count is therefore neve
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from torchrec_hkv.hash_table.files.counts import (
 )
 from torchrec_hkv.hash_table.files.manifest import Counts, counts_name
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +45,33 @@ class SavedCounts:
 
 
 def write_counts(
-    group: TableGroup, table: int, folder: Path, save: str, batch_bytes: int
-) -> Counts | None:
-    """Writes the counters of a table to a file; None if the table counts nothing."""
+    group: TableGroup,
+    table: int,
+    folder: Path,
+    save: str,
+    batch_bytes: int,
+    handle: SaveHandle | None = None,
+) -> Callable[[], Counts | None]:
+    """Writes the counts of a table to a file of its own.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        folder: gets the file.
+        save: 8 hexadecimal digits, a name of the save's own.
+        batch_bytes: memory it may take.
+        handle: of a save that does not block, whose threads write the file.
+
+    Returns:
+        What gives the manifest's part, once the file is written; None where nothing is counted.
+    """
     kind = kind_of(group.tables[table].admission)
     if kind is None:
-        return None
-    path = folder / counts_name(save)
-    crc32 = 0
-    with open(path, "xb") as file:
+        return lambda: None
+    with WriteBehindFile(folder / counts_name(save), handle) as file:
         for first, n in _pieces(kind.bytes, batch_bytes):
-            piece = group.read_admission(table, first, n).cpu()
-            data = host_memory(piece)
-            crc32 = zlib.crc32(data, crc32)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return Counts(path.name, kind.name, kind.cell_bits, kind.bytes, crc32)
+            file.write(host_memory(group.read_admission(table, first, n).cpu()))
+    return lambda: Counts(counts_name(save), kind.name, kind.cell_bits, kind.bytes, file.crc32)
 
 
 def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:

@@ -11,12 +11,19 @@ from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.parts import Part
-from torchrec_hkv.hash_table.files.shard_files import Field, ShardReader, Staging, entry_bytes
+from torchrec_hkv.hash_table.files.shard_files import (
+    Field,
+    ShardReader,
+    Staging,
+    dequantised,
+    dequantised_fields,
+    entry_bytes,
+)
 from torchrec_hkv.hash_table.ops import owner_rank
 
 
 def _fields(part: Part, names: Collection[str]) -> list[Field]:
-    wanted = {*names, "ids", "slots"}
+    wanted = {*names, "ids", "slots"} | ({"scales"} if "rows" in names else set())
     return [field for field in part.fields if field.name in wanted]
 
 
@@ -59,7 +66,7 @@ def read_entries(
                         picked = mine if picked is None else picked & mine
                     if picked is not None:
                         batch = {name: tensor[picked] for name, tensor in batch.items()}
-                    yield batch
+                    yield dequantised(batch)
 
 
 def count_owners(part: Part, batch_bytes: int) -> Tensor:
@@ -92,7 +99,7 @@ def collect_entries(
     if not pieces:
         return {
             field.name: torch.empty(field.shape(0), dtype=field.dtype)
-            for field in _fields(part, names)
+            for field in dequantised_fields(_fields(part, names))
         }
     joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     order = joined["ids"].argsort()

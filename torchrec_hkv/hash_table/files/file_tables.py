@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_hkv import _C, progress
-from torchrec_hkv.hash_table.files.block_files import copy_to_host
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard, shard_name
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
-    ShardWriter,
     Staging,
-    compressed,
     entry_bytes,
     fields_of,
     manifest_fields,
+    quantised,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
-from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.progress import advance
 from torchrec_hkv.write_behind import SaveHandle
 
 # Number of batches alive at a time in a load with another capacity: the batch that was read, the
@@ -36,7 +32,10 @@ _COPIES = 3
 # A save uses half of its memory for staging, a quarter to scan for entries, and for each batch read
 # from the table two parts of this many.
 SAVED_PARTS = 8
-# Bytes for each slot while scanning for the entries of a shard.
+# What a save that does not block takes at a time is one of so many parts of what it may take, or so
+# many bytes of a GPU's memory.
+_PIECES, _DEVICE_PIECE = 4, 256 << 20
+# Bytes a slot that looking for the entries of a shard takes.
 _SCAN_BYTES = 32
 
 _ops = torch.ops.torchrec_hkv
@@ -90,18 +89,21 @@ class Source(FileTable):
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Yields owner buckets of slots in pieces, -1 for free slots, each with its first slot, or
-        with all its slots if only some slots are saved."""
-        if self._only is not None:
-            for slots in self._only.split(self.scan) if len(self._only) else ():
-                slots = slots.to(self.group.device)
-                ids, _ = self.group.ids_and_steps(self.table, slots)
-                yield slots, owner_rank(ids, OWNERS)
-            return
-        for first in range(0, self.slots, self.scan):
-            n = min(self.scan, self.slots - first)
-            counters = self.group.counter_tensor
-            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+        """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
+        of its slots where only some are saved."""
+        total = self.slots if self._only is None else len(self._only)
+        for first in range(0, total, self.scan):
+            slots, owners = self._owners_of(first, min(self.scan, total - first))
+            yield first if slots is None else slots, owners
+
+    def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:
+        """Of so many slots from one on; where only some are saved, of those, and these slots."""
+        group, table = self.group, self.table
+        if self._only is None:
+            return None, _ops.slot_owners(group.counter_tensor, group.handle, table, first, n)
+        slots = self._only[first : first + n].to(group.device)
+        ids, _ = group.ids_and_steps(table, slots)
+        return slots, owner_rank(ids, OWNERS)
 
     def count_owners(self) -> Tensor:
         """Number of entries of each owner bucket, int64 ``[65536]``."""
@@ -110,9 +112,55 @@ class Source(FileTable):
             counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
         return counts[1:]
 
-    def staging(self) -> Staging:
-        """Staging memory for a batch on its way to a file: half of the memory limit."""
-        return Staging(self.fields, self._entries(2), pin=self.group.device.type == "cuda")
+    def staging(self, parts: int = 2) -> Staging:
+        """Memory for a batch on its way to a file: one of so many parts of what may be taken."""
+        return Staging(self.fields, self._entries(parts), pin=self.group.device.type == "cuda")
+
+    def pieces(
+        self, ranges: Sequence[tuple[int, int]], handle: SaveHandle
+    ) -> Iterator[tuple[dict[str, Tensor], list[int], bool]]:
+        """Copies of all entries in pieces, for which there is room in a save that does not block.
+
+        Args:
+            ranges: ascending and disjoint, of owner buckets, which hold all entries.
+            handle: of the save.
+
+        Yields:
+            Entries by range, in each in the order of their slots; how many are of each range; and
+            whether they stay in the GPU's memory, or are in the host's.
+        """
+        device = self.group.device
+        entry = entry_bytes(self.fields)
+        small = self._entries(_PIECES)
+        piece = max(small, _DEVICE_PIECE // entry) if device.type == "cuda" else small
+        # The range of each owner bucket; -1, the owner of free slots, comes first.
+        number_of = torch.full((OWNERS + 1,), -1, dtype=torch.int32)
+        for number, (begin, end) in enumerate(ranges):
+            number_of[begin + 1 : end + 1] = number
+        number_of = number_of.to(device)
+        total, first = self.slots if self._only is None else len(self._only), 0
+        while first < total:
+            n = min(piece, total - first)
+            slots, owners = self._owners_of(first, n)
+            numbers = number_of.index_select(0, owners + 1)
+            if slots is None:
+                slots = (numbers >= 0).nonzero().flatten()
+                numbers = numbers.index_select(0, slots)
+                slots += first
+            size = len(slots) * entry
+            on_device = device.type == "cuda" and handle.reserve_on_device(size, device)
+            if not on_device:
+                if n > small:
+                    piece = small
+                    continue
+                handle.reserve(size)
+            if len(ranges) > 1:
+                slots = slots.index_select(0, _stable_order(numbers, len(ranges)))
+            batch = self._read(slots)
+            if device.type == "cuda" and not on_device:
+                batch = {name: _pinned_copy(tensor) for name, tensor in batch.items()}
+            yield batch, torch.bincount(numbers, minlength=len(ranges)).tolist(), on_device
+            first += n
 
     def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
         """Entries of a range of owner buckets in slot order, on the table's device."""
@@ -130,10 +178,21 @@ class Source(FileTable):
         names = ("ids", "rows", "last_steps", "scores", "states")
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
-        for field in self.fields:
-            if field.name == "rows":
-                batch["rows"] = self._narrowed(batch["rows"], field.dtype)
+        (dtype,) = (field.dtype for field in self.fields if field.name == "rows")
+        if dtype == torch.int8:
+            batch["rows"], batch["scales"] = self._quantised(batch["rows"])
+        else:
+            batch["rows"] = self._narrowed(batch["rows"], dtype)
         return {field.name: batch[field.name] for field in self.fields}
+
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantised(rows)
+        if not bool(scales.isfinite().all()):
+            raise ValueError(
+                f"table {self.name!r} has values that are infinite or NaN, which have no codes of "
+                "8 bits: save its rows as torch.bfloat16, or as they are."
+            )
+        return codes, scales
 
     def _narrowed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == dtype:
@@ -145,6 +204,19 @@ class Source(FileTable):
                 "can't represent: save its rows as torch.bfloat16, or with their own dtype."
             )
         return narrow
+
+
+def _stable_order(numbers: Tensor, limit: int) -> Tensor:
+    """What sorts numbers below a limit; equal ones stay in order."""
+    if numbers.is_cuda or limit >= 1 << 15:
+        return numbers.argsort(stable=True)
+    # NumPy sorts 16 bits by radix, five times as fast.
+    return torch.from_numpy(np.argsort(numbers.short().numpy(), kind="stable"))
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class Target(FileTable):
@@ -225,114 +297,6 @@ def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
         plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
         begin, before = end, ends[end - 1]
     return plan
-
-
-def write_shards(
-    source: Source,
-    plan: list[tuple[int, int, int]],
-    folder: Path,
-    save_name: str,
-    written: list[Path],
-    threads: int = 1,
-    compression: bool = False,
-    handle: SaveHandle | None = None,
-) -> list[Shard]:
-    """Writes the shards of a table.
-
-    While one thread waits for the disk, others read the table and compute checksums.
-
-    Args:
-        source: the table.
-        plan: result of :func:`plan_shards`.
-        folder: an existing folder.
-        save_name: 8 hexadecimal digits, unique for this save.
-        written: the paths of the files are appended when they are created.
-        threads: number of threads that write files; each has its own batches.
-        compression: whether files are compressed after they are written.
-        handle: handle of a non-blocking save; None for a blocking one.
-
-    Raises:
-        OSError: writing failed.
-        RuntimeError: the table changed meanwhile.
-    """
-    work: dict[tuple[int, int], list[tuple[Path, int]]] = {}
-    for index, (begin, end, entries) in enumerate(plan):
-        path = folder / shard_name(save_name, index)
-        work.setdefault((begin, end), []).append((path, entries))
-    free: list[Staging] = []
-
-    def write(owners: tuple[int, int]) -> list[Shard]:
-        staging = free.pop() if free else source.staging()
-        shards = list(
-            _write_range(source, owners, work[owners], staging, written, compression, handle)
-        )
-        free.append(staging)
-        return shards
-
-    if threads == 1:
-        ranges = [write(owners) for owners in work]
-    else:
-        with ThreadPoolExecutor(
-            threads, initializer=progress.adopt, initargs=(progress.current(),)
-        ) as pool:
-            ranges = list(pool.map(write, work))
-    return [shard for shards in ranges for shard in shards]
-
-
-def _write_range(
-    source: Source,
-    owners: tuple[int, int],
-    files: list[tuple[Path, int]],
-    staging: Staging,
-    written: list[Path],
-    compression: bool,
-    handle: SaveHandle | None,
-) -> Iterator[Shard]:
-    batches = source.batches(*owners)
-    rest: dict[str, Tensor] = {}
-    for path, entries in files:
-        written.append(path)
-        with ShardWriter(path, staging, owners, entries, handle) as writer:
-            while room := min(writer.room, staging.entries):
-                filled, rest = _fill(writer.memory(room), rest, batches)
-                if filled < room:
-                    raise RuntimeError(f"table {source.name!r} changed while it was saved.")
-                writer.write(room)
-                advance(room * entry_bytes(source.fields))
-            shard = writer.finish()
-        if compression:
-            written.append(path.with_name(path.name + SUFFIX))
-            shard = compressed(path, shard, handle)
-        yield shard
-
-
-def _fill(
-    memory: dict[str, Tensor], rest: dict[str, Tensor], batches: Iterator[dict[str, Tensor]]
-) -> tuple[int, dict[str, Tensor]]:
-    """Fills host memory with the rest of a batch and with further batches.
-
-    Returns:
-        Number of entries copied, and the rest of the last batch.
-    """
-    room = len(memory["ids"])
-    filled = 0
-    device = memory["ids"].device
-    while filled < room:
-        batch = rest or next(batches, None)
-        if batch is None:
-            break
-        n = min(len(batch["ids"]), room - filled)
-        device = batch["ids"].device
-        for name, to in memory.items():
-            copy_to_host(to[filled : filled + n], batch[name][:n])
-        more = len(batch["ids"]) > n
-        rest = {name: tensor[n:] for name, tensor in batch.items()} if more else {}
-        filled += n
-    if device.type == "cuda":
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(device))
-        copied.synchronize()
-    return filled, rest
 
 
 def verify_shard(

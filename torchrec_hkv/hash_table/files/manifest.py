@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
@@ -115,8 +117,8 @@ class Reduced:
     """Description of a folder that holds entries in a reduced form.
 
     Attributes:
-        dtype: data type of the rows in its shards.
-        states: whether the shards hold optimizer states.
+        dtype: of the rows in its shards; int8 for codes with a scale a row.
+        states: whether they hold optimizer states.
     """
 
     dtype: str
@@ -275,8 +277,10 @@ _CHANGES = Fields(
     },
     Changes,
 )
-_REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
-#: Keys that are left out if they are None.
+_REDUCED = Fields(
+    {"dtype": Choice(("float32", "float16", "bfloat16", "int8")), "states": Flag()}, Reduced
+)
+#: Keys that are not there where they have nothing to say.
 _OPTIONAL = ("changes", "reduced", "aging")
 MANIFEST_SCHEMA = Fields(
     {
@@ -388,6 +392,14 @@ def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> Non
         )
     if changes.left > slots:
         raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")
+
+
+def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
+    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
+    if states and saved == dtype:
+        return None
+    return Reduced(str(saved).removeprefix("torch."), states)
 
 
 def new_save_id() -> str:

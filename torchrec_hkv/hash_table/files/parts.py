@@ -30,6 +30,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
     Staging,
+    dequantised,
     entry_bytes,
     manifest_fields,
 )
@@ -395,7 +396,7 @@ class PartsLoad:
                     picked = mine if picked is None else picked & mine
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
-                yield batch
+                yield dequantised(batch)
                 advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from torchrec_hkv.hash_table.files.file_tables import (
     Target,
     plan_shards,
     verify_shard,
-    write_shards,
 )
 from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import (
@@ -37,10 +37,22 @@ from torchrec_hkv.hash_table.files.manifest import (
     counts_name,
     new_save_id,
     prepare_folder,
+    reduced_of,
     remove_others,
     sync_folder,
 )
-from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, manifest_fields
+from torchrec_hkv.hash_table.files.range_writer import (
+    StagingPool,
+    copy_shards,
+    range_writers,
+    write_shards,
+)
+from torchrec_hkv.hash_table.files.shard_files import (
+    ShardReader,
+    dequantised,
+    entry_bytes,
+    manifest_fields,
+)
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -119,10 +131,11 @@ def save(
         tracker: change tracker of the table. Only what changed since its last save is saved, if the
             tracker knows it.
         states: whether optimizer states are saved.
-        row_dtype: float16 or bfloat16: rounds 32-bit rows to it. None: rows are saved as they are.
-        compression: whether shards are compressed with Zstandard.
-        handle: handle of a non-blocking save. The table is copied when this function returns, and
-            the handle's thread writes the copy.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to, or int8 for codes of 8
+            bits with a scale a row; None to save all bits.
+        compression: whether shards are compressed by Zstandard.
+        handle: of a save that does not block: its threads write what is copied here. All that the
+            table holds has been copied when this function returns.
 
     Raises:
         ValueError: ``path`` exists and is not a saved table, a size is not positive, or
@@ -143,7 +156,7 @@ def save(
 
     try:
         with group.unchanged():
-            manifest = _write_files(
+            finish = _write_files(
                 group,
                 table,
                 folder,
@@ -160,7 +173,13 @@ def save(
             )
         if handle is not None:
             handle.on_error(undo)
-        run_or_defer(handle, lambda: manifest.write(folder))
+        made: list[Manifest] = []
+
+        def write_manifest() -> None:
+            made.append(finish())
+            made[0].write(folder)
+
+        run_or_defer(handle, write_manifest)
     except BaseException:
         if handle is None:
             undo()
@@ -169,6 +188,7 @@ def save(
         raise
 
     def commit() -> None:
+        (manifest,) = made
         manifest.commit(folder)
         written.clear()  # from here on they are the saved table and must not be deleted
         sync_folder(folder.absolute().parent)
@@ -196,13 +216,19 @@ def _write_files(
     reduced: Reduced | None,
     compression: bool,
     handle: SaveHandle | None,
-) -> Manifest:
-    """Writes all files except the manifest. Appends their paths to ``written``."""
+) -> Callable[[], Manifest]:
+    """Writes all files but the manifest, or copies what they are to hold.
+
+    ``written`` gets the files that were begun. What is returned gives the manifest, once all that
+    was deferred is done.
+    """
     save_name = os.urandom(4).hex()
-    found = Look(None, None)
+    found = Look()
     if tracker is not None:
-        found = tracker.look(folder, save_name, batch_bytes, written)
-    source = Source(group, table, max(1, batch_bytes // threads), found.slots, reduced)
+        found = tracker.look(folder, save_name, batch_bytes, written, handle)
+    # Without blocking, one thread copies, and all ranges are written beside each other.
+    share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
+    source = Source(group, table, share, found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
@@ -210,12 +236,16 @@ def _write_files(
     if tracker is not None:
         expect(int(counts.sum()) * entry)  # of a whole table, whoever saves it has said so
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    shards = tuple(
-        write_shards(source, plan, folder, save_name, written, threads, compression, handle)
-    )
+    parts = 2 if handle is None else max(2, len({ends[:2] for ends in plan}))
+    staging = StagingPool(lambda: source.staging(parts))
+    writers = range_writers(source, plan, folder, save_name, written, staging, compression)
+    if handle is None:
+        write_shards(source, writers, threads)
+    else:
+        copy_shards(source, writers, handle)
     written.append(folder / counts_name(save_name))
-    unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
-    return Manifest(
+    unadmitted = write_counts(group, table, folder, save_name, batch_bytes, handle)
+    known = Manifest(
         save=new_save_id() if save_id is None else save_id,
         table=describe(group, table),
         capacity=group.tables[table].capacity,
@@ -226,21 +256,21 @@ def _write_files(
         epoch=epoch,
         optimizer_step=int(group.optimizer_steps[table]),
         state_layout=group.state_layout,
-        entries=sum(shard.entries for shard in shards),
-        shards=shards,
-        counts=unadmitted,
-        changes=found.changes,
+        entries=int(counts.sum()),
+        shards=(),
         reduced=reduced,
         aging=group.measured_aging(table),
     )
 
+    def finish() -> Manifest:
+        return dataclasses.replace(
+            known,
+            shards=tuple(shard for writer in writers for shard in writer.shards),
+            counts=unadmitted(),
+            changes=found.changes(),
+        )
 
-def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
-    """The reduced form in which entries are saved; None if they are saved completely."""
-    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
-    if states and saved == dtype:
-        return None
-    return Reduced(str(saved).removeprefix("torch."), states)
+    return finish
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
@@ -342,7 +372,7 @@ def _replace(
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    lost += target.restore(batch, exact)
+                    lost += target.restore(dequantised(batch), exact)
                     advance(len(batch["ids"]) * entry_bytes(fields))
         if exact and lost:
             raise ValueError(f"{folder} is inconsistent: {lost} of its slots occur twice.")

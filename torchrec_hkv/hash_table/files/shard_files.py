@@ -22,15 +22,18 @@ from torchrec_hkv.hash_table.files.block_files import (
     BLOCK,
     BlockFile,
     block_memory,
-    copy_of_blocks,
     host_memory,
 )
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
-from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
-# Names of dtypes in the format. Steps and scores are unsigned, but tables return them as signed.
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# The format's names. Steps and scores are unsigned, but a table hands them over as signed.
+_TYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+}
 _LENGTH_BYTES = 8
 # Shorter files use the page cache, because disks are slow with small direct writes.
 _DIRECT_BYTES = 16 << 20
@@ -72,8 +75,36 @@ def fields_of(
     fields.append(Field("last_steps", torch.int32, "U32"))
     if state_dim:
         fields.append(Field("states", torch.float32, "F32", state_dim))
+    if dtype == torch.int8:
+        fields.append(Field("scales", torch.float32, "F32"))
     fields.append(Field("rows", dtype, _TYPES[dtype], dim))
     return tuple(fields)
+
+
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of floats as codes of 8 bits: int8 ``[n, dim]``, and the scale of each row, float32
+    ``[n]``. A value is its code times the scale, within half of the scale."""
+    rows = rows.float()
+    scales = rows.abs().amax(1) / 127
+    codes = rows / torch.where(scales == 0, 1, scales)[:, None]
+    return codes.round_().to(torch.int8), scales
+
+
+def dequantised(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries with rows of floats, whatever a file has."""
+    if "scales" not in batch or "rows" not in batch:
+        return batch
+    rows = batch["rows"].float().mul_(batch["scales"][:, None])
+    return {name: tensor for name, tensor in batch.items() if name != "scales"} | {"rows": rows}
+
+
+def dequantised_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
+    """The tensors that :func:`dequantised` gives."""
+    return tuple(
+        dataclasses.replace(field, dtype=torch.float32) if field.dtype == torch.int8 else field
+        for field in fields
+        if field.name != "scales"
+    )
 
 
 def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
@@ -158,11 +189,10 @@ class ShardWriter:
     the header, are written at the end.
 
     Args:
-        path: path of the file.
-        staging: memory for batches, used by this writer only.
-        owners: range ``[first, end)`` of owner buckets of the ids.
-        entries: total number of entries.
-        handle: handle of a non-blocking save, whose thread writes copies; None to write at once.
+        path: of the file.
+        staging: memory for batches, of its own.
+        owners: first owner bucket of its ids, and the one past the last.
+        entries: how many will come.
     """
 
     def __init__(
@@ -171,14 +201,13 @@ class ShardWriter:
         staging: Staging,
         owners: tuple[int, int],
         entries: int,
-        handle: SaveHandle | None = None,
     ) -> None:
         fields = staging.fields
         size = entries * entry_bytes(fields)
         shard = Shard(path.name, *owners, entries, size, {})
         header = _header(fields, shard)
         self._shard = dataclasses.replace(shard, bytes=len(header) + size)
-        self._staging, self._handle = staging, handle
+        self._staging = staging
         self._starts = _starts(fields, shard, header)
         self._at = dict(self._starts)
         self._crc32 = {field.name: 0 for field in fields}
@@ -225,17 +254,8 @@ class ShardWriter:
         if start > first:
             begin = first + BLOCK
             self._edges.append((start, bytes(blocks[start - first : BLOCK])))
-        self._write_blocks(blocks[begin - first : last - first], begin)
+        self._file.write_blocks(blocks[begin - first : last - first], begin)
         self._staging.keep(field, last - first, end - first)
-
-    def _write_blocks(self, data: memoryview, at: int) -> None:
-        handle, file = self._handle, self._file
-        if handle is None:
-            file.write_blocks(data, at)
-            return
-        handle.reserve(data.nbytes)
-        copy = copy_of_blocks(data)
-        handle.defer(lambda: file.write_blocks(copy, at), data.nbytes)
 
     @property
     def room(self) -> int:
@@ -243,43 +263,30 @@ class ShardWriter:
         return self._shard.entries - self._written
 
     def finish(self) -> Shard:
-        """Flushes the file to the disk; returns its description for a manifest.
-
-        In a non-blocking save, the handle's thread flushes it later.
-        """
+        """Makes sure that the file is on the disk; returns what a manifest says of it."""
         for field in self._staging.fields:
             start, at = self._starts[field.name], self._at[field.name]
             first = at - at % BLOCK
             begin = max(start, first)
             rest = self._staging.blocks(field)[begin - first : at - first]
             self._edges.append((begin, bytes(rest)))
-        run_or_defer(self._handle, self._finish_file)
-        return dataclasses.replace(self._shard, crc32=self._crc32)
-
-    def _finish_file(self) -> None:
         for at, data in self._edges:
             self._file.write(data, at)
         self._file.sync()
+        return dataclasses.replace(self._shard, crc32=self._crc32)
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is None:
-            self._file.close()
-        else:
-            self._handle.defer(self._file.close, always=True)
+        self._file.close()
 
 
-def compressed(path: Path, shard: Shard, handle: SaveHandle | None = None) -> Shard:
-    """Replaces the file of a shard by a compressed one; returns its description for a manifest."""
+def compressed(path: Path, shard: Shard) -> Shard:
+    """Puts a compressed file in the place of a shard's; returns what a manifest says of it."""
     into = path.with_name(path.name + SUFFIX)
-
-    def replace() -> None:
-        compress(path, into)
-        path.unlink()
-
-    run_or_defer(handle, replace)
+    compress(path, into)
+    path.unlink()
     return dataclasses.replace(shard, file=into.name)
 
 

@@ -1,0 +1,557 @@
+"""A table in shards that is trained, written as a chain of deltas and loaded, beside a dictionary.
+
+Ranks are simulated: a shard is a :class:`TableGroup` of its own, which gets the ids of its owner
+buckets. All that reads and writes chains is the package's. Rows, velocities, steps and counts are
+what NumPy makes of the same ids and gradients; the table only says which ids it let go.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_hkv import checkpoint
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.hkv.files import HashTablesLoad
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
+from torchrec_hkv.checkpoint.files import read_saved
+from torchrec_hkv.checkpoint.place import Place
+from torchrec_hkv.checkpoint.record import (
+    METADATA,
+    TENSORS,
+    Record,
+    TableRecord,
+    TableShardRecord,
+    shard_folder,
+)
+from torchrec_hkv.checkpoint.tables import files_to_verify, saved_shards
+from torchrec_hkv.checkpoint.tensors import file_record, verify_file
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, files, initial_rows
+from torchrec_hkv.hash_table.files.changes import ChangeTracker
+from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id
+from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.write_behind import SaveHandle
+
+DIM, KEY = 3, "ebc.embedding_bags.t"
+# Powers of two: products with them are exact, so that each update rounds once.
+RATE, MOMENTUM = np.float32(0.5), np.float32(0.25)
+SMALL = {"batch_bytes": 4096, "threads": 1}
+#: By id: bits of row and velocity, last step and count.
+State = dict[int, tuple[bytes, bytes, int, int]]
+
+
+class Shards:
+    """The shards of a table on so many ranks."""
+
+    def __init__(self, world_size: int, rows: int, eviction: str, **options: object) -> None:
+        self.rows, self.eviction = rows, eviction
+        self.owners = [
+            (-(-rank * OWNERS // world_size), -(-(rank + 1) * OWNERS // world_size))
+            for rank in range(world_size)
+        ]
+        spec = TableSpec(
+            "t", -(-rows // world_size), DIM, eviction, initializer=Uniform(-1, 1), **options
+        )
+        self.groups = [TableGroup([spec], [0], SGD(momentum=float(MOMENTUM))) for _ in self.owners]
+
+    def split(self, ids: list[int]) -> Iterator[tuple[TableGroup, torch.Tensor, torch.Tensor]]:
+        """Each shard's group, ids, and where these are in the list."""
+        tensor = torch.tensor(ids, dtype=torch.int64)
+        owner = owner_rank(tensor, OWNERS)
+        for group, (begin, end) in zip(self.groups, self.owners, strict=True):
+            at = ((owner >= begin) & (owner < end)).nonzero().flatten()
+            yield group, tensor[at], at
+
+    def state(self) -> State:
+        """All that they hold."""
+        found: State = {}
+        for group in self.groups:
+            state = group.export_table(0)
+            slots = state.occupied.nonzero().flatten()
+            rows, velocities = state.rows[slots].numpy(), state.states[slots].numpy()
+            steps = state.last_steps[slots].tolist()
+            counts = state.scores[slots].tolist() if state.scores.numel() else [0] * len(slots)
+            for i, id_ in enumerate(state.ids[slots].tolist()):
+                assert id_ not in found
+                found[id_] = (rows[i].tobytes(), velocities[i].tobytes(), steps[i], counts[i])
+        return found
+
+
+class Sequence:
+    """One table, its dictionary, and its chain.
+
+    Args:
+        seed: of all that is random.
+        folder: for the chain.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        self.root = folder / "chain"
+        self.did: collections.Counter[str] = collections.Counter()
+        self._rows = pick((40, 150, 600))
+        self._eviction = pick(("lru", "lfu"))
+        self._expire = pick((None, None, 4))
+        self._initial = pick((None, 64)) if self._rows == 600 else None
+        has_package = importlib.util.find_spec("zstandard") is not None
+        self._compression = pick((False, False, has_package))
+        self._pool = [pick((self.random.getrandbits(64) - (1 << 63), i)) for i in range(900)]
+        self._pool[:3] = -1, -(1 << 63), 0
+        self._world_size = pick((1, 2, 3))
+        self.model: State = {}
+        self.states: dict[int, State] = {}  # of the chain, by number
+        self._begin(self._make(self._world_size))
+
+    def _make(self, world_size: int) -> Shards:
+        options = {"expire_after": self._expire}
+        if self._initial is not None:
+            options["initial_capacity"] = self._initial
+        return Shards(world_size, self._rows, self._eviction, **options)
+
+    def _begin(self, shards: Shards) -> None:
+        """Goes on with these, as a new process does."""
+        self.shards = shards
+        self._trackers = [ChangeTracker(group, 0) for group in shards.groups]
+        self._previous: str | None = None  # digest; None: the next write is a base
+
+    def check(self) -> None:
+        """The table holds what the dictionary does."""
+        assert self.shards.state() == self.model
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        ids = self.random.sample(self._pool[: self.random.choice((20, 200, 900))], 20)
+        ids = ids[: self.random.randrange(21)]
+        gradients = np.array(
+            [[self.random.randrange(-8, 9) / 8 for _ in range(DIM)] for _ in ids], np.float32
+        ).reshape(-1, DIM)
+        before = [group.counters()[0] for group in self.shards.groups]
+        for group, own, at in self.shards.split(ids):
+            anchor = torch.empty(0, requires_grad=True)
+            offsets = torch.arange(len(own) + 1)
+            rate = torch.tensor(float(RATE))
+            out = group.train_lookup(anchor, own, offsets, None, len(own), False, rate)
+            out.backward(torch.from_numpy(gradients)[at])
+        step = self.shards.groups[0].clock
+        assert all(group.clock == step for group in self.shards.groups)
+        now, size = self.shards.state(), len(self.model)
+        made = initial_rows(
+            torch.tensor(ids, dtype=torch.int64), DIM, table="t", initializer=Uniform(-1, 1)
+        ).numpy()
+        for id_, gradient, row in zip(ids, gradients, made, strict=True):
+            old = self.model.pop(id_, None)
+            if id_ not in now:
+                continue
+            fresh = self._trained((row.tobytes(), bytes(4 * DIM), 0, 0), gradient, step)
+            self.model[id_] = fresh if old is None else self._trained(old, gradient, step)
+            # It may have left for its age, and come back as a new one.
+            if old is not None and self._expire is not None and step - old[2] > self._expire:
+                self.model[id_] = fresh if now[id_] == fresh else self.model[id_]
+        self._let_go(now, set(ids))
+        came = left = 0
+        for group, old in zip(self.shards.groups, before, strict=True):
+            new, slots = group.counters()[0], group.full_slots(0)
+            came += new["inserted"] - old["inserted"]
+            left += sum(new[why] - old[why] for why in ("evicted", "expired"))
+            # Nothing is evicted before a table is full.
+            assert new["evicted"] == old["evicted"] or new["size"] + new["expired"] > 0.9 * slots
+        assert len(now) == size + came - left
+
+    def _trained(self, entry: tuple, gradient: np.ndarray, step: int) -> tuple:
+        row, velocity = (np.frombuffer(part, np.float32) for part in entry[:2])
+        velocity = velocity * MOMENTUM + gradient
+        count = entry[3] + (self._eviction == "lfu")
+        return (row - RATE * velocity).tobytes(), velocity.tobytes(), step, count
+
+    def _let_go(self, now: State, keep: set[int]) -> None:
+        """The table says which ids it let go; none of those that were looked up is."""
+        for id_ in [id_ for id_ in self.model if id_ not in now]:
+            assert id_ not in keep
+            del self.model[id_]
+        self.check()
+
+    def expire(self) -> None:
+        for group in self.shards.groups:
+            group.expire()
+        if self._expire is not None:
+            step = self.shards.groups[0].clock
+            self.model = {
+                id_: entry for id_, entry in self.model.items() if step - entry[2] <= self._expire
+            }
+        self.check()
+
+    def erase(self) -> None:
+        ids = self.random.sample(self._pool[:200], self.random.randrange(30))
+        for group, own, _ in self.shards.split(ids):
+            group.erase(own, torch.tensor([0, len(own)]), 1)
+        for id_ in ids:
+            self.model.pop(id_, None)
+        self.check()
+
+    def assign(self) -> None:
+        """Rows without a lookup."""
+        ids = self.random.sample(self._pool[:200], self.random.randrange(30))
+        rows = np.array([[self.random.random() for _ in range(DIM)] for _ in ids], np.float32)
+        rows = rows.reshape(-1, DIM)
+        for group, own, at in self.shards.split(ids):
+            offsets = torch.tensor([0, len(own)])
+            group.assign_rows(own, offsets, 1, torch.from_numpy(rows)[at])
+        for id_, row in zip(ids, rows, strict=True):
+            if id_ in self.model:
+                self.model[id_] = (row.tobytes(), *self.model[id_][1:])
+        self.check()
+
+    def clear(self) -> None:
+        for group in self.shards.groups:
+            group.clear_table(0)
+        self.model = {}
+        self.check()
+
+    def grow(self) -> None:
+        for group in self.shards.groups:
+            group.reserve(0, self.random.randrange(group.tables[0].capacity + 1))
+        self.check()
+
+    # -- writes -----------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        self._write(None)
+
+    def write_behind(self) -> None:
+        """Training goes on before anything is written."""
+        path = self._write_and_go_on()
+        self.check()
+        assert path.is_dir()
+
+    def _write_and_go_on(self) -> Path:
+        go_on = threading.Event()
+        handle = SaveHandle(self.root, self.random.choice((1 << 20, 1 << 30)), threads=2)
+        handle.defer(go_on.wait)
+        state = copy.copy(self.model)
+        try:
+            finish = self._begin_write(handle)
+            for _ in range(2):
+                self.train()
+        except BaseException as error:
+            go_on.set()
+            handle.abort(error)
+            raise
+        written = []
+        handle.close(lambda error: written.append(finish(state)))
+        go_on.set()
+        handle.wait(60)
+        return written[0]
+
+    def _write(self, handle: SaveHandle | None) -> None:
+        self._begin_write(handle)(copy.copy(self.model))
+
+    def _begin_write(self, handle: SaveHandle | None) -> Callable[[State], Path]:
+        """As :class:`checkpoint.DeltaWriter` writes, but for the model."""
+        self.root.mkdir(exist_ok=True)
+        chain = Chain(self.root)
+        number = chain.next_number()
+        is_base = self._previous is None
+        if is_base:
+            chain.clear()
+        link = Link(number, "base" if is_base else "delta", self._previous)
+        self._previous = None
+        place, save_id = Place(self.root / link.name), new_save_id()
+        place.remove_token(place.prepare())
+        for index, group in enumerate(self.shards.groups):
+            if is_base:
+                self._trackers[index].forget()
+            files.save(
+                group,
+                0,
+                place.saving / shard_folder(KEY, index),
+                save_id=save_id,
+                tracker=self._trackers[index],
+                shard_bytes=2048,
+                compression=self._compression,
+                handle=handle,
+                **SMALL,
+            )
+
+        def finish(state: State) -> Path:
+            backend, shards = registry.get("hkv"), []
+            for index, owners in enumerate(self.shards.owners):
+                folder = shard_folder(KEY, index)
+                held = backend.saved_folder(place.saving / folder)
+                shards.append(TableShardRecord(folder, owners, (0, DIM), held.entries, held.crc32))
+            (place.saving / TENSORS).mkdir()
+            (place.saving / METADATA).write_text(link.name)
+            record = Record(
+                save_id,
+                len(self.shards.groups),
+                False,
+                {},
+                {KEY: TableRecord("hkv", {"eviction": self._eviction}, shards)},
+                {METADATA: file_record(place.saving / METADATA)},
+            )
+            link.write(place.saving)
+            record.write(place.saving)
+            place.commit()
+            digest = digest_of(place.path)
+            chain.name_newest(link, digest)
+            self._previous = digest
+            self.states[link.number] = state
+            return place.path
+
+        return finish
+
+    def keep(self) -> None:
+        """Retention."""
+        if self.states:
+            Chain(self.root).keep_bases(self.random.choice((1, 2)))
+            kept = Chain(self.root).names()
+            self.states = {n: state for n, state in self.states.items() if n in kept}
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    def _load(self, path: Path, world_size: int) -> tuple[Shards, list[int]]:
+        """As :func:`checkpoint.load` does, but for the model; gives how many entries found no place
+        in each shard, too."""
+        layers = read_saved(path)
+        folder, record = layers[0]
+        for name, file in record.files.items():
+            verify_file(folder / name, file)
+        options = FileOptions(4096, 1, True)
+        for backend, saved, name in files_to_verify(layers, record.tables):
+            registry.get(backend).verify_file(saved, name, options)
+        shards, lost = self._make(world_size), []
+        saved = saved_shards(layers, KEY)
+        for group, owners in zip(shards.groups, shards.owners, strict=True):
+            load = HashTablesLoad(group, {0: (KEY, self._rows, 0, saved, owners)}, options)
+            load.check()
+            lost.append(sum(placed.lost for placed in load.run().values()))
+        return shards, lost
+
+    def _newest(self) -> int | None:
+        return max(self.states, default=None)
+
+    def _check_load(self, path: Path, state: State, world_size: int) -> Shards:
+        shards, lost = self._load(path, world_size)
+        loaded = shards.state()
+        assert loaded.items() <= state.items()
+        assert len(loaded) + sum(lost) == len(state)
+        for (group, ids, _), own in zip(shards.split(list(state)), lost, strict=True):
+            # Only what is full lets go of entries.
+            assert own == 0 or len(ids) > 0.95 * group.full_slots(0)
+        return shards
+
+    def load(self) -> None:
+        """Any prefix, at any number of ranks; the table stays as it is."""
+        if self.states:
+            number = self.random.choice(list(self.states))
+            path = self.root / Chain(self.root).names()[number]
+            self._check_load(path, self.states[number], self.random.choice((1, 2, 3, 5)))
+
+    def resume(self) -> None:
+        """The newest state at another number of ranks; training and writes go on from there."""
+        if self.states:
+            world_size = self.random.choice((1, 2, 3))
+            shards = self._check_load(self.root, self.states[self._newest()], world_size)
+            self._begin(shards)
+            self.model = shards.state()
+            self._see()
+
+    def _see(self) -> None:
+        """As :meth:`checkpoint.DeltaWriter.resume` does: deltas go on where they can."""
+        folder, record = read_saved(self.root)[0]
+        owners = [tuple(shard.owners) for shard in record.tables[KEY].shards]
+        if len(self.model) < len(self.states[self._newest()]) or owners != self.shards.owners:
+            return
+        folders = [folder / shard_folder(KEY, index) for index in range(len(owners))]
+        pairs = zip(self._trackers, folders, strict=True)
+        if all(tracker.see(its, True, None) for tracker, its in pairs):
+            last = Link.read(folder), digest_of(folder)
+            Chain(self.root).clear()
+            Chain(self.root).name_newest(*last)
+            self._previous = last[1]
+            self.did["resumed with deltas"] += 1
+
+    def compact(self) -> None:
+        """Into a folder of its own, or as the chain's new base."""
+        if not self.states:
+            return
+        newest = self.states[self._newest()]
+        if self.random.random() < 0.5:
+            number = self.random.choice(list(self.states))
+            path = self.root / Chain(self.root).names()[number]
+            merged = self.root.parent / "merged"
+            checkpoint.compact(path, merged, **SMALL)
+            self._check_load(merged, self.states[number], self.random.choice((1, 2)))
+            shutil.rmtree(merged)
+            return
+        base = checkpoint.compact(self.root, **SMALL)
+        self.states[Link.read(base).number] = newest
+        self._check_load(self.root, newest, self.random.choice((1, 2, 3)))
+        self._previous = None  # a writer is to be made anew
+
+    # -- what goes wrong --------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """A write, at once or behind, or a merge, in a process that dies on the way."""
+        what = self.random.choice(("write", "behind", "compact"))
+        if what == "compact" and not self.states:
+            what = "write"
+        calls = int(10 ** self.random.uniform(0.5, 3.7))
+        before = set(Chain(self.root).names()) if self.root.exists() else set()
+        state = copy.copy(self.model)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with _killed_after(calls):
+                    if what == "write":
+                        self._write(None)
+                    elif what == "behind":
+                        self._write_and_go_on()
+                    else:
+                        checkpoint.compact(self.root, **SMALL)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, -signal.SIGKILL), (what, code)
+        self.did[f"killed {what}" if code else f"not killed {what}"] += 1
+        for number in set(Chain(self.root).names()) - before if self.root.exists() else ():
+            # Killed after it stood in its place.
+            newest = self._newest()
+            self.states[number] = self.states[newest] if what == "compact" else state
+        self._previous = None
+        if self.states:
+            self._check_load(self.root, self.states[self._newest()], self.random.choice((1, 2, 3)))
+            if self.random.random() < 0.5:
+                self.resume()
+        else:
+            self._begin(self.shards)
+
+    def damage(self) -> None:
+        """A bit, a length, a file, a folder or two of them; then all is as it was again."""
+        if not self.states:
+            return
+        backup = self.root.parent / "backup"
+        shutil.copytree(self.root, backup, symlinks=True)
+        what = self.random.choice(("bit", "cut", "longer", "lost", "folder", "swapped", "doubled"))
+        if not self._spoil(what):
+            shutil.rmtree(backup)
+            return
+        self.did[f"damage: {what}"] += 1
+        with pytest.raises(ValueError, match=r"."):  # and with no other error
+            self._load(self.root, self.random.choice((1, 2, 3)))
+        shutil.rmtree(self.root)
+        backup.rename(self.root)
+        self._check_load(self.root, self.states[self._newest()], 1)
+
+    def _spoil(self, what: str) -> bool:
+        """Spoils something that the newest state needs."""
+        layers = read_saved(self.root)
+        folders = [folder for folder, _ in layers]
+        if what == "folder":
+            shutil.rmtree(self.random.choice(folders))
+            return True
+        if what in ("swapped", "doubled"):
+            if len(folders) < 2:
+                return False
+            one, other = self.random.sample(folders, 2)
+            if what == "swapped":
+                spare = self.root / "spare"
+                one.rename(spare)
+                other.rename(one)
+                spare.rename(other)
+            else:
+                shutil.rmtree(other)
+                shutil.copytree(one, other)
+            return True
+        # Of the tensors only the newest checkpoint's are read, and of a shard what is newer than a
+        # delta that holds the whole of it.
+        read = {folders[0] / TENSORS, *folders}
+        for shard in saved_shards(layers, KEY):
+            read |= {shard.folder, *shard.earlier}
+        paths = [
+            path
+            for folder in folders
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.parent in read
+        ]
+        paths.append(self.root / "deltas.json")
+        path = self.random.choice(paths)
+        data = bytearray(path.read_bytes())
+        if what == "lost":
+            path.unlink()
+            return path.name != "deltas.json" or len(Chain(self.root).names()) > 1
+        if what == "longer":
+            data += b"x"
+        elif not data:
+            return False
+        elif what == "cut":
+            del data[self.random.randrange(len(data)) :]
+        else:
+            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+        path.write_bytes(data)
+        return True
+
+    def do(self, name: str) -> None:
+        """One operation."""
+        getattr(self, name)()
+        self.did[name] += 1
+
+
+#: Names of operations, as often as they are wanted.
+OPERATIONS = (
+    *("train",) * 6,
+    *("write",) * 4,
+    "write_behind",
+    "expire",
+    "erase",
+    "assign",
+    "clear",
+    "grow",
+    "keep",
+    *("load",) * 2,
+    *("resume",) * 2,
+    "compact",
+    *("kill",) * 2,
+    *("damage",) * 2,
+)
+
+
+@contextlib.contextmanager
+def _killed_after(calls: int) -> Iterator[None]:
+    """Kills the process at a call of a function of C, counted over all of its threads."""
+    left = [calls]
+
+    def count(frame: object, event: str, _: object) -> None:
+        if event == "c_call":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)

@@ -1,0 +1,270 @@
+"""Files of entries by owner bucket, written at once or by the threads of a non-blocking save."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import progress
+from torchrec_hkv.hash_table.files.block_files import copy_to_host
+from torchrec_hkv.hash_table.files.file_tables import Source
+from torchrec_hkv.hash_table.files.manifest import Shard, shard_name
+from torchrec_hkv.hash_table.files.shard_files import (
+    ShardWriter,
+    Staging,
+    compressed,
+    entry_bytes,
+)
+from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
+from torchrec_hkv.progress import advance
+from torchrec_hkv.write_behind import SaveHandle
+
+
+class RangeWriter:
+    """Writes the entries of a range of owner buckets, batch after batch.
+
+    Args:
+        name: of the table, for messages.
+        owners: first owner bucket, and the one past the last.
+        files: paths of the range's files, and how many entries each gets.
+        staging: gives memory for batches on their way to a file, and takes it back.
+        written: gets the files that were begun.
+        compression: whether files are compressed once they are written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owners: tuple[int, int],
+        files: list[tuple[Path, int]],
+        staging: StagingPool,
+        written: list[Path],
+        compression: bool,
+    ) -> None:
+        self.owners = owners
+        #: What a manifest says of the files that are written.
+        self.shards: list[Shard] = []
+        self._name, self._pool, self._compression = name, staging, compression
+        self._to_come, self._written = list(reversed(files)), written
+        self._staging: Staging | None = None
+        self._writer: ShardWriter | None = None
+        self._memory: dict[str, Tensor] = {}  # of the batch that is filled now
+        self._filled = 0
+
+    def put(self, batch: dict[str, Tensor]) -> None:
+        """Takes entries.
+
+        Args:
+            batch: of host memory; or of a GPU's, which copies it in the current stream.
+
+        Raises:
+            OSError: writing failed.
+            RuntimeError: there are more than the files were to get.
+        """
+        n, at = len(batch["ids"]), 0
+        device = batch["ids"].device
+        while at < n:
+            if self._writer is None:
+                self._begin_file()
+            room = len(self._memory["ids"])
+            end = min(n, at + room - self._filled)
+            for name, to in self._memory.items():
+                copy_to_host(to[self._filled : self._filled + end - at], batch[name][at:end])
+            self._filled += end - at
+            at = end
+            if self._filled == room:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+                self._write()
+
+    def _begin_file(self) -> None:
+        if not self._to_come:
+            raise RuntimeError(f"table {self._name!r} changed while it was saved.")
+        path, entries = self._to_come.pop()
+        self._written.append(path)
+        if self._staging is None:
+            self._staging = self._pool.take()
+        self._path = path
+        self._writer = ShardWriter(path, self._staging, self.owners, entries)
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        self._memory = self._writer.memory(min(self._writer.room, self._staging.entries))
+        self._filled = 0
+
+    def _write(self) -> None:
+        writer = self._writer
+        writer.write(self._filled)
+        advance(self._filled * entry_bytes(self._staging.fields))
+        if writer.room:
+            self._begin_batch()
+            return
+        shard = writer.finish()
+        self._end_file()
+        if self._compression:
+            self._written.append(self._path.with_name(self._path.name + SUFFIX))
+            shard = compressed(self._path, shard)
+        self.shards.append(shard)
+
+    def _end_file(self) -> None:
+        if self._writer is not None:
+            self._writer.__exit__()
+            self._writer = None
+
+    def finish(self) -> list[Shard]:
+        """Says that all entries have come; returns :attr:`shards`.
+
+        Raises:
+            RuntimeError: there were less than the files were to get.
+        """
+        if self._writer is not None or self._to_come:
+            raise RuntimeError(f"table {self._name!r} changed while it was saved.")
+        return self.shards
+
+    def close(self) -> None:
+        """Closes files, whatever happened."""
+        self._end_file()
+        if self._staging is not None:
+            self._pool.give(self._staging)
+            self._staging = None
+
+
+class StagingPool:
+    """Memory for batches on their way to a file, used again.
+
+    Args:
+        make: makes one more.
+    """
+
+    def __init__(self, make: Callable[[], Staging]) -> None:
+        self._make = make
+        self._free: list[Staging] = []
+
+    def take(self) -> Staging:
+        """One that nobody uses."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give(self, staging: Staging) -> None:
+        """Takes one back."""
+        self._free.append(staging)
+
+
+def range_writers(
+    source: Source,
+    plan: list[tuple[int, int, int]],
+    folder: Path,
+    save_name: str,
+    written: list[Path],
+    staging: StagingPool,
+    compression: bool,
+) -> list[RangeWriter]:
+    """The writers of a table's files.
+
+    Args:
+        source: the table.
+        plan: of :func:`~torchrec_hkv.hash_table.files.file_tables.plan_shards`.
+        folder: that exists.
+        save_name: 8 hexadecimal digits, a name of this save's own.
+        written: gets the files that were begun.
+        staging: for all of them.
+        compression: whether files are compressed once they are written.
+    """
+    work: dict[tuple[int, int], list[tuple[Path, int]]] = {}
+    for index, (begin, end, entries) in enumerate(plan):
+        path = folder / shard_name(save_name, index)
+        work.setdefault((begin, end), []).append((path, entries))
+    return [
+        RangeWriter(source.name, owners, files, staging, written, compression)
+        for owners, files in work.items()
+    ]
+
+
+def write_shards(source: Source, writers: list[RangeWriter], threads: int) -> None:
+    """Writes the shards of a table.
+
+    While one thread waits for the disk, others read the table and add up checksums.
+
+    Args:
+        source: the table.
+        writers: of its files.
+        threads: that write files at the same time, each with batches of its own.
+
+    Raises:
+        OSError: writing failed.
+        RuntimeError: the table changed meanwhile.
+    """
+
+    def write(writer: RangeWriter) -> None:
+        try:
+            for batch in source.batches(*writer.owners):
+                writer.put(batch)
+            writer.finish()
+        finally:
+            writer.close()
+
+    if threads == 1:
+        for writer in writers:
+            write(writer)
+    else:
+        with ThreadPoolExecutor(
+            threads, initializer=progress.adopt, initargs=(progress.current(),)
+        ) as pool:
+            list(pool.map(write, writers))
+
+
+def copy_shards(source: Source, writers: list[RangeWriter], handle: SaveHandle) -> None:
+    """Copies the entries of a table, which the threads of a save that does not block write.
+
+    Args:
+        source: the table.
+        writers: of its files; they have their shards once all that was deferred is done.
+        handle: of the save.
+    """
+    device = source.group.device
+    for batch, counts, on_device in source.pieces([w.owners for w in writers], handle):
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        size = sum(counts) * entry_bytes(source.fields)
+        jobs, first = [], 0
+        for writer, count in zip(writers, counts, strict=True):
+            part = {name: tensor[first : first + count] for name, tensor in batch.items()}
+            first += count
+            if count:
+                jobs.append((writer, functools.partial(_put, writer, part, event, device)))
+        if jobs:
+            sizes = (0, size) if on_device else (size, 0)
+            handle.defer_all(jobs, *sizes)
+        advance(size)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    for writer in writers:
+        handle.defer(writer.finish, lane=writer)
+        handle.defer(writer.close, lane=writer, always=True)
+
+
+def _put(
+    writer: RangeWriter,
+    batch: dict[str, Tensor],
+    event: torch.cuda.Event | None,
+    device: torch.device,
+) -> None:
+    """Writes a batch once it has been copied, beside what training does on the GPU."""
+    if event is None:
+        writer.put(batch)
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        event.synchronize()  # host memory is read by the host
+        writer.put(batch)
+        stream.synchronize()  # the batch's memory is free after this
