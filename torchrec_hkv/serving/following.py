@@ -174,7 +174,8 @@ class Follower:
             first = 1 + digests.index(self._model._version.checkpoint)
         for folder, digest in zip(folders[first:], digests[first:], strict=True):
             began = time.monotonic()
-            applied = _Next(self._model._version, folder, digest, self._model.device)
+            model = self._model
+            applied = _Next(model._version, folder, digest, model.device, model.resident)
             version = applied.version(self._scratch)
             if self._ended.is_set():
                 return 0
@@ -186,9 +187,11 @@ class Follower:
 class _Next:
     """The version that a checkpoint makes of the one before."""
 
-    def __init__(self, before: Version, folder: Path, digest: str, device: torch.device) -> None:
+    def __init__(
+        self, before: Version, folder: Path, digest: str, device: torch.device, resident: bool
+    ) -> None:
         self._before, self._folder, self._digest = before, folder, digest
-        self._device = device
+        self._device, self._resident = device, resident
         self._checkpoint = Checkpoint(folder)
         self._is_delta = folder.name.startswith("delta")
 
@@ -233,7 +236,7 @@ class _Next:
             for ids in torch.arange(weight.shape[0]).split(_PIECE):
                 builder.add(ids, weight[ids].float())
         written = builder.finish(folder / name)
-        index, rows = written.map(folder)
+        index, rows = written.map(folder, self._resident)
         return dataclasses.replace(
             table,
             index=index.to(self._device),

@@ -77,12 +77,19 @@ class ServingModel:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, version: Version, device: torch.device
+        self,
+        folder: Path,
+        manifest: Manifest,
+        version: Version,
+        device: torch.device,
+        resident: bool,
     ) -> None:
         #: Where it was loaded from.
         self.folder = folder
         #: Where its tables are.
         self.device = device
+        #: Whether its tables are in memory of this process, and not mapped.
+        self.resident = resident
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
         self._version = version
@@ -188,6 +195,7 @@ def load(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     *,
+    mapped: bool = True,
     verify: bool = False,
 ) -> ServingModel:
     """Opens a model that :func:`torchrec_hkv.serving.export` has written.
@@ -198,6 +206,9 @@ def load(
     Args:
         folder: of the model. It must stay while the model is used.
         device: to serve on.
+        mapped: whether tables in host memory are mapped. Otherwise they are read at once, into
+            memory of this process alone, in huge pages where the system grants them: lookups in
+            tables much larger than the processor's caches are quicker.
         verify: whether to read all tables and compare their checksums. Those of other files always
             are.
 
@@ -207,7 +218,8 @@ def load(
     path, device = Path(folder).absolute(), torch.device(device)
     manifest = Manifest.read(path)
     manifest.program.check(path)
-    tables = [_open_table(path, record, device, verify) for record in manifest.tables]
+    resident = not mapped and device.type == "cpu"
+    tables = [_open_table(path, record, device, resident, verify) for record in manifest.tables]
     groups = [_open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
     if device.type != "cpu":
@@ -216,7 +228,7 @@ def load(
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
     version = Version(opened, groups, exported.module(), manifest.checkpoint)
-    return ServingModel(path, manifest, version, device)
+    return ServingModel(path, manifest, version, device, resident)
 
 
 def _counters(tables: int, device: torch.device) -> Tensor:
@@ -224,11 +236,11 @@ def _counters(tables: int, device: torch.device) -> Tensor:
 
 
 def _open_table(
-    folder: Path, record: TableRecord, device: torch.device, verify: bool
+    folder: Path, record: TableRecord, device: torch.device, resident: bool, verify: bool
 ) -> ReadOnlyTable:
     if verify:
         record.rows.verify(folder)
-    index, rows = record.rows.map(folder)
+    index, rows = record.rows.map(folder, resident)
     default = (
         None if record.default_row is None else torch.tensor(record.default_row, device=device)
     )
