@@ -45,6 +45,7 @@ class Arguments:
         checkpoint: folder of a checkpoint to read from; None: the model itself.
         deltas: folder of a chain that has just been written; None: none.
         memory_bytes: of rows that are held in memory.
+        package: whether to compile a package for C++.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Arguments:
     checkpoint: str | os.PathLike[str] | None
     deltas: str | os.PathLike[str] | None
     memory_bytes: int
+    package: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Freshness", "ServingModel", "load", "ops"]
 
+#: How often a folder is opened again that another export replaces meanwhile.
+_ATTEMPTS = 5
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
@@ -37,7 +40,6 @@ class Version:
         checkpoint: digest of the checkpoint that it holds; None: not known.
         number: of that one in its chain; None: not known.
         written: when that one was written, in seconds since 1970; None: not known.
-        keeps: what its tables' memory needs to live.
     """
 
     tables: ReadOnlyTables
@@ -46,7 +48,6 @@ class Version:
     checkpoint: str | None = None
     number: int | None = None
     written: float | None = None
-    keeps: object = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +217,24 @@ def load(
         ValueError: a file is missing or damaged, or of another export; the sentence names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
-    manifest = Manifest.read(path)
-    manifest.program.check(path)
     resident = not mapped and device.type == "cpu"
+    for _ in range(_ATTEMPTS):
+        manifest = Manifest.read(path)
+        try:
+            version = _open(path, manifest, device, resident, verify)
+        except (ValueError, OSError):
+            if not _is_replaced(path, manifest):
+                raise
+        else:
+            if not _is_replaced(path, manifest):
+                return ServingModel(path, manifest, version, device, resident)
+    raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
+
+
+def _open(
+    path: Path, manifest: Manifest, device: torch.device, resident: bool, verify: bool
+) -> Version:
+    manifest.program.check(path)
     tables = [_open_table(path, record, device, resident, verify) for record in manifest.tables]
     groups = [_open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
@@ -227,8 +243,15 @@ def load(
 
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
-    version = Version(opened, groups, exported.module(), manifest.checkpoint)
-    return ServingModel(path, manifest, version, device, resident)
+    return Version(opened, groups, exported.module(), manifest.checkpoint)
+
+
+def _is_replaced(path: Path, manifest: Manifest) -> bool:
+    """Whether another export has taken the folder's place: what was opened may be of both."""
+    try:
+        return Manifest.read(path).save != manifest.save
+    except ValueError:
+        return False
 
 
 def _counters(tables: int, device: torch.device) -> Tensor:

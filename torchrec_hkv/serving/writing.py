@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.collective import on_every_rank, on_leader
-from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.serving.arguments import Arguments, Choices, Rows, Unknown
+from torchrec_hkv.serving.export_folder import ExportFolder
 from torchrec_hkv.serving.manifest import (
     FileRecord,
     Initial,
@@ -32,6 +31,7 @@ from torchrec_hkv.serving.model_tables import (
     is_weighted,
     outputs_of,
 )
+from torchrec_hkv.serving.packaging import write_package
 from torchrec_hkv.serving.sources import ZEROS
 from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tracing import (
@@ -58,6 +58,7 @@ def export(
     unknown: Unknown | Mapping[str, Unknown] = "initial",
     deltas: str | os.PathLike[str] | None = None,
     memory_bytes: int = MEMORY_BYTES,
+    package: bool = False,
 ) -> None:
     """Writes a model for serving; a collective call where it is sharded.
 
@@ -88,30 +89,32 @@ def export(
             begins with the chain's base.
         memory_bytes: ids and rows of a table that are held in memory; more go through temporary
             files in the folder.
+        package: whether to compile the program for the CPU as well, as an AOTInductor package that
+            a C++ program runs (``package.pt2``). Needs a C++ compiler, takes a minute, and takes no
+            tables that are written as cores.
 
     Raises:
         TypeError: inputs hold something else than tensors, ``KeyedJaggedTensor``, numbers, strings
             and None.
         ValueError: an argument is impossible, the model has no collection of tables, its forward
-            can't be exported, or the checkpoint is damaged or of another model; the sentence says
-            why. The folder stays as it was.
+            can't be exported, the checkpoint is damaged or of another model, or another process
+            exports to the folder; the sentence says why. The folder stays as it was.
         OSError: the folder can't be written.
     """
     target = Path(folder)
     given = Arguments(
-        model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes
+        model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes, package
     )
     tables = find_tables(model)
     checked: list[Choices] = []
     on_every_rank(lambda: checked.append(Choices.of(given, tables)))
-    saving = target.absolute().with_name(f".{target.absolute().name}.saving")
+    place = ExportFolder(target)
     try:
-        on_leader(lambda: _make_folder(saving))
-        _Writer(given, tables, checked[0], saving).write()
-        on_leader(lambda: _replace(saving, target.absolute()))
+        on_leader(place.open)
+        _Writer(given, tables, checked[0], place.path).write()
+        on_leader(place.replace)
     finally:
-        if _is_writer():
-            shutil.rmtree(saving, ignore_errors=True)
+        place.close()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,8 +241,12 @@ class _Writer:
         exported = trace(program, [tensor.detach().cpu() for tensor in tensors])
         path = self._folder / "program.pt2"
         torch.export.save(exported, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        _sync(path)
+        package = None
+        if self._given.package:
+            write_package(exported, self._folder / "package.pt2", records, groups)
+            _sync(self._folder / "package.pt2")
+            package = FileRecord.of(self._folder / "package.pt2")
         Manifest(
             secrets.token_hex(8),
             list(records),
@@ -248,6 +255,7 @@ class _Writer:
             torch.utils._pytree.treespec_dumps(tree),
             leaves,
             self._source.digest,
+            package,
         ).write(self._folder)
 
 
@@ -274,19 +282,6 @@ def _named(table: ModelTable, error: Exception) -> Exception:
     return type(error)(f"table {table.name!r}: {error}") if isinstance(error, ValueError) else error
 
 
-def _make_folder(saving: Path) -> None:
-    if saving.exists():
-        shutil.rmtree(saving)  # what a killed export left
-    saving.mkdir(parents=True)
-
-
-def _replace(saving: Path, target: Path) -> None:
-    """Puts a folder in the place of an earlier one, or of none."""
-    sync_folder(saving)
-    previous = target.with_name(f".{target.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    if target.exists():
-        target.rename(previous)
-    saving.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
