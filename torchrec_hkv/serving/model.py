@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Freshness", "ServingModel", "load", "ops"]
 
 #: How often a folder is opened again that another export replaces meanwhile.
-_ATTEMPTS = 5
+_ATTEMPTS = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
