@@ -14,8 +14,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.tracing import Output
-from torchrec_hkv.sharding.collection import BackendCollection, FoundTable
-from torchrec_hkv.sharding.names import joined, named_modules
+from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.state.names import joined, named_modules
 from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
 _BAGS = (ShardedEmbeddingBagCollection, EmbeddingBagCollection)

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_hkv.serving.manifest import InputRecord
-from torchrec_hkv.sharding.names import joined
+from torchrec_hkv.sharding.state.names import joined
 
 _ops = torch.ops.torchrec_hkv
 #: Namespaces whose ops a program may call: PyTorch has them, or this package without TorchRec.

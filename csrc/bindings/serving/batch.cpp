@@ -1,8 +1,9 @@
 #include "bindings/serving/batch.h"
 
-#include "bindings/checks.h"
+#include "runtime/checks.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 
 void check_total_length(int64_t total, int64_t ids) {
   TORCH_CHECK_VALUE(total == ids, "lengths add up to ", total, ", but there are ", ids, " ids.");

@@ -8,10 +8,11 @@
 #include <string>
 #include <unordered_map>
 
-#include "bindings/checks.h"
-#include "bindings/initial_rows.h"
+#include "runtime/checks.h"
+#include "runtime/initial_rows.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using serving::Layer;

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "bindings/tensor.h"
+#include "runtime/tensor.h"
 #include "serving/table.h"
 
 namespace torchrec_hkv::bindings {

@@ -4,10 +4,11 @@
 
 #include <tuple>
 
-#include "bindings/checks.h"
+#include "runtime/checks.h"
 #include "serving/kernels_cpu.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 std::tuple<at::Tensor, at::Tensor> serving_place(const at::Tensor& ids,

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "bindings/dtypes.h"
-#include "bindings/on_device.h"
 #include "bindings/serving/batch.h"
+#include "runtime/dtypes.h"
+#include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -14,6 +14,7 @@
 #endif
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using serving::Feature;
@@ -59,7 +60,7 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch,
     on_device = kept;
   }
   const at::Tensor found = at::empty({layers * batch.ids.numel()}, batch.ids.options());
-  call.tables = static_cast<const Table*>(open.on_device.const_data_ptr());
+  call.tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
   call.outputs = static_cast<const serving::cuda::PooledOutput*>(on_device.const_data_ptr());
   call.num_outputs = static_cast<int32_t>(outputs.size());
   call.ids = batch.ids.const_data_ptr<int64_t>();

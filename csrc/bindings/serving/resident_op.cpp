@@ -3,10 +3,11 @@
 
 #include <cstring>
 
-#include "bindings/checks.h"
-#include "bindings/growing_memory.h"
+#include "runtime/checks.h"
+#include "runtime/growing_memory.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 // In huge pages where the system grants them: ids hit pages at random, and with small ones nearly

@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "bindings/dtypes.h"
-#include "bindings/on_device.h"
 #include "bindings/serving/batch.h"
+#include "runtime/dtypes.h"
+#include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -13,6 +13,7 @@
 #endif
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using serving::Feature;

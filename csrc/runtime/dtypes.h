@@ -1,10 +1,10 @@
 // torch's dtypes as types of rows and outputs.
 #pragma once
 
-#include "bindings/tensor.h"
 #include "common/dtypes.h"
+#include "runtime/tensor.h"
 
-namespace torchrec_hkv::bindings {
+namespace torchrec_hkv::runtime {
 
 // Refuses other dtypes than float32, float16 and bfloat16; `name` says of what.
 inline RowType row_type_of(at::ScalarType dtype, const char* name) {
@@ -21,4 +21,4 @@ inline RowType row_type_of(at::ScalarType dtype, const char* name) {
   }
 }
 
-}  // namespace torchrec_hkv::bindings
+}  // namespace torchrec_hkv::runtime
