@@ -4,7 +4,7 @@
 //
 // INPUTS is a list of tensors that torch.save has written: the arguments of the model's forward in
 // order. Ids of several features are `values`, int64 [n], and `lengths`, int64 [features, samples],
-// and `weights`, float32 [n], where the model takes some. OUTPUTS is written for torch.load.
+// and `weights`, float32 [n], where the model takes some. OUTPUTS is a tuple for torch.load.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/serialize.h>
 
@@ -23,11 +23,17 @@ std::vector<at::Tensor> read_tensors(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::runtime_error(path + " can't be read");
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  return torch::pickle_load(bytes).toTensorVector();
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : torch::pickle_load(bytes).toList()) {
+    tensors.push_back(value.toTensor());
+  }
+  return tensors;
 }
 
 void write_tensors(const std::string& path, const std::vector<at::Tensor>& tensors) {
-  const std::vector<char> bytes = torch::pickle_save(tensors);
+  // A tuple: Python's torch.load takes it as it is.
+  const std::vector<c10::IValue> values(tensors.begin(), tensors.end());
+  const std::vector<char> bytes = torch::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream file(path, std::ios::binary);
   if (!file.write(bytes.data(), bytes.size())) throw std::runtime_error(path + " can't be written");
 }
