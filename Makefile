@@ -76,7 +76,7 @@ wheel: $(ENVIRONMENT)
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' \
+	find csrc examples -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' \
 		| xargs -r clang-format --dry-run --Werror
 
 clean:

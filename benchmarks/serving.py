@@ -34,7 +34,7 @@ from torchrec_hkv.serving.table_file import TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 BAG = 20
-KEYS = ("case", "format", "output", "rows", "dim", "ids", "law")
+KEYS = ("case", "format", "output", "rows", "dim", "ids", "law", "memory")
 _TYPES = {
     "fp32": (SparseType.FP32, torch.float32),
     "fp16": (SparseType.FP16, torch.float16),
@@ -65,7 +65,7 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
         for part in ids.split(1 << 18):
             builder.add(part, torch.randn(part.numel(), args.dim, generator=generator))
         made = builder.finish(Path(folder) / "table")
-        index, rows = made.map(Path(folder))
+        index, rows = made.map(Path(folder), resident=args.resident)
         index, rows = index.to(args.device), rows.to(args.device)
     table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
     return ReadOnlyTables([table], torch.zeros(1, 2, dtype=torch.int64, device=args.device))
@@ -144,6 +144,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             "output": str(own).removeprefix("torch."),
             **{"rows": args.rows, "dim": args.dim, "ids": args.ids},
             "law": "uniform" if args.uniform else "power",
+            "memory": "resident" if args.resident else "mapped",
         }
         peer = fbgemm(args, row_format, PoolingMode.NONE, own)
         got = measure(
@@ -191,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ids", type=_Count(BAG), default=2000, help="of a request")
     parser.add_argument("--uniform", action="store_true", help="ids by no power law")
     parser.add_argument("--formats", nargs="+", choices=list(_TYPES), default=list(_TYPES))
+    parser.add_argument(
+        "--resident", action="store_true", help="tables in memory of the process, not mapped"
+    )
     parser.add_argument("--requests", type=_Count(2), default=60)
     parser.add_argument("--rounds", type=_Count(1), default=8)
     parser.add_argument("--threads", type=_Count(1), default=1, help="of PyTorch, on a CPU")

@@ -7,6 +7,7 @@
 #include "hash_table/kernels.h"
 #include "runtime/batch.h"
 #include "runtime/checks.h"
+#include "runtime/dtypes.h"
 #include "runtime/initial_rows.h"
 #include "runtime/on_device.h"
 #include "runtime/score_keys.h"
@@ -37,24 +38,9 @@ Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& w
   return Pooling{mean, weights->const_data_ptr<float>()};
 }
 
-// The types of outputs and gradients.
-RowType output_type(at::ScalarType dtype, const char* name) {
-  switch (dtype) {
-    case at::kFloat:
-      return RowType::kFloat32;
-    case at::kHalf:
-      return RowType::kFloat16;
-    case at::kBFloat16:
-      return RowType::kBFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " must be of dtype Float, Half or BFloat16, but is of dtype ",
-                       dtype, ".");
-  }
-}
-
 Output<const char> make_grad(const TableGroup& group, const at::Tensor& grad,
                              const BagLayout& layout) {
-  const RowType type = output_type(grad.scalar_type(), "grad");
+  const RowType type = row_type_of(grad.scalar_type(), "grad");
   check_device(grad, "grad", group.device());
   const at::IntArrayRef shape = layout.output_shape();
   TORCH_CHECK_VALUE(grad.sizes() == shape, "grad must have shape ", shape, ", but has ",
@@ -286,7 +272,7 @@ LookupBatch::LookupBatch(const TableGroup& group, const at::Tensor& ids, const a
       batch(make_batch(group, ids, offsets, layout)),
       pooling(make_pooling(group, weights, mean, ids)),
       dtype(dtype.value_or(at::kFloat)),
-      type(output_type(this->dtype, "the output")) {}
+      type(row_type_of(this->dtype, "the output")) {}
 
 // One value on the group's device: read when the rows are updated, so that it can change in
 // between, and between replays of a CUDA graph.

@@ -1,7 +1,9 @@
 // Finding rows of read-only tables on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/macros.h"
 #include "serving/table.h"
@@ -57,59 +59,84 @@ inline const char* row_in(const Layer& layer, int64_t bucket, int64_t id, int64_
   return layer.rows + (first_row_of(in.header) + position) * row_bytes;
 }
 
-// rows[i] = where the row of ids[i] is, for those that are null. Buckets are prefetched for a batch
-// of ids at a time, so that their cache misses overlap; rows as soon as they are found.
-inline void find_in_layer(const Layer& layer, int64_t row_bytes, const int64_t* ids, int64_t n,
-                          const char** rows) {
-  if (layer.buckets == nullptr) return;
-  constexpr int kBatch = 64;
-  int64_t seconds[kBatch], waiting[kBatch];
-  Choice choices[2][kBatch];  // of this batch and of the next
-  const auto prefetch = [&](int64_t first, Choice* into) {
-    const int64_t count = n - first < kBatch ? n - first : kBatch;
-    for (int64_t i = 0; i < count; ++i) {
-      into[i] = choose(ids[first + i], layer.geometry);
-      prefetch_line(layer.buckets + into[i].first);
+// Finds the rows of some ids, in two steps, so that other work may be done while the buckets are on
+// their way from memory.
+class Search {
+ public:
+  // Prefetches the buckets of n ids, which must stay until the search is finished.
+  void begin(const Table& table, const int64_t* ids, int64_t n) {
+    table_ = &table;
+    ids_ = ids;
+    n_ = n;
+    if (static_cast<int64_t>(choices_.size()) < n) choices_.resize(n);
+    for (int64_t i = 0; i < n; ++i) {
+      choices_[i] = choose(ids[i], table.base.geometry);
+      if (table.base.buckets != nullptr) prefetch_line(table.base.buckets + choices_[i].first);
     }
-  };
-  prefetch(0, choices[0]);
-  for (int64_t first = 0, turn = 0; first < n; first += kBatch, turn ^= 1) {
-    if (first + kBatch < n) prefetch(first + kBatch, choices[turn ^ 1]);
-    const Choice* const of = choices[turn];
-    const int64_t count = n - first < kBatch ? n - first : kBatch;
-    int waits = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = first + i;
-      if (rows[at] != nullptr) continue;
-      rows[at] = row_in(layer, of[i].first, ids[at], row_bytes);
-      if (rows[at] != nullptr) prefetch_row(rows[at], row_bytes);
-      // Without a branch: nothing tells where an id is.
-      const bool waits_for_second =
-          rows[at] == nullptr && has_spilled(layer.buckets[of[i].first].header);
-      waiting[waits] = at;
-      seconds[waits] = of[i].second;
-      prefetch_line(waits_for_second ? layer.buckets + of[i].second : layer.buckets + of[i].first);
-      waits += waits_for_second;
-    }
-    for (int k = 0; k < waits; ++k) {
-      const char* const row = row_in(layer, seconds[k], ids[waiting[k]], row_bytes);
-      rows[waiting[k]] = row;
-      if (row != nullptr) prefetch_row(row, row_bytes);
+    if (table.changes.buckets == nullptr) return;
+    if (static_cast<int64_t>(changed_.size()) < n) changed_.resize(n);
+    for (int64_t i = 0; i < n; ++i) {
+      changed_[i] = choose(ids[i], table.changes.geometry);
+      prefetch_line(table.changes.buckets + changed_[i].first);
     }
   }
-}
 
-// rows[i] = the row of ids[i], or null where the table has none. Returns how many are null.
-inline int64_t find_rows(const Table& table, const int64_t* ids, int64_t n, const char** rows) {
-  for (int64_t i = 0; i < n; ++i) rows[i] = nullptr;
-  find_in_layer(table.changes, table.row_bytes, ids, n, rows);
-  find_in_layer(table.base, table.row_bytes, ids, n, rows);
-  int64_t unknown = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (rows[i] == &kErased) rows[i] = nullptr;
-    unknown += rows[i] == nullptr;
+  // rows[i] = the row of ids[i], or null where the table has none. Returns how many are null.
+  // prefetches: the rows that are found, into the second-level cache.
+  int64_t finish(const char** rows, bool prefetches) {
+    const bool has_changes = table_->changes.buckets != nullptr;
+    if (has_changes) find_in<false>(table_->changes, changed_.data(), rows, prefetches);
+    if (table_->base.buckets == nullptr) {
+      if (!has_changes) std::fill_n(rows, n_, nullptr);
+    } else if (has_changes) {
+      find_in<true>(table_->base, choices_.data(), rows, prefetches);
+    } else {
+      find_in<false>(table_->base, choices_.data(), rows, prefetches);
+    }
+    int64_t unknown = 0;
+    for (int64_t i = 0; i < n_; ++i) {
+      if (rows[i] == &kErased) rows[i] = nullptr;
+      unknown += rows[i] == nullptr;
+    }
+    return unknown;
   }
-  return unknown;
-}
+
+ private:
+  // kOnlyNull: looks for ids whose row is null, else for all.
+  template <bool kOnlyNull>
+  void find_in(const Layer& layer, const Choice* choices, const char** rows, bool prefetches) {
+    const int64_t row_bytes = table_->row_bytes;
+    const int64_t prefetched = prefetches ? row_bytes : 0;
+    constexpr int64_t kBatch = 64;
+    int64_t waiting[kBatch];
+    for (int64_t first = 0; first < n_; first += kBatch) {
+      const int64_t last = std::min(first + kBatch, n_);
+      int waits = 0;
+      for (int64_t i = first; i < last; ++i) {
+        if (kOnlyNull && rows[i] != nullptr) continue;
+        const char* const row = row_in(layer, choices[i].first, ids_[i], row_bytes);
+        rows[i] = row;
+        if (row != nullptr) prefetch_row(row, prefetched);
+        // Without a branch: nothing tells where an id is.
+        const bool waits_for_second =
+            row == nullptr && has_spilled(layer.buckets[choices[i].first].header);
+        waiting[waits] = i;
+        prefetch_line(layer.buckets + (waits_for_second ? choices[i].second : choices[i].first));
+        waits += waits_for_second;
+      }
+      for (int k = 0; k < waits; ++k) {
+        const int64_t i = waiting[k];
+        const char* const row = row_in(layer, choices[i].second, ids_[i], row_bytes);
+        rows[i] = row;
+        if (row != nullptr) prefetch_row(row, prefetched);
+      }
+    }
+  }
+
+  const Table* table_ = nullptr;
+  const int64_t* ids_ = nullptr;
+  int64_t n_ = 0;
+  std::vector<Choice> choices_, changed_;
+};
 
 }  // namespace torchrec_hkv::serving::cpu

@@ -35,11 +35,13 @@ struct PooledOutput {
 };
 
 struct PoolCall {
-  const Table* tables;          // in device memory
-  const PooledOutput* outputs;  // in device memory
+  const Table* tables;  // in device memory
+  // In device memory. First come those whose tables have a multiple of four columns.
+  const PooledOutput* outputs;
   int32_t num_outputs;
-  int32_t widest;  // columns of the widest table
-  bool in_fours;   // the columns of each table are a multiple of four
+  int32_t num_in_fours;     // how many these are
+  int32_t widest_in_fours;  // columns of the widest table of them
+  int32_t widest_other;     // and of the others
   const int64_t* ids;
   int64_t n;
   const int64_t* offsets;  // [features * batch_size + 1]; what lies outside of the ids is left out

@@ -155,14 +155,19 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
     } else if (output.mean == Mean::kDividedSum && weight_sum != 0.0f) {
       for (float& sum : sums) sum = __fdiv_rn(sum, weight_sum);
     }
-    store_columns<kColumns>(
-        call.type, call.out + (bag * call.columns + output.column + column) * out_bytes, sums);
+    char* const out = call.out + (bag * call.columns + output.column + column) * out_bytes;
+    if (kColumns == 1 || (output.column % 4 == 0 && call.columns % 4 == 0)) {
+      store_columns<kColumns>(call.type, out, sums);
+    } else {  // another table's columns shift these
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) store_columns<1>(call.type, out + c * out_bytes, sums + c);
+    }
   }
 }
 
 template <int kColumns>
-__global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call) {
-  const PooledOutput output = call.outputs[blockIdx.y];
+__global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call, int first_output) {
+  const PooledOutput output = call.outputs[first_output + blockIdx.y];
   const Table& table = call.tables[output.table];
   switch (table.format) {
     case RowFormat::kFloat32:
@@ -178,13 +183,15 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call) {
   }
 }
 
+// Pools some of the outputs, whose tables have at most `widest` columns.
 template <int kColumns>
-void launch_pool(const PoolCall& call, cudaStream_t stream) {
+void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cudaStream_t stream) {
+  if (count == 0) return;
   int64_t lanes = 1;
-  while (lanes < call.widest / kColumns && lanes < 32) lanes *= 2;
+  while (lanes < widest / kColumns && lanes < 32) lanes *= 2;
   const int64_t blocks = (call.batch_size * lanes + kThreads - 1) / kThreads;
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(call.num_outputs));
-  pool_kernel<kColumns><<<grid, kThreads, 0, stream>>>(call);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
+  pool_kernel<kColumns><<<grid, kThreads, 0, stream>>>(call, first);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
@@ -230,11 +237,9 @@ void pool(const PoolCall& call, cudaStream_t stream) {
     find_kernel<<<grid, kThreads, 0, stream>>>(call);
     HKV_CUDA_CHECK_LAUNCH();
   }
-  if (call.in_fours) {
-    launch_pool<4>(call, stream);
-  } else {
-    launch_pool<1>(call, stream);
-  }
+  launch_pool<4>(call, 0, call.num_in_fours, call.widest_in_fours, stream);
+  launch_pool<1>(call, call.num_in_fours, call.num_outputs - call.num_in_fours, call.widest_other,
+                 stream);
 }
 
 }  // namespace torchrec_hkv::serving::cuda

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -177,6 +178,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for a call")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    # The thread that serves and the one that reads requests take turns: by default only after 5 ms.
+    sys.setswitchinterval(2e-4)
     model = serving.load(given.model, given.device)
     if given.deltas is not None:
         serving.follow(model, given.deltas)

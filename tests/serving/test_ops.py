@@ -73,7 +73,7 @@ def test_bad_lookups(tables):
         pool(kinds=[4])
     with pytest.raises(ValueError, match="columns is 9, but the tables have 8"):
         pool(columns=9)
-    with pytest.raises(ValueError, match="but must be float32, float16 or bfloat16"):
+    with pytest.raises(TypeError, match="must be of dtype Float, Half or BFloat16"):
         pool(dtype=torch.int64)
     with pytest.raises(ValueError, match="names no open read-only tables"):
         pool(handle=torch.tensor([1 << 40]))

@@ -12,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchrec_hkv.checkpoint.chain import Link
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
-from torchrec_hkv.checkpoint.record import TENSORS, Record, TableShardRecord
+from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardRecord
 from torchrec_hkv.hash_table.files.changes import read_left, verify_left
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.shard_files import (
@@ -63,11 +64,21 @@ class Checkpoint:
             _check_file(folder / name, file.bytes, file.crc32)
         self._metadata = read_metadata(folder, self.record.files)
         self._reader = CheckedReader(folder / TENSORS, self._metadata)
+        #: Whether it holds changes only.
+        self.is_delta = (folder / LINK).is_file() and Link.read(folder).kind == "delta"
 
     def has_files(self, table: str) -> bool:
         """Whether a table is in files of its own, and in a delta its changes only."""
         record = self.record.tables.get(table)
         return record is not None and record.shards is not None
+
+    def manifest(self, table: str) -> Manifest:
+        """What the first shard of a table says, which has files of its own."""
+        return self._manifest(self.record.tables[table].shards[0])
+
+    def width(self, table: str) -> int:
+        """Columns of a table that has files of its own."""
+        return max(shard.columns[1] for shard in self.record.tables[table].shards)
 
     def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids and float32 rows of a whole table that has files of its own.
@@ -153,6 +164,16 @@ class Checkpoint:
         entry = self._metadata.state_dict_metadata.get(f"model.{name}")
         return isinstance(entry, TensorStorageMetadata)
 
+    def entry(self, name: str) -> TensorStorageMetadata:
+        """Size and dtype of a tensor of the model's ``state_dict``.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if not self.has_tensor(name):
+            raise ValueError(f"{self._folder} has no tensor {name!r}: it is of another model.")
+        return self._metadata.state_dict_metadata[f"model.{name}"]
+
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of the model's ``state_dict``, in host memory.
 
@@ -161,9 +182,7 @@ class Checkpoint:
         """
         wanted: dict[str, Tensor] = {}
         for name in names:
-            if not self.has_tensor(name):
-                raise ValueError(f"{self._folder} has no tensor {name!r}: it is of another model.")
-            entry = self._metadata.state_dict_metadata[f"model.{name}"]
+            entry = self.entry(name)
             wanted[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
         if wanted:
             self._reader.check_tensors(list(wanted))

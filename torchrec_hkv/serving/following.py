@@ -52,8 +52,9 @@ def follow(
         folder: of the chain.
         every: seconds between looks for something new, in a thread of its own. None: only
             :meth:`Follower.poll` looks.
-        scratch: a folder for tables of the chain's bases, which are removed when they are no longer
-            served. By default the system's for temporary files.
+        scratch: a folder on a disk with room for the tables of the chain's bases. Their files have
+            no name once they are written, and go when they are no longer served. By default the
+            system's for temporary files.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -174,7 +175,8 @@ class Follower:
             first = 1 + digests.index(self._model._version.checkpoint)
         for folder, digest in zip(folders[first:], digests[first:], strict=True):
             began = time.monotonic()
-            applied = _Next(self._model._version, folder, digest, self._model.device)
+            model = self._model
+            applied = _Next(model._version, folder, digest, model.device, model.resident)
             version = applied.version(self._scratch)
             if self._ended.is_set():
                 return 0
@@ -186,9 +188,11 @@ class Follower:
 class _Next:
     """The version that a checkpoint makes of the one before."""
 
-    def __init__(self, before: Version, folder: Path, digest: str, device: torch.device) -> None:
+    def __init__(
+        self, before: Version, folder: Path, digest: str, device: torch.device, resident: bool
+    ) -> None:
         self._before, self._folder, self._digest = before, folder, digest
-        self._device = device
+        self._device, self._resident = device, resident
         self._checkpoint = Checkpoint(folder)
         self._is_delta = folder.name.startswith("delta")
 
@@ -200,15 +204,15 @@ class _Next:
             OSError: there is no room for its tables.
         """
         before = self._before
-        keeps = before.keeps
         if self._is_delta:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
-            keeps = tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch)
-            tables = [
-                self._whole(table, Path(keeps.name), f"{number}.table")
-                for number, table in enumerate(before.tables.tables)
-            ]
+            # Mapped files stay until they are mapped no more: a killed process leaves none.
+            with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch) as folder:
+                tables = [
+                    self._whole(table, Path(folder), f"{number}.table")
+                    for number, table in enumerate(before.tables.tables)
+                ]
         cores = [(group, self._cores(group, its)) for group, its in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(
@@ -218,7 +222,6 @@ class _Next:
             self._digest,
             int(self._folder.name.rpartition("-")[2]),
             (self._folder / LINK).stat().st_mtime,
-            keeps,
         )
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
@@ -233,7 +236,7 @@ class _Next:
             for ids in torch.arange(weight.shape[0]).split(_PIECE):
                 builder.add(ids, weight[ids].float())
         written = builder.finish(folder / name)
-        index, rows = written.map(folder)
+        index, rows = written.map(folder, self._resident)
         return dataclasses.replace(
             table,
             index=index.to(self._device),

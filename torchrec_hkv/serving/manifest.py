@@ -172,6 +172,7 @@ class Manifest:
         tree: the structure of positional and keyword arguments, as PyTorch's pytree writes it.
         inputs: their leaves.
         checkpoint: digest of the checkpoint of a chain that holds the same model; None: not known.
+        package: the program as an AOTInductor package; None: there is none.
     """
 
     save: str
@@ -181,6 +182,7 @@ class Manifest:
     tree: str
     inputs: Sequence[InputRecord]
     checkpoint: str | None
+    package: FileRecord | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it, and makes sure that it is on the disk."""
@@ -283,6 +285,8 @@ _MANIFEST = Fields(
         "tree": Text(),
         "inputs": Items(_INPUT),
         "checkpoint": OrNull(Text(r"[0-9a-f]{64}", "64 hexadecimal digits")),
+        "package": OrNull(_FILE),
     },
     Manifest,
+    optional=("package",),
 )

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Freshness", "ServingModel", "load", "ops"]
 
+#: How often a folder is opened again that another export replaces meanwhile.
+_ATTEMPTS = 10
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
@@ -37,7 +40,6 @@ class Version:
         checkpoint: digest of the checkpoint that it holds; None: not known.
         number: of that one in its chain; None: not known.
         written: when that one was written, in seconds since 1970; None: not known.
-        keeps: what its tables' memory needs to live.
     """
 
     tables: ReadOnlyTables
@@ -46,7 +48,6 @@ class Version:
     checkpoint: str | None = None
     number: int | None = None
     written: float | None = None
-    keeps: object = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +78,19 @@ class ServingModel:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, version: Version, device: torch.device
+        self,
+        folder: Path,
+        manifest: Manifest,
+        version: Version,
+        device: torch.device,
+        resident: bool,
     ) -> None:
         #: Where it was loaded from.
         self.folder = folder
         #: Where its tables are.
         self.device = device
+        #: Whether its tables are in memory of this process, and not mapped.
+        self.resident = resident
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
         self._version = version
@@ -188,6 +196,7 @@ def load(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     *,
+    mapped: bool = True,
     verify: bool = False,
 ) -> ServingModel:
     """Opens a model that :func:`torchrec_hkv.serving.export` has written.
@@ -198,6 +207,9 @@ def load(
     Args:
         folder: of the model. It must stay while the model is used.
         device: to serve on.
+        mapped: whether tables in host memory are mapped. Otherwise they are read at once, into
+            memory of this process alone, in huge pages where the system grants them: lookups in
+            tables much larger than the processor's caches are quicker.
         verify: whether to read all tables and compare their checksums. Those of other files always
             are.
 
@@ -205,9 +217,25 @@ def load(
         ValueError: a file is missing or damaged, or of another export; the sentence names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
-    manifest = Manifest.read(path)
+    resident = not mapped and device.type == "cpu"
+    for _ in range(_ATTEMPTS):
+        manifest = Manifest.read(path)
+        try:
+            version = _open(path, manifest, device, resident, verify)
+        except (ValueError, OSError):
+            if not _is_replaced(path, manifest):
+                raise
+        else:
+            if not _is_replaced(path, manifest):
+                return ServingModel(path, manifest, version, device, resident)
+    raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
+
+
+def _open(
+    path: Path, manifest: Manifest, device: torch.device, resident: bool, verify: bool
+) -> Version:
     manifest.program.check(path)
-    tables = [_open_table(path, record, device, verify) for record in manifest.tables]
+    tables = [_open_table(path, record, device, resident, verify) for record in manifest.tables]
     groups = [_open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
     if device.type != "cpu":
@@ -215,8 +243,15 @@ def load(
 
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
-    version = Version(opened, groups, exported.module(), manifest.checkpoint)
-    return ServingModel(path, manifest, version, device)
+    return Version(opened, groups, exported.module(), manifest.checkpoint)
+
+
+def _is_replaced(path: Path, manifest: Manifest) -> bool:
+    """Whether another export has taken the folder's place: what was opened may be of both."""
+    try:
+        return Manifest.read(path).save != manifest.save
+    except ValueError:
+        return False
 
 
 def _counters(tables: int, device: torch.device) -> Tensor:
@@ -224,11 +259,11 @@ def _counters(tables: int, device: torch.device) -> Tensor:
 
 
 def _open_table(
-    folder: Path, record: TableRecord, device: torch.device, verify: bool
+    folder: Path, record: TableRecord, device: torch.device, resident: bool, verify: bool
 ) -> ReadOnlyTable:
     if verify:
         record.rows.verify(folder)
-    index, rows = record.rows.map(folder)
+    index, rows = record.rows.map(folder, resident)
     default = (
         None if record.default_row is None else torch.tensor(record.default_row, device=device)
     )

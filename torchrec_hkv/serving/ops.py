@@ -1,5 +1,5 @@
 """Fakes of the dispatcher ops ``torch.ops.torchrec_hkv.serving_*``; schemas and kernels are in
-``csrc/bindings/serving_ops.cpp``."""
+``csrc/bindings/serving/``."""
 
 from __future__ import annotations
 
@@ -79,3 +79,8 @@ def _(
 @torch.library.register_fake("torchrec_hkv::serving_blocks")
 def _(ids: Tensor, blocks: int) -> Tensor:
     return torch.empty_like(ids)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_resident")
+def _(data: Tensor) -> Tensor:
+    return torch.empty_like(data)

@@ -84,8 +84,12 @@ class TableFile:
     def num_bytes(self) -> int:
         return self.rows_at + self.entries * self.row_bytes
 
-    def map(self, folder: Path) -> tuple[Tensor, Tensor]:
+    def map(self, folder: Path, resident: bool = False) -> tuple[Tensor, Tensor]:
         """Index and rows of the file, mapped into memory, not read.
+
+        Args:
+            folder: of the file.
+            resident: reads them instead, into memory of this process.
 
         Returns:
             int64 ``[blocks, block_buckets, 8]`` and uint8 ``[entries, row_bytes]``; not to be
@@ -102,6 +106,8 @@ class TableFile:
         if size != self.num_bytes:
             raise ValueError(f"{path} has {size} bytes, but its table takes {self.num_bytes}.")
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        if resident:
+            data = _ops.serving_resident(data)
         index = data[: self.index_bytes].view(torch.int64)
         rows = data[self.rows_at :].view(self.entries, self.row_bytes)
         return index.view(self.blocks, self.block_buckets, 8), rows

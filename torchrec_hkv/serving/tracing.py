@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_hkv.serving.manifest import InputRecord
+from torchrec_hkv.sharding.state.names import joined
 
 _ops = torch.ops.torchrec_hkv
 #: Namespaces whose ops a program may call: PyTorch has them, or this package without TorchRec.
@@ -143,44 +144,53 @@ def _offsets(lengths: Tensor) -> Tensor:
     return functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def with_lookups(model: nn.Module, lookups: dict[int, nn.Module]) -> nn.Module:
+#: A parameter or buffer in host memory: takes its key in the ``state_dict``, what the module has,
+#: and whether it is in the ``state_dict``.
+Dense = Callable[[str, Tensor, bool], Tensor]
+
+
+def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) -> nn.Module:
     """A model in evaluation mode and host memory, with other modules in the place of some.
 
     Args:
-        model: stays as it is; tensors in host memory are shared with it.
+        model: stays as it is.
         lookups: what takes the place of a module, by its ``id``.
+        dense: gives the tensors of all other modules.
     """
     made: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
 
-    def on_host(tensor: Tensor | None) -> Tensor | None:
+    def on_host(name: str, tensor: Tensor | None, is_saved: bool) -> Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in tensors:
-            host = tensor.detach().cpu()
+        if id(tensor) not in tensors:  # tensors that modules share stay shared
+            host = dense(name, tensor, is_saved)
             is_parameter = isinstance(tensor, nn.Parameter)
             tensors[id(tensor)] = nn.Parameter(host, requires_grad=False) if is_parameter else host
         return tensors[id(tensor)]
 
-    def copied(module: nn.Module) -> nn.Module:
+    def copied(path: str, module: nn.Module) -> nn.Module:
         if id(module) in lookups:
             return lookups[id(module)]
         if isinstance(module, (DistributedModelParallel, nn.parallel.DistributedDataParallel)):
-            return copied(module.module)
+            return copied(path, module.module)
         if id(module) not in made:
             copy = made[id(module)] = module.__class__.__new__(module.__class__)
             copy.__dict__.update(module.__dict__)
-            copy.__dict__.update(
-                training=False,
-                _modules={},
-                _parameters={name: on_host(own) for name, own in module._parameters.items()},
-                _buffers={name: on_host(own) for name, own in module._buffers.items()},
-            )
+            unsaved = module._non_persistent_buffers_set
+            parts = {
+                attribute: {
+                    name: on_host(joined(path, name), own, name not in unsaved)
+                    for name, own in getattr(module, attribute).items()
+                }
+                for attribute in ("_parameters", "_buffers")
+            }
+            copy.__dict__.update(training=False, _modules={}, **parts)
             for name, child in module._modules.items():
-                copy._modules[name] = None if child is None else copied(child)
+                copy._modules[name] = None if child is None else copied(joined(path, name), child)
         return made[id(module)]
 
-    return copied(model)
+    return copied("", model)
 
 
 class Program(nn.Module):

@@ -108,6 +108,19 @@ class TTShape:
         """The shape as ops take it: ``[rows, cores, *p, *q, *ranks]``."""
         return [self.num_embeddings, self.num_cores, *self.p, *self.q, *self.ranks]
 
+    @classmethod
+    def unpacked(cls, numbers: Sequence[int]) -> TTShape:
+        """The inverse of :meth:`packed`.
+
+        Raises:
+            ValueError: the numbers are no shape.
+        """
+        rows, cores, *rest = numbers
+        if len(rest) != 3 * cores - 1:
+            raise ValueError(f"{list(numbers)} is no shape of {cores} cores.")
+        p, q, ranks = rest[:cores], rest[cores : 2 * cores], rest[2 * cores :]
+        return cls(rows, math.prod(q), tuple(p), tuple(q), tuple(ranks))
+
 
 def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
     """Balanced row factors, whose product is at least ``num_embeddings``.

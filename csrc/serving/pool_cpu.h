@@ -1,0 +1,195 @@
+// What is made of the rows of one feature once they are found: sums of bags, or a copy of each.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "serving/find_cpu.h"
+#include "serving/row_reader_cpu.h"
+
+namespace torchrec_hkv::serving::cpu {
+
+// The rows of some ids.
+struct FoundRows {
+  const char* const* rows;  // of the ids from number `first` on; null where the table has none
+  int64_t first;
+  int64_t last;   // the id after the last one
+  int64_t ahead;  // rows that are prefetched before they are read; 0: they have been
+
+  const char* row(int64_t at) const { return rows[at - first]; }
+};
+
+// How a row is added to a sum.
+enum class Adding {
+  kPlain,        // sum + row
+  kScaled,       // sum + by * row, rounded twice
+  kFusedScaled,  // the same, rounded once
+};
+
+template <typename Vector>
+Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
+  if constexpr (sizeof(Vector) == sizeof(float)) {
+    return std::fma(by, x, sum);
+  } else {
+#ifdef __FMA__
+    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(by), (__m256)x, (__m256)sum);
+#else
+    Vector out;
+    for (int k = 0; k < kColumnsOf<Vector>; ++k) out[k] = std::fma(by, x[k], sum[k]);
+    return out;
+#endif
+  }
+}
+
+// Sums of the bags of a feature.
+template <RowFormat kFormat, Adding kAdding>
+class Pool {
+ public:
+  Pool(const Feature& feature, const FoundRows& found)
+      : feature_(feature), table_(*feature.table), found_(found) {}
+
+  void run(int64_t begin, int64_t end) const {
+    const int32_t dim = table_.dim;
+    for (int64_t bag = begin; bag < end; ++bag) {
+      int32_t c = 0;
+      for (; dim - c >= 64; c += 64) sum<Columns, 8>(bag, c);
+      for (; dim - c >= 8; c += 8) sum<Columns, 1>(bag, c);
+      for (; c < dim; ++c) sum<float, 1>(bag, c);
+    }
+  }
+
+ private:
+  template <typename Vector, int kVectors>
+  void sum(int64_t bag, int32_t c) const {
+    constexpr int kLanes = kColumnsOf<Vector>;
+    const int64_t first = feature_.offsets[bag], last = feature_.offsets[bag + 1];
+    Vector sums[kVectors];
+    unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
+    for (int64_t at = first; at < last; ++at) {
+      if (c == 0 && found_.ahead > 0 && at + found_.ahead < last) {
+        prefetch_row(found_.row(at + found_.ahead), table_.row_bytes);
+      }
+      const auto add = [&](const auto& reader, int32_t column) {
+        [[maybe_unused]] const float by = scale(at, last - first);
+        unrolled<kVectors>([&](auto v) {
+          Vector columns;
+          reader.load(column + v * kLanes, columns);
+          if constexpr (kAdding == Adding::kPlain) {
+            sums[v] += columns;
+          } else if constexpr (kAdding == Adding::kScaled) {
+            sums[v] += by * columns;
+          } else {
+            sums[v] = fused_multiply_add(by, columns, sums[v]);
+          }
+        });
+      };
+      const char* const row = found_.row(at);
+      if (row != nullptr) [[likely]] {
+        add(Reader<kFormat>(row, table_.unit), c);
+      } else {
+        alignas(32) float unknown[kVectors * kLanes];
+        unknown_columns(table_, feature_.ids[at], c, kVectors * kLanes, unknown);
+        add(Reader<RowFormat::kFloat32>(reinterpret_cast<const char*>(unknown), 1.0f), 0);
+      }
+    }
+    finish(first, last, [&](auto apply) { unrolled<kVectors>([&](auto v) { apply(sums[v]); }); });
+    char* const out =
+        feature_.out + bag * feature_.stride + int64_t{c} * element_size(feature_.type);
+    with_type(feature_.type, [&]<RowType kOut>() {
+      unrolled<kVectors>(
+          [&](auto v) { store_columns<kOut>(sums[v], out + v * kLanes * element_size(kOut)); });
+    });
+  }
+
+  float scale(int64_t at, int64_t length) const {
+    const float bag = feature_.mean == Mean::kScaledRows ? 1.0f / length : 1.0f;
+    return feature_.weights == nullptr ? bag : feature_.weights[at] * bag;
+  }
+
+  // What is done with the sums of a bag.
+  template <typename ForSums>
+  void finish(int64_t first, int64_t last, const ForSums& for_sums) const {
+    if (feature_.mean == Mean::kScaledSum && last > first) {
+      const float by = 1.0f / (last - first);
+      for_sums([&](auto& sums) { sums *= by; });
+    } else if (feature_.mean == Mean::kDividedSum) {
+      float by = feature_.weights == nullptr ? last - first : 0.0f;
+      for (int64_t at = first; feature_.weights != nullptr && at < last; ++at) {
+        by += feature_.weights[at];
+      }
+      if (by != 0.0f) for_sums([&](auto& sums) { sums /= by; });
+    }
+  }
+
+  const Feature& feature_;
+  const Table& table_;
+  const FoundRows& found_;
+};
+
+// Pools bags `begin` to `end`, whose rows were found.
+inline void pool(const Feature& feature, const FoundRows& found, int64_t begin, int64_t end) {
+  const bool is_scaled = feature.weights != nullptr || feature.mean == Mean::kScaledRows;
+  // Only types that tables train in are rounded once.
+  const RowFormat format = feature.table->format;
+  const bool fused =
+      feature.fused && (format == RowFormat::kFloat32 || format == RowFormat::kFloat16);
+  with_format(format, [&]<RowFormat kFormat>() {
+    if (!is_scaled) {
+      Pool<kFormat, Adding::kPlain>(feature, found).run(begin, end);
+    } else if (!fused) {
+      Pool<kFormat, Adding::kScaled>(feature, found).run(begin, end);
+    } else if constexpr (kFormat == RowFormat::kFloat32 || kFormat == RowFormat::kFloat16) {
+      Pool<kFormat, Adding::kFusedScaled>(feature, found).run(begin, end);
+    }
+  });
+}
+
+// Writes out the rows that were found.
+inline void write_rows(const Feature& feature, const FoundRows& found) {
+  const Table& table = *feature.table;
+  const int32_t dim = table.dim;
+  with_type(feature.type, [&]<RowType kOut>() {
+    with_format(table.format, [&]<RowFormat kFormat>() {
+      const auto write = [&](const auto& reader, char* out) {
+        int32_t c = 0;
+        for (; dim - c >= 32; c += 32) {
+          Columns columns[4];
+          unrolled<4>([&](auto v) { reader.load(c + v * 8, columns[v]); });
+          unrolled<4>([&](auto v) {
+            store_columns<kOut>(columns[v], out + (c + v * 8) * element_size(kOut));
+          });
+        }
+        for (; dim - c >= 8; c += 8) {
+          Columns columns;
+          reader.load(c, columns);
+          store_columns<kOut>(columns, out + c * element_size(kOut));
+        }
+        for (; c < dim; ++c) {
+          float column;
+          reader.load(c, column);
+          store_columns<kOut>(column, out + c * element_size(kOut));
+        }
+      };
+      for (int64_t at = found.first; at < found.last; ++at) {
+        char* const out = feature.out + at * feature.stride;
+        const char* const row = found.row(at);
+        if (row != nullptr) [[likely]] {
+          write(Reader<kFormat>(row, table.unit), out);
+          continue;
+        }
+        constexpr int32_t kPiece = 64;
+        alignas(32) float unknown[kPiece];
+        for (int32_t c = 0; c < dim; c += kPiece) {
+          const int32_t n = std::min(kPiece, dim - c);
+          unknown_columns(table, feature.ids[at], c, n, unknown);
+          for (int32_t k = 0; k < n; ++k) {
+            store_columns<kOut>(unknown[k], out + (c + k) * element_size(kOut));
+          }
+        }
+      }
+    });
+  });
+}
+
+}  // namespace torchrec_hkv::serving::cpu

@@ -1,0 +1,183 @@
+"""Checks the arguments of an export before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_hkv.checkpoint.chain import Chain
+from torchrec_hkv.serving.manifest import MANIFEST
+from torchrec_hkv.serving.model_tables import ModelTable
+from torchrec_hkv.serving.row_formats import RowFormat, check_row_format
+from torchrec_hkv.serving.sources import SavedModel, Source, TrainedModel
+from torchrec_hkv.serving.tracing import describe_inputs
+from torchrec_hkv.sharding.state.names import find_name
+
+#: A row format for all tables, or one by table.
+Rows = RowFormat | Mapping[str, RowFormat]
+#: What unknown ids get.
+Unknown = str | Sequence[float] | Tensor
+
+_TRAINED_AS: dict[torch.dtype, RowFormat] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Arguments of an export, as the caller gave them.
+
+    Attributes:
+        model: with the tables.
+        folder: to write to.
+        rows: row formats.
+        inputs: positional arguments of the model's forward.
+        kwargs: its keyword arguments.
+        unknown: what unknown ids get.
+        checkpoint: folder of a checkpoint to read from; None: the model itself.
+        deltas: folder of a chain that has just been written; None: none.
+        memory_bytes: of rows that are held in memory.
+        package: whether to compile a package for C++.
+    """
+
+    model: nn.Module
+    folder: Path
+    rows: Rows | None
+    inputs: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    unknown: Unknown | Mapping[str, Unknown]
+    checkpoint: str | os.PathLike[str] | None
+    deltas: str | os.PathLike[str] | None
+    memory_bytes: int
+    package: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What an export writes, by full name of a table.
+
+    Attributes:
+        source: of rows, cores and dense tensors.
+        rows: formats of tables that are written as rows; all others are written as cores.
+        unknown: ``"initial"``, ``"zero"`` or a row.
+        memory_bytes: of rows that are held in memory.
+    """
+
+    source: Source
+    rows: dict[str, RowFormat]
+    unknown: dict[str, str | list[float]]
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, given: Arguments, tables: Sequence[ModelTable]) -> Choices:
+        """Checks arguments.
+
+        Raises:
+            TypeError: inputs hold something that can't be exported.
+            ValueError: an argument is impossible.
+        """
+        if not tables:
+            raise ValueError(
+                "the model has no EmbeddingBagCollection and no EmbeddingCollection: torch.export "
+                "alone exports it."
+            )
+        if given.memory_bytes < 1:
+            raise ValueError(f"memory_bytes is {given.memory_bytes}, but must be at least 1.")
+        target = given.folder
+        if (target.exists() or target.is_symlink()) and not (target / MANIFEST).is_file():
+            raise ValueError(
+                f"{target} is no exported model and would be replaced by one: name a folder that "
+                "doesn't exist."
+            )
+        _check_inputs(given.inputs, given.kwargs)
+        source = _source(given, tables)
+        names = [table.name for table in tables]
+        of_rows, of_unknown = _by_table(given.rows, names), _by_table(given.unknown, names)
+        rows: dict[str, RowFormat] = {}
+        unknown: dict[str, str | list[float]] = {}
+        for table in tables:
+            is_named = isinstance(given.rows, Mapping) and table.name in of_rows
+            if source.backend(table) != "tt" or is_named:
+                own = _TRAINED_AS.get(source.dtype(table), "fp32")
+                what = f"rows of table {table.name!r}"
+                rows[table.name] = check_row_format(of_rows.get(table.name, own), what)
+            elif source.has_cache(table):
+                raise ValueError(
+                    f"table {table.name!r} has a cache, whose rows its cores lack: export it as "
+                    f"rows, as by rows={{{table.config.name!r}: 'fp32'}}."
+                )
+            unknown[table.name] = _checked_unknown(table, of_unknown.get(table.name, "initial"))
+        return cls(source, rows, unknown, given.memory_bytes)
+
+    def has_cores(self, table: ModelTable) -> bool:
+        """Whether a table is written as cores."""
+        return table.name not in self.rows
+
+
+def _source(given: Arguments, tables: Sequence[ModelTable]) -> Source:
+    if given.checkpoint is not None:
+        if given.deltas is not None:
+            raise ValueError(
+                "deltas and checkpoint are both given: a base of a chain knows its place in it, "
+                "so leave deltas out."
+            )
+        return SavedModel(given.checkpoint, tables)
+    if given.deltas is None:
+        return TrainedModel(given.model, None)
+    newest = Chain(Path(given.deltas)).newest()
+    if newest is None:
+        raise ValueError(
+            f"deltas is {os.fspath(given.deltas)!r}, where no checkpoint of a DeltaWriter is: "
+            "write one first."
+        )
+    return TrainedModel(given.model, newest.digest)
+
+
+def _by_table(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    return {find_name(name, names): its for name, its in value.items()}
+
+
+def _checked_unknown(table: ModelTable, value: Any) -> str | list[float]:
+    if isinstance(value, str) and value in ("initial", "zero"):
+        return value
+    if isinstance(value, Tensor) or (isinstance(value, Sequence) and not isinstance(value, str)):
+        row = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+        if tuple(row.shape) == (table.dim,) and bool(row.isfinite().all()):
+            return row.tolist()
+    raise ValueError(
+        f"unknown is {value!r} for table {table.name!r}, but must be 'initial', 'zero' or a row of "
+        f"{table.dim} finite numbers."
+    )
+
+
+def _check_inputs(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
+        raise ValueError(
+            f"inputs is a {type(inputs).__name__}, but must be a tuple of the positional arguments "
+            "of the model's forward."
+        )
+    _, records, tensors = describe_inputs(tuple(inputs), dict(kwargs or {}))
+    left = list(tensors)
+    for record in records:
+        if record.kind == "ids":
+            values, lengths = left.pop(0), left.pop(0)
+            del left[: record.is_weighted]
+            if values.numel() < 2 or lengths.shape[1] < 2:
+                raise ValueError(
+                    f"inputs hold {values.numel()} ids of {lengths.shape[1]} samples, but must "
+                    "hold at least 2 ids of 2 samples, so that any numbers are exported."
+                )
+        elif record.kind == "tensor":
+            left.pop(0)

@@ -1,0 +1,74 @@
+"""The folder of an exported model: written beside its place, and put there in one step."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from torchrec_hkv.checkpoint.exchange import exchange
+from torchrec_hkv.hash_table.files.manifest import sync_folder
+
+
+class ExportFolder:
+    """Where an export writes.
+
+    Args:
+        target: the folder of the model.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target.absolute()
+        #: To write to.
+        self.path = self._target.with_name(f".{self._target.name}.saving")
+        self._locks: list[int] = []
+
+    def open(self) -> None:
+        """Makes the folder, empty, for this process alone.
+
+        Raises:
+            ValueError: another process exports to the same place.
+        """
+        while not self._locks:
+            self.path.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(folder)
+                raise ValueError(
+                    f"another process exports to {self._target}: wait until it has ended, or name "
+                    "another folder."
+                ) from None
+            # The other process may have ended meanwhile, and put what it wrote in its place.
+            if self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(folder)):
+                self._locks.append(folder)
+            else:
+                os.close(folder)
+        for left in self.path.iterdir():  # by a killed export
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def replace(self) -> None:
+        """Puts the folder in the place of an earlier one, or of none. An earlier one is there at
+        every moment, where the file system can exchange two folders."""
+        sync_folder(self.path)
+        if self._target.exists():  # which gets the name of what was written, and is removed
+            before = os.open(self._target, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(before, fcntl.LOCK_EX)
+            self._locks.append(before)
+        if not (self._target.exists() and exchange(self.path, self._target)):
+            previous = self._target.with_name(f".{self._target.name}.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            if self._target.exists():
+                self._target.rename(previous)
+            self.path.rename(self._target)
+            shutil.rmtree(previous, ignore_errors=True)
+        sync_folder(self._target.parent)
+
+    def close(self) -> None:
+        """Removes what is left, of a failed export or of the model before; lets others export."""
+        if self._locks:
+            shutil.rmtree(self.path, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
