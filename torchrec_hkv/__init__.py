@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
     from torchrec_hkv.sharding import (
+        DMPCollection,
         accumulate_gradients,
         get_default_sharders,
         get_epoch,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 # Where each public name is: a module, and its name there; None for the module itself.
 _PLACES: dict[str, tuple[str, str | None]] = {
     "AgedLFU": ("hash_table", "AgedLFU"),
+    "DMPCollection": ("sharding", "DMPCollection"),
     "EmbeddingShardingPlanner": ("planner", "EmbeddingShardingPlanner"),
     "HKVAdagrad": ("nn", "HKVAdagrad"),
     "HKVAdamOptimizer": ("nn", "HKVAdamOptimizer"),
@@ -102,6 +104,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AgedLFU",
+    "DMPCollection",
     "EmbeddingShardingPlanner",
     "HKVAdagrad",
     "HKVAdamOptimizer",

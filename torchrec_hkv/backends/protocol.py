@@ -21,6 +21,7 @@ from torch import nn
 
 from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.ragged import ragged_lookup
+from torchrec_hkv.backends.replicas import ReplicaSync
 from torchrec_hkv.backends.saved import (
     EntriesLoad,
     FileOptions,
@@ -154,6 +155,15 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: the backend can't; the default.
         """
         raise ValueError(f"{type(self).__name__} can't keep the tables of several ranks alike.")
+
+    def replica_sync(self, process_group: dist.ProcessGroup) -> ReplicaSync:
+        """Called once, before any forward, where other groups of ranks hold the same tables and
+        train them by themselves, where :meth:`Backend.check_replicas` allows it.
+
+        Args:
+            process_group: the ranks that hold the same shards, one of each group.
+        """
+        raise NotImplementedError
 
     def populate_caches(self) -> int:
         """Chooses anew what is kept in caches of the tables, where they have any.
@@ -348,6 +358,18 @@ class Backend(abc.ABC):
         says so. The planner passes such a backend over where the table's constraint names other
         kernels, and warns where it names no other."""
         return None
+
+    def check_replicas(self, shard: TableShard) -> None:
+        """Refuses a table whose replicas in a ``DMPCollection`` can't be brought together
+        (:meth:`GroupLookup.replica_sync`).
+
+        Raises:
+            ValueError: it can't; the default.
+        """
+        raise ValueError(
+            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} does not "
+            "bring replicas together. Use DistributedModelParallel."
+        )
 
     def kept(
         self,

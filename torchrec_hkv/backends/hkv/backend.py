@@ -88,6 +88,9 @@ class HKVBackend(Backend):
             )
         initializer_of(shard)
 
+    def check_replicas(self, shard: TableShard) -> None:
+        """All can be brought together."""
+
     def routes_by_hash(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)
 

@@ -97,6 +97,14 @@ class TTBackend(Backend):
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
 
+    def check_replicas(self, shard: TableShard) -> None:
+        if options_of(shard).cache is not None:
+            raise ValueError(
+                f"Table {shard.name!r} can't be in a DMPCollection with a cache, which each "
+                "replica would fill for itself: leave out cache_size, or use "
+                "DistributedModelParallel."
+            )
+
     def disadvantage(self, shard: TableShard) -> str | None:
         cache = options_of(shard).cache
         cached_rows = 0 if cache is None else cache.rows

@@ -20,13 +20,10 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Changes, left_name
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
 
-_ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
-_LEAST_STEP = -(1 << 31)
-# Bytes a slot that a look takes: owners, ids and steps of now and before, and comparisons.
-_LOOK_BYTES = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +52,21 @@ class ChangeTracker:
 
     def __init__(self, group: TableGroup, table: int) -> None:
         self._group, self._table = group, table
-        self._ids = torch.empty(0, dtype=torch.int64)
-        self._occupied = torch.empty(0, dtype=torch.bool)
+        self._snapshot = SlotSnapshot(group, table)
+        self._noted: list[Tensor] = []
         # Of the last look; None: the next one finds that everything changed.
         self._first_open: int | None = None
         self._rewrites = 0
+        group.tell_changes(self)
 
     def forget(self) -> None:
         """Makes the next look find that the whole table changed."""
         self._first_open = None
+
+    def note_changed(self, table: int, slots: Tensor) -> None:
+        """Called by the group: entries changed without being looked up."""
+        if table == self._table and self._first_open is not None:
+            self._noted.append(slots.cpu())
 
     def look(self, folder: Path, save_name: str, batch_bytes: int, written: list[Path]) -> Look:
         """Finds what changed since the last look, and writes which ids left their slots.
@@ -81,69 +84,33 @@ class ChangeTracker:
         first_open, rewrites = group.first_open_step, group.rewrites
         since = self._first_open if rewrites == self._rewrites else None
         self.forget()  # until the look has ended
-        self._resize(group.present_slots(self._table), keep=since is not None)
-        batch = max(1, batch_bytes // _LOOK_BYTES)
+        noted, self._noted = torch.cat(self._noted) if self._noted else None, []
+        batch = max(1, batch_bytes // COMPARE_BYTES)
         if since is None:
-            for first in range(0, len(self._ids), batch):
-                own = slice(first, min(first + batch, len(self._ids)))
-                self._ids[own], _, self._occupied[own] = self._now(own)
+            self._snapshot.take(batch)
             found = Look(None, None)
         else:
             path = folder / left_name(save_name)
             written.append(path)
-            found = self._compare(since, path, batch)
+            found = self._compare(since, path, batch, noted)
         self._first_open, self._rewrites = first_open, rewrites
         return found
 
-    def _compare(self, since: int, path: Path, batch: int) -> Look:
+    def _compare(self, since: int, path: Path, batch: int, noted: Tensor | None) -> Look:
         changed = []
         entries = left = crc32 = 0
         with open(path, "xb") as file:
-            for first in range(0, len(self._ids), batch):
-                own = slice(first, min(first + batch, len(self._ids)))
-                ids, steps, is_there = self._now(own)
-                before = self._ids[own].to(ids.device, non_blocking=True)
-                was_there = self._occupied[own].to(ids.device, non_blocking=True)
-                other = (ids != before) & was_there & is_there | (was_there != is_there)
-                # Unsigned steps as signed numbers of the same order.
-                touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
-                now = (is_there & (touched | other)).nonzero().flatten()
-                changed.append((now + first).cpu())
-                entries += int(is_there.sum())
-                gone = (was_there & other).nonzero().flatten()
-                pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
+            for found in self._snapshot.compare(since, batch, noted):
+                changed.append(found.slots.cpu())
+                entries += found.entries
+                pairs = torch.stack([found.gone_slots, found.gone_ids], dim=1).cpu()
                 data = host_memory(pairs)
                 crc32 = zlib.crc32(data, crc32)
                 file.write(data)
                 left += len(pairs)
-                new = other.nonzero().flatten()
-                self._ids[own][new.cpu()] = ids[new].cpu()
-                self._occupied[own] = is_there
             file.flush()
             os.fsync(file.fileno())
         return Look(torch.cat(changed), Changes(entries, path.name, left, crc32))
-
-    def _resize(self, slots: int, *, keep: bool) -> None:
-        """Makes room for the slots that the table has now; further ones were free before."""
-        if slots == len(self._ids):
-            return
-        pin = self._group.device.type == "cuda"  # a GPU copies from it without help
-        ids = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
-        occupied = torch.zeros(slots, dtype=torch.bool, pin_memory=pin)
-        if keep:
-            ids[: len(self._ids)] = self._ids
-            occupied[: len(self._ids)] = self._occupied
-        self._ids, self._occupied = ids, occupied
-
-    def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, the bits of last steps, and whether there is an entry, of some slots; on the
-        table's device."""
-        group, table = self._group, self._table
-        slots = torch.arange(own.start, own.stop, device=group.device)
-        ids, steps = group.ids_and_steps(table, slots)
-        n = own.stop - own.start
-        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
-        return ids, steps, owners >= 0
 
 
 def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -152,6 +152,18 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         self.note_rewrite()
         self._group.set_clock(clock)
 
+    def advance_clock(self, clock: int) -> None:
+        """Puts the number of the last call forward, as if so many calls had looked up nothing.
+
+        Raises:
+            ValueError: it is less than :attr:`clock`, or the backward of a lookup is still to come.
+        """
+        now = self.clock
+        if clock < now:
+            raise ValueError(f"clock is {clock}, but must be at least {now}, what it is now.")
+        if clock > now:
+            self._group.set_clock(clock)
+
     @property
     def epoch(self) -> int:
         """Of the epoch policies, for the calls to come; see :meth:`set_epoch`."""
