@@ -57,11 +57,13 @@ class ScoreMerge:
             before: int64 ``[n]``, at the last sync; 0 where it is not known.
             touched: bool ``[n]``, whether they were touched here.
         """
+        if self.adds:
+            before = torch.where(touched, before, scores)
         if self._policy == "epoch_lfu":
             # The epoch of now, and the count of the last sync.
             return _ordered(scores & ~_LOW | before & _LOW)
         if self.adds:
-            return torch.where(touched, before, scores)
+            return before
         if self._policy == "customized":
             return torch.where(touched, scores, _LEAST)
         return _ordered(scores)
