@@ -13,6 +13,7 @@ from tests.support.models import local_tables, make_model, topology
 from torchrec_hkv import (
     DMPCollection,
     EmbeddingShardingPlanner,
+    HKVOptions,
     ParameterConstraints,
     get_default_sharders,
 )
@@ -29,6 +30,22 @@ def configs(rows: int = 512, dim: int = 4) -> list[EmbeddingBagConfig]:
         EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=dim, feature_names=[name])
         for name, n in sizes.items()
     ]
+
+
+def constraints(
+    sharding_type: str = "row_wise", options: HKVOptions | None = None
+) -> dict[str, ParameterConstraints]:
+    """A sharding type and options of the hash table."""
+    types = {"hash": sharding_type, "cores": "table_wise", "stock": "row_wise"}
+    return {
+        name: ParameterConstraints(
+            compute_kernels=[kernel],
+            sharding_types=[types[name]],
+            min_partition=4,
+            options=options if name == "hash" else None,
+        )
+        for name, kernel in KERNELS.items()
+    }
 
 
 def make_collection(

@@ -488,7 +488,7 @@ def _cores(table: _Table) -> list[Tensor]:
     if is_alone:
         return own
     sent: list[Any] = [own]
-    dist.broadcast_object_list(sent, src=holder)
+    dist.broadcast_object_list(sent, src=holder, group=table.found.collection.sharding_group)
     assert len(sent[0]) == shape.num_cores
     return sent[0]
 

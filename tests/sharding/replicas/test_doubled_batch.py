@@ -6,21 +6,16 @@ import pytest
 import torch
 
 from tests.support.models import make_model, shard_model
-from tests.support.two_dimensional import KERNELS, configs, held, make_collection, random_batch
-from torchrec_hkv import ParameterConstraints
+from tests.support.two_dimensional import (
+    configs,
+    constraints,
+    held,
+    make_collection,
+    random_batch,
+)
 
 
-def _constraints(sharding_type):
-    types = {"hash": sharding_type, "cores": "table_wise", "stock": "row_wise"}
-    return {
-        name: ParameterConstraints(
-            compute_kernels=[kernel], sharding_types=[types[name]], min_partition=4
-        )
-        for name, kernel in KERNELS.items()
-    }
-
-
-def _evaluate(model, device):
+def evaluated(model, device):
     """Rows of all ids, bag by bag, through the model."""
     model.eval()
     with torch.no_grad():
@@ -30,19 +25,19 @@ def _evaluate(model, device):
 
 
 def _train(rank, world_size, device, group_size, sharding_type, inter_host):
-    tables, constraints = configs(dim=8), _constraints(sharding_type)
+    tables, plan_of = configs(dim=8), constraints(sharding_type)
     torch.manual_seed(3)  # stock rows
-    one = shard_model(make_model(tables), constraints, world_size, device)
+    one = shard_model(make_model(tables), plan_of, world_size, device)
     torch.manual_seed(3)
     groups = make_collection(
-        group_size, world_size, device, tables, constraints, use_inter_host_allreduce=inter_host
+        group_size, world_size, device, tables, plan_of, use_inter_host_allreduce=inter_host
     )
     _copy_stock(one, groups)
     for step in range(8):
         for model in (one, groups):
             (model(random_batch(rank, step).to(device)).square().mean()).backward()
         groups.sync()
-    torch.testing.assert_close(_evaluate(groups, device), _evaluate(one, device), rtol=0, atol=1e-6)
+    torch.testing.assert_close(evaluated(groups, device), evaluated(one, device), rtol=0, atol=1e-6)
     return held(groups)
 
 
@@ -55,8 +50,10 @@ def _copy_stock(one, groups):
                     parameter.fill_(0.25)
 
 
-@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise", "column_wise"])
-@pytest.mark.parametrize("inter_host", [False, True])
+@pytest.mark.parametrize(
+    ("sharding_type", "inter_host"),
+    [("row_wise", False), ("row_wise", True), ("table_wise", True), ("column_wise", False)],
+)
 def test_two_by_two(run_ranks, sharding_type, inter_host):
     of_ranks = run_ranks(4, _train, 2, sharding_type, inter_host)
     pairs = [(0, 2), (1, 3)] if inter_host else [(0, 1), (2, 3)]
