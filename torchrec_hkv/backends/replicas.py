@@ -16,15 +16,20 @@ __all__ = ["AveragedTensors", "ReplicaSync", "Synced"]
 class ReplicaSync(abc.ABC):
     """The syncs of one group of tables on one rank."""
 
+    def check(self) -> None:
+        """Refuses a sync before anything changes; a collective call of the ranks that hold the same
+        shards. The default refuses none.
+
+        Raises:
+            RuntimeError: a backward is still to come, in some replica.
+        """
+
     @abc.abstractmethod
     def sync(self, states: bool) -> Synced:
-        """Brings the replicas together; a collective call of the ranks that hold the same shards.
+        """Brings the replicas together, after :meth:`check`; a collective call of the same ranks.
 
         Args:
             states: whether optimizer states are reconciled, too.
-
-        Raises:
-            RuntimeError: a backward is still to come; nothing has changed then.
         """
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,18 @@ from torchrec_hkv.sharding.tables import (
     table_configs,
     table_weight,
 )
+
+_syncs_replicas: ContextVar[bool] = ContextVar("replicas are synced", default=False)
+
+
+@contextlib.contextmanager
+def replicas_synced() -> Iterator[None]:
+    """Within it, collections are sharded for somebody who syncs the replicas of their tables."""
+    token = _syncs_replicas.set(True)
+    try:
+        yield
+    finally:
+        _syncs_replicas.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +118,11 @@ def planned_tables(
         for shard in shards:
             backend.check(shard, optimizer, (device or torch.device("cpu")).type)
             if is_2d(env) and sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
+                if not _syncs_replicas.get():
+                    raise ValueError(
+                        f"Table {name!r} is served by a backend, whose replicas TorchRec's "
+                        "DMPCollection does not bring together: use torchrec_hkv.DMPCollection."
+                    )
                 backend.check_replicas(shard)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))
         planned[name] = PlannedTable(

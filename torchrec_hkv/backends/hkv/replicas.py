@@ -33,6 +33,10 @@ class HashTablesSync(ReplicaSync):
         self._dense = tuple(dense)
         self._averages = AveragedTensors(process_group)
 
+    def check(self) -> None:
+        if self._by_id is not None:
+            self._by_id.check()
+
     def sync(self, states: bool) -> Synced:
         done = Synced()
         if self._by_id is not None:

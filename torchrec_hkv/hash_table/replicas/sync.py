@@ -77,21 +77,18 @@ class GroupSync:
         self._batch_bytes = batch_bytes
 
     def sync(self, states: bool = True) -> Synced:
-        """Applies the rules; a collective call of the ranks that hold the same shards.
+        """Applies the rules, after :meth:`check`; a collective call of the ranks that hold the same
+        shards.
 
         Args:
             states: whether optimizer states are reconciled. Otherwise they stay, and those of ids
                 that are inserted are 0.
-
-        Raises:
-            RuntimeError: in a replica a backward is still to come; nothing has changed then.
         """
         wire, group = self._wire, self._group
         if wire.size == 1:
             return Synced()
         sent_before = wire.sent_bytes
         with group.alone():
-            self._check_no_backward(wire)
             looks = [self._changes[table].look() for table in self._tables]
             self._agree_on_steps(wire)
             known = self._gather_ids(wire, looks)
@@ -104,8 +101,13 @@ class GroupSync:
                 changes.synced()
         return dataclasses.replace(done, sent_bytes=wire.sent_bytes - sent_before)
 
-    def _check_no_backward(self, wire: Wire) -> None:
-        group = self._group
+    def check(self) -> None:
+        """Refuses a sync; a collective call of the same ranks.
+
+        Raises:
+            RuntimeError: in a replica a backward is still to come.
+        """
+        wire, group = self._wire, self._group
         if group.first_open_step <= group.clock:
             gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage
         pending = torch.zeros(wire.size, dtype=torch.int64, device=group.device)

@@ -24,8 +24,9 @@ from torchrec.distributed.types import (
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.replicas import ReplicaSync, Synced
 from torchrec_hkv.compat import replica_group
-from torchrec_hkv.sharding.state.names import named_collections
 from torchrec_hkv.sharding.modules.sharders import get_default_sharders
+from torchrec_hkv.sharding.state.names import named_collections
+from torchrec_hkv.sharding.validation import replicas_synced
 
 
 class DMPCollection(model_parallel.DMPCollection):
@@ -83,8 +84,8 @@ class DMPCollection(model_parallel.DMPCollection):
         rs_awaitable_hook_module: str | None = None,
         **kwargs: Any,
     ) -> None:
-        sizes = [sharding_group_size, *(c.sharding_group_size for c in submodule_configs or ())]
-        for size in sizes:
+        configs = submodule_configs or ()
+        for size in (sharding_group_size, *(config.sharding_group_size for config in configs)):
             if size < 1 or world_size % size:
                 raise ValueError(
                     f"sharding_group_size is {size}, but must divide world_size, {world_size}."
@@ -104,35 +105,26 @@ class DMPCollection(model_parallel.DMPCollection):
             refused = {name: value for name, value in kwargs.items() if value}
             if rs_awaitable_hook_module is not None:
                 refused["rs_awaitable_hook_module"] = rs_awaitable_hook_module
-            for context in (
-                sharding_strategy,
-                *(c.sharding_strategy for c in submodule_configs or ()),
-            ):
-                if context == ShardingStrategy.FULLY_SHARDED:
-                    refused["sharding_strategy"] = context
+            for strategy in (sharding_strategy, *(config.sharding_strategy for config in configs)):
+                if strategy == ShardingStrategy.FULLY_SHARDED:
+                    refused["sharding_strategy"] = strategy
             for name, value in refused.items():
                 raise ValueError(f"{name} is {value!r}, which needs a GPU: leave it out on a CPU.")
-            self._build(
-                module,
-                device,
-                plan,
-                world_size,
-                sharding_group_size,
-                global_pg,
-                sharding_strategy,
-                **options,
-            )
+            kwargs = {}
         else:
-            super().__init__(
+            kwargs["rs_awaitable_hook_module"] = rs_awaitable_hook_module
+        # On a GPU it is TorchRec's constructor that shards.
+        build = self._build if device.type == "cpu" else super().__init__
+        sizes = (world_size, sharding_group_size)
+        with replicas_synced():
+            build(
                 module,
                 device,
                 plan,
-                world_size,
-                sharding_group_size,
+                *sizes,
                 global_pg,
                 sharding_strategy,
                 **options,
-                rs_awaitable_hook_module=rs_awaitable_hook_module,
                 **kwargs,
             )
         self._replica_syncs = list(self._make_syncs())
@@ -259,8 +251,10 @@ class DMPCollection(model_parallel.DMPCollection):
             include_optimizer_state: whether optimizer states are, too.
 
         Raises:
-            RuntimeError: a backward is still to come; tables of the same lookup have not changed.
+            RuntimeError: a backward is still to come; nothing has changed then.
         """
+        for sync in self._replica_syncs:
+            sync.check()
         super().sync(include_optimizer_state)
         self._last_sync = sum(
             (sync.sync(include_optimizer_state) for sync in self._replica_syncs), Synced()
