@@ -16,9 +16,10 @@ __all__ = ["AveragedTensors", "ReplicaSync", "Synced"]
 class ReplicaSync(abc.ABC):
     """The syncs of one group of tables on one rank."""
 
+    @abc.abstractmethod
     def check(self) -> None:
         """Refuses a sync before anything changes; a collective call of the ranks that hold the same
-        shards. The default refuses none.
+        shards.
 
         Raises:
             RuntimeError: a backward is still to come, in some replica.

@@ -14,6 +14,8 @@ _ops = torch.ops.torchrec_hkv
 _LEAST_STEP = -(1 << 31)
 #: Bytes a slot that a comparison takes: owners, ids and steps of now and before, and comparisons.
 COMPARE_BYTES = 48
+#: Slots that a CPU compares at a time: what they take stays in its caches.
+_CPU_SLOTS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +103,20 @@ class SlotSnapshot:
             touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
             if len(marked):
                 touched |= marked[own].to(ids.device)
-            now = (is_there & (touched | other)).nonzero().flatten()
-            gone = (was_there & other).nonzero().flatten()
+            differs = true_places(is_there & touched | other)
+            there, was = is_there[differs], was_there[differs]
+            other, touched = other[differs], touched[differs]
+            now, gone = differs[there], differs[was & other]
             yield Difference(
-                int(is_there.sum()),
+                int(is_there.count_nonzero()),
                 now + own.start,
                 ids[now],
-                touched[now],
-                ~other[now],
+                touched[there],
+                ~other[there],
                 gone + own.start,
                 before[gone],
             )
-            new = other.nonzero().flatten()
+            new = differs[other]
             self.ids[own][new.cpu()] = ids[new].cpu()
             self.occupied[own] = is_there.cpu()
 
@@ -129,6 +133,8 @@ class SlotSnapshot:
             self.ids[at] = ids.cpu()
 
     def _ranges(self, batch: int) -> Iterator[slice]:
+        if self._group.device.type == "cpu":
+            batch = min(batch, _CPU_SLOTS)
         for first in range(0, len(self.ids), batch):
             yield slice(first, min(first + batch, len(self.ids)))
 
@@ -141,3 +147,17 @@ class SlotSnapshot:
         n = own.stop - own.start
         owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
         return ids, steps, owners >= 0
+
+
+def true_places(mask: Tensor) -> Tensor:
+    """As ``mask.nonzero().flatten()``, in less time where few are true.
+
+    Args:
+        mask: bool ``[n]``.
+    """
+    whole = len(mask) // 8 * 8
+    words = mask[:whole].view(torch.int64).nonzero()  # eight places each
+    places = (words * 8 + torch.arange(8, device=mask.device)).flatten()
+    if whole < len(mask):
+        places = torch.cat([places, torch.arange(whole, len(mask), device=mask.device)])
+    return places[mask[places]]

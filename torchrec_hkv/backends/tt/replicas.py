@@ -30,5 +30,8 @@ class CoresSync(ReplicaSync):
         self._cores, self._states = tuple(cores), (*states, step)
         self._averages = AveragedTensors(process_group)
 
+    def check(self) -> None:
+        """Refuses none."""
+
     def sync(self, states: bool) -> Synced:
         return self._averages.average((*self._cores, *(self._states if states else ())))
