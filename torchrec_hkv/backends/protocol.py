@@ -371,6 +371,35 @@ class Backend(abc.ABC):
             "bring replicas together. Use DistributedModelParallel."
         )
 
+    def sync_bytes(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        touched: float,
+        touched_anywhere: float,
+        replicas: int,
+    ) -> float:
+        """Bytes that a rank sends for a shard in a sync of replicas; 0 by default. An all-reduce of
+        n bytes counts as ``2 n (replicas - 1) / replicas``.
+
+        Args:
+            shard: the table's part.
+            optimizer: None where it is not trained.
+            touched: different ids of the shard that a replica looks up from one sync to the next.
+            touched_anywhere: those that some replica looks up.
+            replicas: how many.
+        """
+        return 0.0
+
+    def gradient_bytes(self, shard: TableShard) -> float:
+        """Bytes of the gradient that ranks average in a step of a data-parallel table; 0 by
+        default.
+
+        Args:
+            shard: the whole table.
+        """
+        return 0.0
+
     def kept(
         self,
         table: TableShard,

@@ -17,6 +17,7 @@ def shard_workload(
     topology: Topology,
     constraint: ParameterConstraints | None,
     frequencies: IdFrequencies | None,
+    batches: int = 1,
 ) -> Workload:
     """The step's part of one shard; all shards of a table have alike.
 
@@ -25,10 +26,11 @@ def shard_workload(
         topology: of the ranks.
         constraint: has batch sizes and numbers of poolings, where they are not the planner's.
         frequencies: of the table's ids; None: all rows come alike.
+        batches: of each rank that are taken together.
     """
     rows = option.tensor.shape[0]
-    bags = rank_bags(option, constraint)
-    ids = rank_ids(option, constraint)
+    bags = batches * rank_bags(option, constraint)
+    ids = batches * rank_ids(option, constraint)
     ranks = topology.world_size
     # Ids of a table reach the shards of all ranks, those of one host, or one rank's alone.
     match option.sharding_type:

@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table import (
     Uniform,
     initial_rows,
 )
-from torchrec_hkv.hash_table.replicas import GroupSync
+from torchrec_hkv.hash_table.replicas import GroupSync, id_sync_bytes
 
 POLICIES = ("lru", "lfu", AgedLFU(0.7), "epoch_lru", "epoch_lfu", "customized")
 #: By name: optimizer, and which state counts the updates of a row.
@@ -225,3 +225,21 @@ def test_the_rules_on_a_gpu(seed):
         pick((None, 2)),
     )
     _run(case, seed, "cuda")
+
+
+def test_bytes_are_as_planned():
+    wires = ThreadWire.make(2)
+    groups = [
+        TableGroup([TableSpec("a", 5000, 16, "lfu")], [0], RowWiseAdagrad(), "cpu") for _ in wires
+    ]
+    syncs = [GroupSync(group, [0], wire) for group, wire in zip(groups, wires, strict=True)]
+    for first, group in enumerate(groups):
+        ids = torch.arange(1000) + 500 * first
+        anchor = torch.empty(0, requires_grad=True)
+        offsets = torch.tensor([0, 1000])
+        group.train_lookup(anchor, ids, offsets, None, 1, False, torch.tensor(0.1)).sum().backward()
+    for done in in_threads([sync.sync for sync in syncs]):
+        width = groups[0].export_table(0).states.shape[1]
+        planned = id_sync_bytes(1000, 1500, 16, width, "lfu", 2)
+        assert done.touched == 1500
+        assert planned <= done.sent_bytes < planned + 200  # and a few numbers

@@ -105,6 +105,22 @@ class TTBackend(Backend):
                 "DistributedModelParallel."
             )
 
+    def sync_bytes(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        touched: float,
+        touched_anywhere: float,
+        replicas: int,
+    ) -> float:
+        # Averages are taken in float32.
+        spec = state_of(shard, optimizer)
+        values = sum(math.prod(its.shape) for name, its in spec.items() if name != "tt_shape")
+        return 8 * values * (replicas - 1) / replicas
+
+    def gradient_bytes(self, shard: TableShard) -> float:
+        return 4 * sum(map(math.prod, shape_of(shard).core_shapes))
+
     def disadvantage(self, shard: TableShard) -> str | None:
         cache = options_of(shard).cache
         cached_rows = 0 if cache is None else cache.rows

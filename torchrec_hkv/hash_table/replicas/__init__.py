@@ -3,7 +3,7 @@
 ``docs/concepts/replicas.md`` has the rules.
 """
 
-from torchrec_hkv.hash_table.replicas.sync import GroupSync, Synced
+from torchrec_hkv.hash_table.replicas.sync import GroupSync, Synced, id_sync_bytes
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
-__all__ = ["GroupSync", "Synced", "Wire"]
+__all__ = ["GroupSync", "Synced", "Wire", "id_sync_bytes"]

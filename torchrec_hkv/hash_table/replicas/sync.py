@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_scores
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -51,6 +52,29 @@ class Synced:
             self.lost + other.lost,
             self.sent_bytes + other.sent_bytes,
         )
+
+
+def id_sync_bytes(
+    touched: float,
+    touched_anywhere: float,
+    dim: int,
+    state_dim: int,
+    eviction: EvictionPolicy,
+    replicas: int,
+) -> float:
+    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them.
+
+    Args:
+        touched: ids that this replica has touched.
+        touched_anywhere: ids that some replica has touched.
+        dim: columns.
+        state_dim: float32 values of optimizer state of a row.
+        eviction: the policy.
+        replicas: how many.
+    """
+    numbers = 1 + keeps_scores(eviction) + sums_scores(eviction)
+    reduced = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
+    return 8 * touched * (replicas - 1) + 2 * reduced * (replicas - 1) / replicas
 
 
 class GroupSync:
