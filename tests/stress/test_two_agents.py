@@ -32,7 +32,7 @@ def _agent(folder: Path, port: int, nodes: str, is_host: bool, *arguments: str) 
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
     command += ["--nproc_per_node", "2", "--max_restarts", "3", "--monitor_interval", "1"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    configured = {"is_host": int(is_host), "last_call_timeout": 5, "keep_alive_interval": 1}
+    configured = {"is_host": int(is_host), "last_call_timeout": 20, "keep_alive_interval": 1}
     command += ["--rdzv_id", "agents", "--rdzv_conf"]
     command += [",".join(f"{name}={value}" for name, value in configured.items())]
     with open(folder / f"agent-{int(not is_host)}.log", "w", encoding="utf-8") as log:
@@ -130,7 +130,8 @@ def test_a_host_that_dies(tmp_path, expected):
         _wait_for(tmp_path, agents, "wrote", 3)
         os.killpg(agents[1].pid, signal.SIGKILL)
         _wait_for(tmp_path, agents, "end", 1)
-        assert agents[0].wait(timeout=120) == 0
+        # The agent waits up to five minutes for the one that is dead.
+        assert agents[0].wait(timeout=_PATIENCE_S) == 0
     finally:
         _end(agents)
     first, *later = _progress(tmp_path, "begin")
