@@ -15,7 +15,7 @@ hosts with NVLink and a 400 Gb/s card a rank, or what ``--bandwidths`` names, a 
 Parts of a step add up, and the most loaded rank decides. A plan is one of
 
 - ``row_wise``: tables over all ranks;
-- ``table_row_wise``: each table over the ranks of one host, tables spread evenly over hosts;
+- ``table_row_wise``: each table over the ranks of one host; hosts have as many, or one more;
 - ``groups``: ``DMPCollection`` with a replica a host, row-wise within it, a sync every
   ``--sync-every`` steps; syncs cross hosts.
 
@@ -166,6 +166,10 @@ def _step(
         anywhere = min(float(load.distinct.sum()) / local * steps, most) * args.tables
         sync_bytes = id_sync_bytes(here, anywhere, args.dim, 1, "lru", hosts)
         sync_ms = 1e-6 * sync_bytes / bandwidths["inter"] / args.sync_every
+    if plan == "table_row_wise":
+        # Of the host with the most tables, over the mean.
+        crowded = -(-args.tables // hosts) * hosts / args.tables
+        exchange, rows_ms = exchange * crowded, rows_ms * crowded
     step = exchange + rows_ms + sync_ms
     return {
         "plan": plan,

@@ -228,10 +228,9 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         total = self.traffic()
         if not total.intra_host + total.inter_host:
             return ""
-        text = (
-            f"A rank sends in a step, on average: {_size(total.intra_host)} to ranks of its host, "
-            f"{_size(total.inter_host)} to other hosts"
-        )
+        text = f"A rank sends in a step, on average: {_size(total.intra_host)} to ranks of its host"
+        if total.inter_host:
+            text += f", {_size(total.inter_host)} to other hosts"
         across = {n: r.traffic.inter_host for n, r in self.reports.items() if r.traffic is not None}
         return f"\n{_wrapped(text + _most(across))}\n"
 
