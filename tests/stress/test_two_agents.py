@@ -21,9 +21,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "stress" / "two_agents.py"
 STEPS = 30
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("TORCHREC_HKV_AGENTS"), reason="takes minutes: set TORCHREC_HKV_AGENTS=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("TORCHREC_HKV_AGENTS"),
+        reason="takes minutes: set TORCHREC_HKV_AGENTS=1",
+    ),
+    pytest.mark.timeout(1800),
+]
 #: Of a machine that is busy otherwise.
 _PATIENCE_S = 600
 
@@ -42,7 +46,6 @@ def _agent(folder: Path, port: int, nodes: str, is_host: bool, *arguments: str) 
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a group of processes that dies as a host does
         )
 
 
@@ -77,11 +80,32 @@ def _rows(folder: Path) -> dict[str, dict[int, torch.Tensor]]:
     }
 
 
+def _workers(agent: subprocess.Popen) -> list[int]:
+    """The processes that an agent has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+        except (OSError, IndexError):
+            continue  # no process, or one that has ended
+        if parent == str(agent.pid):
+            found.append(int(entry.name))
+    return found
+
+
+def _kill_host(agent: subprocess.Popen) -> None:
+    """An agent and its workers, all at once: the workers have sessions of their own."""
+    workers = _workers(agent)
+    agent.kill()
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    agent.wait()
+
+
 def _end(agents: list[subprocess.Popen]) -> None:
     for agent in agents:
         if agent.poll() is None:
-            os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+            _kill_host(agent)
 
 
 def _run(folder: Path, nodes: int, sharding_type: str) -> None:
@@ -128,9 +152,8 @@ def test_a_host_that_dies(tmp_path, expected):
     agents = [_agent(tmp_path, port, "1:2", is_host, *arguments) for is_host in (True, False)]
     try:
         _wait_for(tmp_path, agents, "wrote", 3)
-        os.killpg(agents[1].pid, signal.SIGKILL)
+        _kill_host(agents[1])
         _wait_for(tmp_path, agents, "end", 1)
-        # The agent waits up to five minutes for the one that is dead.
         assert agents[0].wait(timeout=_PATIENCE_S) == 0
     finally:
         _end(agents)
