@@ -11,6 +11,8 @@ from tests.support.models import local_tables
 from tests.support.two_dimensional import configs, constraints, held, make_collection, random_batch
 from torchrec_hkv import HKVOptions, ParameterConstraints
 
+pytestmark = pytest.mark.compat
+
 
 def _make(world_size, device, of, optimizer=(RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6})):
     return make_collection(2, world_size, device, configs(), {**constraints(), **of}, *optimizer)

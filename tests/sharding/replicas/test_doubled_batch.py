@@ -14,6 +14,8 @@ from tests.support.two_dimensional import (
     random_batch,
 )
 
+pytestmark = pytest.mark.compat
+
 
 def evaluated(model, device):
     """Rows of all ids, bag by bag, through the model."""
