@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,26 +14,29 @@ _LEAST = -(1 << 63)
 _LOW = 0xFFFFFFFF
 
 
-def merged_values(sums: Tensor, replicas: int, known: Tensor, initial: Tensor) -> Tensor:
+def merged_values(
+    sums: Tensor, replicas: int, known: Tensor, initial: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Rows and states.
 
     Args:
-        sums: float32 ``[n, columns + 2]``: over the replicas that have the id, of its row and
-            states; how many these are; how many say that they had it at the last sync.
+        sums: float32 ``[n, columns + 2]``, overwritten: over the replicas that have the id, of its
+            row and states; how many these are; how many say that they had it at the last sync.
         replicas: all of them.
         known: bool ``[n]``, whether some replica touched or lost the id and had it at the last
             sync.
-        initial: float32 ``[n, dim]``, the initial rows.
+        initial: gives the initial rows, float32 ``[m, dim]``, of places int64 ``[m]``.
 
     Returns:
         float32 ``[n, columns]``.
     """
-    values, holders, olds = sums[:, :-2], sums[:, -2:-1], sums[:, -1]
+    values, holders, olds = sums[:, :-2], sums[:, -2], sums[:, -1]
     is_new = ~(known | (olds > 0))
-    without = (replicas - holders) * is_new[:, None]
-    merged = values.clone()
-    merged[:, : initial.shape[1]] += without * initial
-    return merged / (holders + without)
+    lacking = (is_new & (holders < replicas)).nonzero().flatten()
+    if lacking.numel():
+        rows = initial(lacking)
+        values[lacking, : rows.shape[1]] += (replicas - holders[lacking])[:, None] * rows
+    return values.div_(torch.where(is_new, float(replicas), holders)[:, None])
 
 
 class ScoreMerge:

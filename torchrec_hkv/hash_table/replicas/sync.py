@@ -269,14 +269,16 @@ class _TableSync:
         if added is not None:
             self._wire.reduce(added)
 
-        initial = initial_rows(
-            ids,
-            spec.dim,
-            table=spec.name,
-            seed=spec.seed,
-            initializer=spec.initializer,
-            column_offset=spec.column_offset,
-        )
+        def initial(places: Tensor) -> Tensor:
+            return initial_rows(
+                ids[places],
+                spec.dim,
+                table=spec.name,
+                seed=spec.seed,
+                initializer=spec.initializer,
+                column_offset=spec.column_offset,
+            )
+
         values = merged_values(sums, self._wire.size, known, initial)
         if self._own_step is not None:
             values[:, self._own_step] = highest[:, -1].float()
