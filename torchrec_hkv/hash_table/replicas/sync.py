@@ -23,6 +23,8 @@ from torchrec_hkv.hash_table.replicas.wire import Wire
 _ops = torch.ops.torchrec_hkv
 #: Memory that rows on their way may take, on the host and on the device.
 BATCH_BYTES = 64 << 20
+#: On a CPU less, which stays in its caches.
+CPU_BATCH_BYTES = 8 << 20
 _STEP_BITS = 0xFFFFFFFF
 # Copies of a batch that are alive at once: what is read, what is sent, what comes of it.
 _COPIES = 4
@@ -86,6 +88,7 @@ class GroupSync:
         wire: to the other replicas.
         batch_bytes: memory that a sync may take, on the host and on the device, besides 8 bytes for
             each id that changed in each replica, and the rows of ids that are new to this one.
+            None: 64 MiB, on a CPU 8 MiB.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class GroupSync:
         group: TableGroup,
         tables: Sequence[int],
         wire: Wire,
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | None = None,
     ) -> None:
+        if batch_bytes is None:
+            batch_bytes = CPU_BATCH_BYTES if group.device.type == "cpu" else BATCH_BYTES
         self._group, self._tables = group, tuple(tables)
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
@@ -239,12 +244,17 @@ class _TableSync:
         is_new, is_old = torch.isin(held, look.new), torch.isin(held, look.old)
         n, device = ids.numel(), ids.device
 
-        sums = torch.zeros((n, spec.dim + self._width + 2), device=device)
-        given = rows.float()
+        dim = spec.dim
+        given = torch.empty((held.numel(), dim + self._width + 2), device=device)
+        given[:, :dim] = rows
         if self._states:
-            given = torch.cat([given, states], dim=1)
-        ones = torch.ones_like(held, dtype=torch.float32)
-        sums[there] = torch.cat([given, ones[:, None], (~is_new).float()[:, None]], dim=1)
+            given[:, dim:-2] = states
+        given[:, -2] = 1.0
+        given[:, -1] = ~is_new
+        sums = given
+        if held.numel() < n:
+            sums = torch.zeros((n, given.shape[1]), device=device)
+            sums[there] = given
         highest = torch.zeros(
             (n, 1 + self._scored + (self._own_step is not None)), dtype=torch.int64
         )
@@ -252,7 +262,7 @@ class _TableSync:
         highest[there, 0] = last_steps.long() & _STEP_BITS
         added = None
         if self._own_step is not None:
-            highest[there, -1] = given[:, self._own_step].long()
+            highest[there, -1] = states[:, self._own_step - dim].long()
         if self._scored:
             before = torch.zeros_like(held)
             if look.old_scores is not None and look.old.numel():
