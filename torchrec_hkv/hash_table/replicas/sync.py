@@ -23,8 +23,6 @@ from torchrec_hkv.hash_table.replicas.wire import Wire
 _ops = torch.ops.torchrec_hkv
 #: Memory that rows on their way may take, on the host and on the device.
 BATCH_BYTES = 64 << 20
-#: On a CPU less, which stays in its caches.
-CPU_BATCH_BYTES = 8 << 20
 _STEP_BITS = 0xFFFFFFFF
 # Copies of a batch that are alive at once: what is read, what is sent, what comes of it.
 _COPIES = 4
@@ -88,7 +86,6 @@ class GroupSync:
         wire: to the other replicas.
         batch_bytes: memory that a sync may take, on the host and on the device, besides 8 bytes for
             each id that changed in each replica, and the rows of ids that are new to this one.
-            None: 64 MiB, on a CPU 8 MiB.
     """
 
     def __init__(
@@ -96,10 +93,8 @@ class GroupSync:
         group: TableGroup,
         tables: Sequence[int],
         wire: Wire,
-        batch_bytes: int | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
-        if batch_bytes is None:
-            batch_bytes = CPU_BATCH_BYTES if group.device.type == "cpu" else BATCH_BYTES
         self._group, self._tables = group, tuple(tables)
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
