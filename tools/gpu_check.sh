@@ -2,8 +2,10 @@
 # On a machine with one or more GPUs, in one call: builds with CUDA, runs the GPU tests, and trains the
 # main example on one GPU and on all of them.
 #
-#   tools/gpu_check.sh [FOLDER] [pytest arguments]
+#   tools/gpu_check.sh [--gpus N] [FOLDER] [pytest arguments]
 #
+# --gpus N runs, after the build, what needs several GPUs and nothing else: the tests of sharding and
+# checkpoints on N ranks at most, the example, a sharded step, and syncs of replicas.
 # FOLDER (default: build/gpu_check) gets the logs and the example's figures as JSON. The Python on PATH
 # must have torch for CUDA, TorchRec, fbgemm-gpu, pybind11 and pytest; where .gpu/activate.sh exists, it
 # is sourced first, and wheels in .gpu/wheels are added, for machines that reach no package index.
@@ -12,6 +14,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+many=0
+if [[ ${1:-} == --gpus ]]; then
+  many=${2:-}
+  if ! [[ $many =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: --gpus is '$many', but must be a positive number." >&2
+    exit 2
+  fi
+  shift 2
+fi
 out=${1:-build/gpu_check}
 shift || true
 mkdir -p "$out"
@@ -45,7 +56,21 @@ if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 fi
 python3 -c 'import torch; print(torch.__version__, torch.cuda.device_count(), torch.cuda.get_device_name())'
 step build env TORCHREC_HKV_CUDA=1 python3 setup.py build_ext --inplace
-step tests python3 -m pytest -m gpu -q "$@"
+found=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+if ((many > found)); then
+  echo "error: --gpus is $many, but this machine has $found." >&2
+  exit 2
+fi
+if ((many)); then
+  CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((many - 1)))
+  export CUDA_VISIBLE_DEVICES
+  run=(python3 -m torch.distributed.run --nproc_per_node "$many")
+  step tests python3 -m pytest -m gpu -q tests/sharding tests/checkpoint tests/planner "$@"
+  step sharded_step "${run[@]}" -m benchmarks.sharded_step --out "$out/sharded_step.csv"
+  step sync "${run[@]}" -m benchmarks.sync --rows 8388608 --out "$out/sync.csv"
+else
+  step tests python3 -m pytest -m gpu -q "$@"
+fi
 tail -n 3 "$out/tests.log"
 
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
@@ -53,7 +78,8 @@ if ! data=$(compgen -G '.gpu/wheels/recbole-*.whl' || compgen -G '.data/recbole-
   echo "error: the example's data, the recbole wheel, is neither in .gpu/wheels nor in .data." >&2
   exit 1
 fi
-for n in $(printf '1\n%s\n' "$gpus" | sort -nu); do
+numbers=$(printf '1\n%s\n' "$gpus" | sort -nu)
+for n in $( ((many)) && echo "$many" || echo "$numbers"); do
   step "example_$n" python3 -m torch.distributed.run --nproc_per_node "$n" \
     examples/train_movielens.py --data "$data" --json "$out/example_$n.json"
   tail -n 12 "$out/example_$n.log"

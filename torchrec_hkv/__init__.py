@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
     from torchrec_hkv.sharding import (
+        DMPCollection,
         accumulate_gradients,
         get_default_sharders,
         get_epoch,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 # Public names: the module of each, and its name there; None for the module itself.
 _PLACES: dict[str, tuple[str, str | None]] = {
     "AgedLFU": ("hash_table", "AgedLFU"),
+    "DMPCollection": ("sharding", "DMPCollection"),
     "EmbeddingShardingPlanner": ("planner", "EmbeddingShardingPlanner"),
     "HKVAdagrad": ("nn", "HKVAdagrad"),
     "HKVAdamOptimizer": ("nn", "HKVAdamOptimizer"),
@@ -103,6 +105,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AgedLFU",
+    "DMPCollection",
     "EmbeddingShardingPlanner",
     "HKVAdagrad",
     "HKVAdamOptimizer",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.planner.shard_estimators import _calculate_storage_specific_sizes
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
@@ -69,3 +70,9 @@ def input_dist_has_more_to_do(collection: Any) -> bool:
 def is_2d(env: ShardingEnv) -> bool:
     """Whether tables are replicated over groups of ranks, as in ``DMPCollection``."""
     return isinstance(env, ShardingEnv2D)
+
+
+def replica_group(place: Any) -> dist.ProcessGroup:
+    """The ranks that hold the same shards, as ``DMPCollection._allreduce_tensors`` is told them: up
+    to 1.7 by themselves, from 1.8 within a context."""
+    return place if isinstance(place, dist.ProcessGroup) else place.replica_pg

@@ -1,48 +1,54 @@
-"""DMPCollection (2D parallelism) is refused: it would not keep replicas of our tables in step."""
+"""DMPCollection (2D parallelism) refuses tables whose replicas it could not keep in step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.planner import Topology
+import torch.distributed as dist
+from torchrec import EmbeddingCollection
+from torchrec.distributed.types import ShardingStrategy
 
+from tests.support.models import topology
 from tests.support.sequences import SequenceModel, sequence_configs
-from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from tests.support.two_dimensional import configs, constraints, make_collection
+from torchrec_hkv import (
+    DMPCollection,
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    TTOptions,
+    get_default_sharders,
+)
 
 
-def _refused(rank, world_size, device, pooled):
-    meta = torch.device("meta")
-    if pooled:
-        table = EmbeddingBagConfig(
-            name="t0", num_embeddings=64, embedding_dim=4, feature_names=["f"]
-        )
-        model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection([table], device=meta)})
-    else:
-        model = SequenceModel(EmbeddingCollection(sequence_configs(64), device=meta))
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=1, local_world_size=1, compute_device=device.type),
-        constraints={"t0": ParameterConstraints(compute_kernels=["hkv"])},
-    )
-    sharders = get_default_sharders()
-    plan = planner.plan(model, sharders)
-    with pytest.raises(ValueError, match=r"Table 't0' .* DMPCollection does not synchronize"):
-        DMPCollection(
-            module=model,
-            device=device,
-            plan=plan,
-            world_size=world_size,
-            sharding_group_size=1,
-            global_pg=torch.distributed.group.WORLD,
-            sharders=sharders,
+def _refused(rank, world_size, device):
+    def made(**kwargs):
+        return make_collection(
+            1, world_size, device, configs(), {**constraints(), **kwargs.pop("of", {})}, **kwargs
         )
 
+    toy = ParameterConstraints(compute_kernels=["toy"])
+    with pytest.raises(ValueError, match=r"Table 'hash' .* backend 'toy' does not bring replicas"):
+        made(of={"hash": toy})
+    cached = ParameterConstraints(compute_kernels=["tt"], options=TTOptions(cache_size=4))
+    with pytest.raises(ValueError, match=r"Table 'cores' .* leave out cache_size"):
+        made(of={"cores": cached})
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"sharding_strategy is .* needs a GPU"):
+            made(sharding_strategy=ShardingStrategy.FULLY_SHARDED)
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_refused(run_ranks, device_type, pooled):
-    if device_type == "cpu":
-        pytest.skip(
-            "TorchRec's DMPCollection takes GPUs only; test_refused_environments.py has the plan"
-        )
-    run_ranks(2, _refused, pooled)
+
+def test_refused(run_ranks):
+    run_ranks(2, _refused)
+
+
+def _sizes(rank, world_size, device):
+    model = SequenceModel(EmbeddingCollection(sequence_configs(64), device=torch.device("meta")))
+    planner = EmbeddingShardingPlanner(topology=topology(1, device))
+    plan = planner.plan(model, get_default_sharders())
+    for size in (0, 3):
+        with pytest.raises(ValueError, match=f"sharding_group_size is {size}, but must divide"):
+            DMPCollection(model, device, plan, world_size, size, dist.group.WORLD)
+
+
+def test_a_group_size_that_does_not_divide(run_ranks):
+    run_ranks(2, _sizes)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 class _Env2D(ShardingEnv2D):
     def __init__(self):
-        pass
+        self.output_dtensor = True
 
 
 def _sharder_and_plan(world_size=1):
@@ -40,7 +40,7 @@ def _sharder_and_plan(world_size=1):
 
 def test_replicated_groups_of_ranks():
     sharder, module, plan = _sharder_and_plan()
-    with pytest.raises(ValueError, match=r"Table 't' .* DMPCollection does not synchronize"):
+    with pytest.raises(ValueError, match=r"Table 't' .*: use torchrec_hkv\.DMPCollection"):
         sharder.shard(module, plan, _Env2D(), CPU)
 
 

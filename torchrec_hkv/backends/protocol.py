@@ -21,6 +21,7 @@ from torch import nn
 
 from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.ragged import ragged_lookup
+from torchrec_hkv.backends.replicas import ReplicaSync
 from torchrec_hkv.backends.saved import (
     EntriesLoad,
     FileOptions,
@@ -156,6 +157,15 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: the backend does not support replicas; the default.
         """
         raise ValueError(f"{type(self).__name__} does not support data-parallel sharding.")
+
+    def replica_sync(self, process_group: dist.ProcessGroup) -> ReplicaSync:
+        """Called once, before any forward, where other groups of ranks hold the same tables and
+        train them by themselves, where :meth:`Backend.check_replicas` allows it.
+
+        Args:
+            process_group: the ranks that hold the same shards, one of each group.
+        """
+        raise NotImplementedError
 
     def populate_caches(self) -> int:
         """Selects again which rows the tables' caches hold, if they have caches.
@@ -387,6 +397,47 @@ class Backend(abc.ABC):
         is no such reason. The planner then skips the backend if the table's constraint allows
         other kernels, and warns if it does not."""
         return None
+
+    def check_replicas(self, shard: TableShard) -> None:
+        """Refuses a table whose replicas in a ``DMPCollection`` can't be brought together
+        (:meth:`GroupLookup.replica_sync`).
+
+        Raises:
+            ValueError: it can't; the default.
+        """
+        raise ValueError(
+            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} does not "
+            "bring replicas together. Use DistributedModelParallel."
+        )
+
+    def sync_bytes(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        touched: float,
+        touched_anywhere: float,
+        replicas: int,
+    ) -> float:
+        """Bytes that a rank sends for a shard in a sync of replicas; 0 by default. An all-reduce of
+        n bytes counts as ``2 n (replicas - 1) / replicas``.
+
+        Args:
+            shard: the table's part.
+            optimizer: None where it is not trained.
+            touched: different ids of the shard that a replica looks up from one sync to the next.
+            touched_anywhere: those that some replica looks up.
+            replicas: how many.
+        """
+        return 0.0
+
+    def gradient_bytes(self, shard: TableShard) -> float:
+        """Bytes of the gradient that ranks average in a step of a data-parallel table; 0 by
+        default.
+
+        Args:
+            shard: the whole table.
+        """
+        return 0.0
 
     def kept(
         self,

@@ -14,7 +14,7 @@ def digest(model: nn.Module) -> dict[str, str]:
 
     It is the same for the same entries, however a table is sharded and in whatever order its ids
     came; a single bit of one value makes another. It tells chance from equality, not forgery. A
-    collective call that waits for the device.
+    collective call that waits for the device. In a ``DMPCollection`` it is of the first replica.
 
     Args:
         model: sharded.
@@ -38,7 +38,7 @@ def _local(model: nn.Module) -> dict[str, tuple[int, int]]:
     """This rank's part, by full name."""
     sums: dict[str, tuple[int, int]] = {}
     for name, table in named_tables(model).items():
-        if not table.has_files:
+        if not table.has_files or not table.collection.is_first_replica:
             continue
         lookups = table.collection.group_lookups()
         keys = table.state.keys_on(dist.get_rank())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
 from torchrec_hkv.backends import registry
@@ -58,6 +58,11 @@ def reshard(
         if not isinstance(model, DistributedModelParallel):
             raise ValueError(
                 f"The model is a {type(model).__name__}, but must be a DistributedModelParallel."
+            )
+        if isinstance(model, DMPCollection):
+            raise ValueError(
+                "The model is a DMPCollection, whose groups of ranks can't be resharded in memory: "
+                "save it by torchrec_hkv.checkpoint.save and load it under the other plan."
             )
         changed.update(_changed(model, plan))
         return {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_hkv.backends import registry
@@ -30,7 +31,8 @@ def export_rows(
 
     Works for hash tables, Tensor-Train tables and stock ones, however they are sharded. An id that
     a shard of other columns lacks has its initial row there. Every rank must iterate to the end: it
-    is a collective call.
+    is a collective call. In a ``DMPCollection`` each group of ranks gets the rows of its replica,
+    and there are none of stock tables.
 
     Args:
         model: sharded.
@@ -51,7 +53,8 @@ def export_rows(
         first = shards[0]
         held = part.ids(first, batch) if first.is_here else iter(())
         while True:
-            ids = _broadcast_ids(next(held, None) if first.is_here else None, first.rank, device)
+            given = next(held, None) if first.is_here else None
+            ids = _broadcast_ids(given, first.rank, device, part.group)
             if ids is None:
                 break
             columns = [
@@ -60,6 +63,7 @@ def export_rows(
                     (ids.numel(), shard.columns),
                     shard.rank,
                     device,
+                    part.group,
                 )
                 for shard in shards
             ]
@@ -136,6 +140,7 @@ class _Part:
     ids: Callable[[_Shard, int], Iterator[Tensor]]
     rows_of: Callable[[_Shard, Tensor], Tensor]
     put_rows: Callable[[_Shard, Iterable[tuple[Tensor, Tensor]]], int]
+    group: dist.ProcessGroup | None = None  # the ranks that hold the shards; None: all
 
 
 def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _Part:
@@ -164,7 +169,18 @@ def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
         and isinstance(value, ShardedTensor)
         and key.removesuffix(".weight") not in ours
     }
-    name = find_name(table, [*ours, *stock])
+    replicated = {
+        key.removesuffix(".weight")
+        for key, value in state.items()
+        if key.endswith(".weight") and isinstance(value, DTensor)
+    }
+    name = find_name(table, [*ours, *stock, *replicated])
+    if name in replicated:
+        raise ValueError(
+            f"Table {name!r} is a stock table of a DMPCollection, whose rows can't be had by id: "
+            "save it with torchrec_hkv.checkpoint.save and load it into a "
+            "DistributedModelParallel, or read them from the state_dict."
+        )
     return name, _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
 
 
@@ -191,6 +207,7 @@ def _of_backend(found: FoundTable) -> _Part:
         lambda shard, batches: lookups[shard.place.key].put_rows(
             shard.place.key, batches, state.owners(shard.place)
         ),
+        found.collection.sharding_group,
     )
 
 
@@ -250,24 +267,30 @@ def _wire_device() -> torch.device:
 
 
 def _broadcast(
-    tensor: Tensor | None, shape: tuple[int, ...], rank: int, device: torch.device
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
     sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
-    dist.broadcast(sent, rank)
+    dist.broadcast(sent, rank, group=group)
     return sent.cpu()
 
 
-def _broadcast_ids(ids: Tensor | None, rank: int, device: torch.device) -> Tensor | None:
+def _broadcast_ids(
+    ids: Tensor | None, rank: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor | None:
     """None where the holder has no more."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ids
     count = torch.tensor([-1 if ids is None else ids.numel()], device=device)
-    dist.broadcast(count, rank)
+    dist.broadcast(count, rank, group=group)
     if int(count) < 0:
         return None
     sent = torch.empty(int(count), dtype=torch.int64) if ids is None else ids
     sent = sent.to(device).contiguous()
-    dist.broadcast(sent, rank)
+    dist.broadcast(sent, rank, group=group)
     return sent.cpu()

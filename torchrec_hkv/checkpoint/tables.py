@@ -45,7 +45,8 @@ def save_tables(
     options: FileOptions,
     trackers: Trackers | None = None,
 ) -> dict[str, str]:
-    """Writes the shards that this rank holds, all of one moment.
+    """Writes the shards that this rank holds, all of one moment; in a ``DMPCollection`` those of
+    the first replica.
 
     Calls of other threads that change these tables wait meanwhile.
 
@@ -73,7 +74,7 @@ def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
     rank = _rank()
     lookups: dict[int, GroupLookup] = {}
     for table in tables.values():
-        if not table.has_files:
+        if not table.has_files or not table.collection.is_first_replica:
             continue
         by_key = table.collection.group_lookups()
         for shard, holder in zip(table.state.shards, table.state.ranks, strict=True):
@@ -93,7 +94,7 @@ def _save_tables(
         expect(_saved_bytes(tables, rank))
     saved: dict[str, str] = {}
     for key, table in tables.items():
-        if not table.has_files:
+        if not table.has_files or not table.collection.is_first_replica:
             continue
         lookups = table.collection.group_lookups()
         pairs = zip(table.state.shards, table.state.ranks, strict=True)

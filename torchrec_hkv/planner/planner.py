@@ -20,11 +20,12 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
 
 from torchrec_hkv import environment
 from torchrec_hkv.backends import registry
 from torchrec_hkv.collective import on_leader
+from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.alternatives import why_rejected
 from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
@@ -42,8 +43,15 @@ from torchrec_hkv.planner.options import (
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
-from torchrec_hkv.planner.report import LossReport, ReportedModulePlan, TableReport
-from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
+from torchrec_hkv.planner.report import (
+    LossReport,
+    Replicas,
+    ReportedModulePlan,
+    TableReport,
+)
+from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, ring_bytes, step_traffic
+from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids, shard_workload
+from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.modules.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.tables import check_config, table_configs
@@ -77,11 +85,14 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         shard_by_batch_size: bool = False,
         max_quality_loss: float | None = None,
         max_step_time: float | None = None,
+        replica_groups: int = 1,
+        sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
         """
         Args:
-            topology: the topology of the ranks; None for TorchRec's default.
+            topology: the topology of the ranks (of one group if there are several); None for
+                TorchRec's default.
             batch_size: batch size of each rank. None: the environment variable
                 ``TORCHREC_HKV_BATCH_SIZE``, else TorchRec's default of 512.
             enumerator: must be None: the planner uses its own enumerator, which knows backends.
@@ -101,12 +112,15 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             max_step_time: bound on the estimated time that the tables of the slowest rank take in
                 a step, in milliseconds. Among the plans within the bound, the planner takes the one
                 with the least loss (and within ``max_quality_loss``, if given). None: no bound.
+            replica_groups: number of groups of ranks that each hold all tables, in a
+                :class:`torchrec_hkv.DMPCollection`. The report then says what a sync sends.
+            sync_every: number of steps from one sync to the next.
             kwargs: other arguments of TorchRec's planner.
 
         Raises:
             ValueError: an enumerator was given; or a constraint (see
-                :func:`torchrec_hkv.planner.constraints.choices`), the calibration, or a bound on
-                loss or time is invalid.
+                :func:`torchrec_hkv.planner.constraints.choices`), the calibration, a bound on loss
+                or time, or a number of groups or steps is invalid.
         """
         if enumerator is not None:
             raise ValueError(
@@ -119,6 +133,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             kwargs["partitioner"] = SearchingPartitioner()
         check_loss("max_quality_loss", max_quality_loss)
         check_time("max_step_time", max_step_time)
+        for what, number in (("replica_groups", replica_groups), ("sync_every", sync_every)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{what} is {number!r}, but must be an integer, at least 1.")
+        self._replicas = Replicas(replica_groups, sync_every)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
         self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
@@ -403,8 +421,55 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 rejected=rejected.get((path, table), {}),
                 calibrated=self._enumerator.perf_estimator.is_calibrated(option),
                 loss=losses.get((path, table)),
+                traffic=self._traffic(option),
+                sync_bytes=self._sync_bytes(option, fused_params[option.module_type_key]),
             )
         stages = (
             None if self._measured is None else self._measured.stages_of(self._topology.world_size)
         )
-        return ReportedModulePlan(shardings, reports, stages)
+        return ReportedModulePlan(shardings, reports, stages, self._replicas)
+
+    def _traffic(self, option: ShardingOption) -> Traffic | None:
+        """What crosses between ranks; None where hosts are of different sizes."""
+        local = min(self._topology.local_world_size, self._topology.world_size)
+        if self._topology.world_size % local:
+            return None
+        constraint = (self._constraints or {}).get(option.name)
+        rows, columns = option.tensor.shape
+        return step_traffic(
+            Asked(
+                option.sharding_type,
+                [shard.size[1] for shard in option.shards],
+                rank_ids(option, constraint),
+                rank_bags(option, constraint),
+                option.is_pooled,
+                replicated_bytes=registry.get(option.backend).gradient_bytes(shards_of(option)[0])
+                if is_ours(option)
+                else 4 * rows * columns,
+            ),
+            Hosts(self._topology.world_size, local),
+        )
+
+    def _sync_bytes(self, option: ShardingOption, fused_params: Mapping[str, Any] | None) -> float:
+        """What a rank sends for each shard of a table in a sync."""
+        groups = self._replicas.groups
+        if groups == 1 or option.sharding_type == ShardingType.DATA_PARALLEL.value:
+            return 0.0
+        if not is_ours(option):
+            return ring_bytes(max(stock_table_bytes(option)), groups)
+        here, anywhere = (
+            shard_workload(
+                option,
+                self._topology,
+                (self._constraints or {}).get(option.name),
+                self._choices[option.name].frequencies,
+                batches=self._replicas.sync_every * number,
+            ).distinct
+            for number in (1, groups)
+        )
+        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+        backend = registry.get(option.backend)
+        return max(
+            backend.sync_bytes(shard, optimizer, here, anywhere, groups)
+            for shard in shards_of(option)
+        )

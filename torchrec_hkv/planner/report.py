@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchrec.distributed.planner.types import Perf
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
@@ -13,6 +14,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.stages import IdExchange, StageTimes, input_dist_of, step_parts
+from torchrec_hkv.planner.traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,19 @@ class LossReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class Replicas:
+    """Groups of ranks that each hold all tables (``DMPCollection``).
+
+    Attributes:
+        groups: how many.
+        sync_every: steps from one sync to the next.
+    """
+
+    groups: int = 1
+    sync_every: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TableReport:
     """The report on one table.
 
@@ -65,6 +80,8 @@ class TableReport:
         rejected: other kernels in the table's constraint, and why they were not chosen.
         calibrated: whether ``times`` come from measured constants rather than nominal bandwidths.
         loss: loss compared with a dense row for each id; None without loss.
+        traffic: bytes that a rank sends for the table in a step; None if unknown.
+        sync_bytes: bytes that a rank with a shard of the table sends in a sync of replicas.
     """
 
     kernel: str
@@ -82,6 +99,8 @@ class TableReport:
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     calibrated: bool = False
     loss: LossReport | None = None
+    traffic: Traffic | None = None
+    sync_bytes: float = 0.0
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
@@ -92,6 +111,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         shardings: Mapping[str, ParameterSharding],
         reports: Mapping[str, TableReport],
         stages: StageTimes | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         """
         Args:
@@ -99,8 +119,10 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
             reports: reports by table.
             stages: time of TorchRec's own code in the stages of a step; None or empty if not
                 measured.
+            replicas: number of groups of ranks that hold replicas of the tables; None: one.
         """
         super().__init__(shardings)
+        self.replicas = replicas or Replicas()
         self.reports = dict(reports)
         self.stages = dict(stages or {})
 
@@ -129,9 +151,22 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         times["backward"] += sum(group.backward for group in groups.values())
         return times
 
-    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict, dict]]:
-        # A dict subclass is pickled item by item, without the other arguments of its __init__.
-        return type(self), (dict(self), self.reports, self.stages)
+    def traffic(self) -> Traffic:
+        """Bytes that a rank sends in a step, on average."""
+        known = [report.traffic for report in self.reports.values() if report.traffic is not None]
+        return sum(known, Traffic())
+
+    def sync_bytes(self, rank: int) -> float:
+        """Bytes that a rank sends in a sync of the replicas.
+
+        Args:
+            rank: in its group.
+        """
+        return sum(report.sync_bytes * report.ranks.count(rank) for report in self.reports.values())
+
+    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[Any, ...]]:
+        # A dict subclass is pickled item by item, without its __init__'s other arguments.
+        return type(self), (dict(self), self.reports, self.stages, self.replicas)
 
     def __str__(self) -> str:
         header = ("table", "kernel", "sharding", "ranks", "rows", "dim")
@@ -155,7 +190,8 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         in_hbm = any(part.hbm for report in self.reports.values() for part in report.bytes)
         shown = [i for i, name in enumerate(header) if name != "HBM per rank" or in_hbm]
         text = columns([[line[column] for column in shown] for line in lines])
-        notes = [self._options(), self._uncalibrated(), self._steps(), self._choices()]
+        notes = [self._options(), self._uncalibrated(), self._steps(), self._traffic()]
+        notes += [self._syncs(), self._choices()]
         return f"\n\n{text}\n{''.join([*notes, self._losses()])}"
 
     def _options(self) -> str:
@@ -186,6 +222,32 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         parts = [f"{name} {took:.3g}" for name, took in self.step_times(slowest).items()]
         return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
+    def _traffic(self) -> str:
+        """A line with what crosses between ranks, where there are several."""
+        total = self.traffic()
+        if not total.intra_host + total.inter_host:
+            return ""
+        text = f"A rank sends in a step, on average: {_size(total.intra_host)} to ranks of its host"
+        if total.inter_host:
+            text += f", {_size(total.inter_host)} to other hosts"
+        across = {n: r.traffic.inter_host for n, r in self.reports.items() if r.traffic is not None}
+        return f"\n{_wrapped(text + _most(across))}\n"
+
+    def _syncs(self) -> str:
+        """A line with what a sync sends, where there are replicas."""
+        if self.replicas.groups == 1:
+            return ""
+        ranks = {rank for report in self.reports.values() for rank in report.ranks}
+        most = max((self.sync_bytes(rank) for rank in ranks), default=0.0)
+        every = self.replicas.sync_every
+        a_step = f", {_size(most / every)} a step" if every > 1 else ""
+        steps = f"every {every} steps" if every > 1 else "after each step"
+        text = (
+            f"A sync of {self.replicas.groups} replicas, {steps}, has a rank send up to "
+            f"{_size(most)}{a_step}"
+        )
+        return f"\n{_wrapped(text + _most({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
+
     def _choices(self) -> str:
         """A line for each table with alternatives."""
         lines = []
@@ -200,6 +262,18 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         lossy = {name: r.loss for name, r in self.reports.items() if r.loss is not None}
         lines = [_wrapped(f"{name} {loss}") for name, loss in lossy.items()]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _size(count: float) -> str:
+    return format_bytes(round(count))
+
+
+def _most(sizes: Mapping[str, float]) -> str:
+    """The tables with the most bytes, where there are several."""
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
+    if not largest or len(sizes) < 2:
+        return ""
+    return f" ({', '.join(f'{name} {_size(sizes[name])}' for name in largest)})"
 
 
 def format_bytes(count: int) -> str:

@@ -17,6 +17,7 @@ def shard_workload(
     topology: Topology,
     constraint: ParameterConstraints | None,
     frequencies: IdFrequencies | None,
+    batches: int = 1,
 ) -> Workload:
     """The step's ids in one shard. All shards of a table have the same number.
 
@@ -26,10 +27,11 @@ def shard_workload(
         constraint: constraint with batch sizes and numbers of poolings, if they differ from the
             planner's.
         frequencies: frequencies of the table's ids; None if all rows are equally frequent.
+        batches: number of batches of each rank that are counted together.
     """
     rows = option.tensor.shape[0]
-    bags = rank_bags(option, constraint)
-    ids = rank_ids(option, constraint)
+    bags = batches * rank_bags(option, constraint)
+    ids = batches * rank_ids(option, constraint)
     ranks = topology.world_size
     # Ids are spread over the shards of all ranks, over those of one host, or go to one shard.
     match option.sharding_type:

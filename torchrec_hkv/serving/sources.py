@@ -116,7 +116,7 @@ class TrainedModel:
         if is_alone:
             return own
         sent: list[Any] = [own]
-        dist.broadcast_object_list(sent, src=holder)
+        dist.broadcast_object_list(sent, src=holder, group=table.found.collection.sharding_group)
         return sent[0]
 
     def dense(self, name: str, tensor: Tensor, is_saved: bool) -> Tensor:

@@ -4,6 +4,7 @@ from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.sharding.modules.accumulation import accumulate_gradients
 from torchrec_hkv.sharding.modules.caches import populate_caches
 from torchrec_hkv.sharding.modules.counters import table_counters
+from torchrec_hkv.sharding.modules.dmp_collection import DMPCollection
 from torchrec_hkv.sharding.modules.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.modules.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.modules.epochs import get_epoch, set_epoch
@@ -20,6 +21,7 @@ __all__ = [
     "BackendEmbeddingCollection",
     "BackendEmbeddingCollectionSharder",
     "BackendParameterSharding",
+    "DMPCollection",
     "accumulate_gradients",
     "get_default_sharders",
     "get_epoch",

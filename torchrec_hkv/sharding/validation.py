@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_hkv.backends import registry
@@ -26,6 +28,18 @@ from torchrec_hkv.sharding.tables import (
     table_configs,
     table_weight,
 )
+
+_syncs_replicas: ContextVar[bool] = ContextVar("replicas are synced", default=False)
+
+
+@contextlib.contextmanager
+def replicas_synced() -> Iterator[None]:
+    """Within it, collections are sharded for somebody who syncs the replicas of their tables."""
+    token = _syncs_replicas.set(True)
+    try:
+        yield
+    finally:
+        _syncs_replicas.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +94,11 @@ def planned_tables(
                 f"The plan gives table {name!r} the kernel {KERNEL!r} without a backend: make the "
                 "plan with torchrec_hkv.EmbeddingShardingPlanner."
             )
-        _check_environment(name, env)
+        if env.output_dtensor and not is_2d(env):
+            raise ValueError(
+                f"Table {name!r} is served by a backend, which gives its state as ShardedTensors: "
+                "leave output_dtensor off."
+            )
         config = configs[name]
         check_config(config)
         check_score_source(name, config.feature_names, sharding.options)
@@ -99,6 +117,13 @@ def planned_tables(
         )
         for shard in shards:
             backend.check(shard, optimizer, (device or torch.device("cpu")).type)
+            if is_2d(env) and sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
+                if not _syncs_replicas.get():
+                    raise ValueError(
+                        f"Table {name!r} is served by a backend, whose replicas TorchRec's "
+                        "DMPCollection does not bring together: use torchrec_hkv.DMPCollection."
+                    )
+                backend.check_replicas(shard)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))
         planned[name] = PlannedTable(
             sharding.backend, sharding, shards, optimizer, list(config.feature_names)
@@ -143,16 +168,3 @@ def served_sharding_types(backend: str, module_type: type[Collection] | None = N
     if module_type is None or module_type is EmbeddingCollection:
         known |= set(SEQUENCE_SHARDINGS)
     return sorted(set(registry.get(backend).sharding_types) & known)
-
-
-def _check_environment(table: str, env: ShardingEnv) -> None:
-    if is_2d(env):
-        raise ValueError(
-            f"Table {table!r} is on a backend, whose replicas DMPCollection does not synchronize: "
-            "use DistributedModelParallel."
-        )
-    if env.output_dtensor:
-        raise ValueError(
-            f"Table {table!r} is on a backend, which returns its state as ShardedTensors: leave "
-            "output_dtensor off."
-        )

@@ -37,6 +37,7 @@ from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
 from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
+from torchrec_hkv.hash_table.replicas import id_sync_bytes
 
 
 class HKVBackend(Backend):
@@ -87,6 +88,24 @@ class HKVBackend(Backend):
                 f"rows on a rank need at least {least}: their index, and one bucket with its rows."
             )
         initializer_of(shard)
+
+    def check_replicas(self, shard: TableShard) -> None:
+        """All can be brought together."""
+
+    def sync_bytes(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        touched: float,
+        touched_anywhere: float,
+        replicas: int,
+    ) -> float:
+        options, width = options_of(shard), state_width(optimizer, shard.dim)
+        if options.dense:
+            return 8 * shard.capacity * (shard.dim + width) * (replicas - 1) / replicas
+        return id_sync_bytes(
+            touched, touched_anywhere, shard.dim, width, options.eviction, replicas
+        )
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)

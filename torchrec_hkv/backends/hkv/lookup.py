@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.hkv.files import HashTablesLoad, save_table
+from torchrec_hkv.backends.hkv.replicas import HashTablesSync
 from torchrec_hkv.backends.hkv.rows import RowsById
 from torchrec_hkv.backends.hkv.state import HEAD, StateLoad, export_state, saved_clock
 from torchrec_hkv.backends.hkv.table import initializer_of, options_of, state_of, table_spec
@@ -144,6 +146,10 @@ class HKVLookup(RowsById, GroupLookup):
 
     def unchanged(self) -> AbstractContextManager[None]:
         return self._group.unchanged()
+
+    def replica_sync(self, process_group: dist.ProcessGroup) -> HashTablesSync:
+        by_id = [index for key, index in self._index.items() if key not in self._dense]
+        return HashTablesSync(self._group, by_id, list(self._dense.values()), process_group)
 
     def dense_states(self, key: str) -> dict[str, Tensor]:
         return self._dense[key].read(states=True)

@@ -97,6 +97,30 @@ class TTBackend(Backend):
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
 
+    def check_replicas(self, shard: TableShard) -> None:
+        if options_of(shard).cache is not None:
+            raise ValueError(
+                f"Table {shard.name!r} can't be in a DMPCollection with a cache, which each "
+                "replica would fill for itself: leave out cache_size, or use "
+                "DistributedModelParallel."
+            )
+
+    def sync_bytes(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        touched: float,
+        touched_anywhere: float,
+        replicas: int,
+    ) -> float:
+        # Averages are taken in float32.
+        spec = state_of(shard, optimizer)
+        values = sum(math.prod(its.shape) for name, its in spec.items() if name != "tt_shape")
+        return 8 * values * (replicas - 1) / replicas
+
+    def gradient_bytes(self, shard: TableShard) -> float:
+        return 4 * sum(map(math.prod, shape_of(shard).core_shapes))
+
     def disadvantage(self, shard: TableShard) -> str | None:
         cache = options_of(shard).cache
         cached_rows = 0 if cache is None else cache.rows

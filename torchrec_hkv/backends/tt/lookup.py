@@ -17,6 +17,7 @@ from torchrec_hkv.backends.protocol import (
 )
 from torchrec_hkv.backends.row_numbers import collect_rows
 from torchrec_hkv.backends.tt.caches import PREFIX, TTCaches
+from torchrec_hkv.backends.tt.replicas import CoresSync
 from torchrec_hkv.backends.tt.table import (
     head_bytes,
     initial_cores_of,
@@ -60,7 +61,7 @@ class TTLookup(GroupLookup):
         self._cores = [core for shard in shards for core in initial_cores_of(shard, device)]
         self._states = self._group.make_states(device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._lookups = torch.zeros(len(shards), dtype=torch.int64, device=device)
+        self._lookup_counts = torch.zeros(len(shards), dtype=torch.int64, device=device)
         self._feature_tables = torch.tensor(list(feature_tables), device=device)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._replicas: Replicas | None = None
@@ -73,6 +74,9 @@ class TTLookup(GroupLookup):
         if self._caches is not None:
             self._caches.replicate(self._replicas)
 
+    def replica_sync(self, process_group: dist.ProcessGroup) -> CoresSync:
+        return CoresSync(self._cores, self._states, self._step, process_group)
+
     def forward(
         self,
         ids: Tensor,
@@ -82,7 +86,7 @@ class TTLookup(GroupLookup):
         learning_rate: Tensor,
     ) -> Tensor:
         if self.is_training_lookup and batch_size > 0:
-            self._lookups.index_add_(0, self._feature_tables, offsets[::batch_size].diff())
+            self._lookup_counts.index_add_(0, self._feature_tables, offsets[::batch_size].diff())
         if self._caches is None:
             return self._by_cores(ids, offsets, weights, batch_size, self._mean, learning_rate)
         if ids.device.type == "cpu":
@@ -205,7 +209,7 @@ class TTLookup(GroupLookup):
         """Counters of a table: ``lookups`` in training, ``size`` and ``capacity``, both its number
         of rows, and with a cache ``hits``, the lookups that found their row in it."""
         rows, table = self._shards[name].num_embeddings, self._index[name]
-        counts = {"lookups": int(self._lookups[table]), "size": rows, "capacity": rows}
+        counts = {"lookups": int(self._lookup_counts[table]), "size": rows, "capacity": rows}
         if self._caches is not None and table in self._caches.by_table:
             counts["hits"] = int(self._caches.by_table[table].training_hits)
         return counts

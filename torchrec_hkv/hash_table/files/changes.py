@@ -21,14 +21,11 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Changes, Manifest, left_name, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
 from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 
-_ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
-_LEAST_STEP = -(1 << 31)
-# Bytes for each slot while comparing: owners, ids and steps of now and before, and comparisons.
-_LOOK_BYTES = 48
 _SEE_BYTES = 64 << 20
 
 
@@ -59,15 +56,22 @@ class ChangeTracker:
 
     def __init__(self, group: TableGroup, table: int) -> None:
         self._group, self._table = group, table
-        self._ids = torch.empty(0, dtype=torch.int64)
-        self._occupied = torch.empty(0, dtype=torch.bool)
+        self._snapshot = SlotSnapshot(group, table)
+        # Slots whose entries changed without a lookup.
+        self._noted: list[Tensor] = []
         # First open step at the last look. None: the next look treats everything as changed.
         self._first_open: int | None = None
         self._rewrites = 0
+        group.tell_changes(self)
 
     def forget(self) -> None:
         """Makes the next look treat the whole table as changed."""
         self._first_open = None
+
+    def note_changed(self, table: int, slots: Tensor) -> None:
+        """Called by the group when entries change without being looked up."""
+        if table == self._table and self._first_open is not None:
+            self._noted.append(slots.cpu())
 
     def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
         """Makes the next look find what changes from now on.
@@ -119,64 +123,36 @@ class ChangeTracker:
         first_open, rewrites = group.first_open_step, group.rewrites
         since = self._first_open if rewrites == self._rewrites else None
         self.forget()  # in case the look fails
-        self._resize(group.present_slots(self._table), keep=since is not None)
-        batch = max(1, batch_bytes // _LOOK_BYTES)
+        noted, self._noted = torch.cat(self._noted) if self._noted else None, []
+        batch = max(1, batch_bytes // COMPARE_BYTES)
         if since is None:
-            for first in range(0, len(self._ids), batch):
-                own = slice(first, min(first + batch, len(self._ids)))
-                self._ids[own], _, self._occupied[own] = self._now(own)
+            self._snapshot.take(batch)
             found = Look()
         else:
             path = folder / left_name(save_name)
             written.append(path)
-            found = self._compare(since, path, batch, handle)
+            found = self._compare(since, path, batch, noted, handle)
         self._first_open, self._rewrites = first_open, rewrites
         return found
 
-    def _compare(self, since: int, path: Path, batch: int, handle: SaveHandle | None) -> Look:
+    def _compare(
+        self,
+        since: int,
+        path: Path,
+        batch: int,
+        noted: Tensor | None,
+        handle: SaveHandle | None,
+    ) -> Look:
         changed = []
         entries = left = 0
         with WriteBehindFile(path, handle) as file:
-            for first in range(0, len(self._ids), batch):
-                own = slice(first, min(first + batch, len(self._ids)))
-                ids, steps, is_there = self._now(own)
-                before = self._ids[own].to(ids.device, non_blocking=True)
-                was_there = self._occupied[own].to(ids.device, non_blocking=True)
-                other = (ids != before) & was_there & is_there | (was_there != is_there)
-                # Map unsigned steps to signed numbers of the same order.
-                touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
-                now = (is_there & (touched | other)).nonzero().flatten()
-                changed.append((now + first).cpu())
-                entries += int(is_there.sum())
-                gone = (was_there & other).nonzero().flatten()
-                pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
+            for found in self._snapshot.compare(since, batch, noted):
+                changed.append(found.slots.cpu())
+                entries += found.entries
+                pairs = torch.stack([found.gone_slots, found.gone_ids], dim=1).cpu()
                 file.write(host_memory(pairs))
                 left += len(pairs)
-                new = other.nonzero().flatten()
-                self._ids[own][new.cpu()] = ids[new].cpu()
-                self._occupied[own] = is_there
         return Look(torch.cat(changed), lambda: Changes(entries, path.name, left, file.crc32))
-
-    def _resize(self, slots: int, *, keep: bool) -> None:
-        """Resizes the copy to the current slots of the table; new slots were free before."""
-        if slots == len(self._ids):
-            return
-        pin = self._group.device.type == "cuda"  # for copies to the GPU
-        ids = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
-        occupied = torch.zeros(slots, dtype=torch.bool, pin_memory=pin)
-        if keep:
-            ids[: len(self._ids)] = self._ids
-            occupied[: len(self._ids)] = self._occupied
-        self._ids, self._occupied = ids, occupied
-
-    def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, the bits of last steps, and whether each slot is occupied, on the table's device."""
-        group, table = self._group, self._table
-        slots = torch.arange(own.start, own.stop, device=group.device)
-        ids, steps = group.ids_and_steps(table, slots)
-        n = own.stop - own.start
-        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
-        return ids, steps, owners >= 0
 
 
 def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,11 +12,24 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.table_spec import TableState
 
 
+class ToldOfChanges(Protocol):
+    """Is told of entries that change without being looked up; held weakly."""
+
+    def note_changed(self, table: int, slots: Tensor) -> None:
+        """Called after the change.
+
+        Args:
+            table: index of the table.
+            slots: int64, counted from the table's first.
+        """
+
+
 class GroupContents:
     """Operations on whole tables of a group; a base of ``TableGroup``."""
 
     _group: _C.TableGroup
     _rewrites = 0
+    _told: weakref.WeakSet[ToldOfChanges] | None = None
 
     @property
     def rewrites(self) -> int:
@@ -25,6 +40,23 @@ class GroupContents:
         """Counts a change of rows that are not looked up in the same step. Call it before the
         change."""
         self._rewrites += 1
+
+    def tell_changes(self, told: ToldOfChanges) -> None:
+        """From now on tells somebody of entries that change without being looked up, where
+        :meth:`note_rewrite` is not called for the whole table."""
+        if self._told is None:
+            self._told = weakref.WeakSet()
+        self._told.add(told)
+
+    def note_changed(self, table: int, slots: Tensor) -> None:
+        """Called after entries have changed that were not looked up in the same step.
+
+        Args:
+            table: index of the table.
+            slots: int64, counted from the table's first.
+        """
+        for told in self._told or ():
+            told.note_changed(table, slots)
 
     def ids_and_steps(self, table: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and last steps of slots. Values of free slots are undefined.

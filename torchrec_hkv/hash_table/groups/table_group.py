@@ -151,6 +151,18 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         self.note_rewrite()
         self._group.set_clock(clock)
 
+    def advance_clock(self, clock: int) -> None:
+        """Puts the number of the last call forward, as if so many calls had looked up nothing.
+
+        Raises:
+            ValueError: it is less than :attr:`clock`, or the backward of a lookup is still to come.
+        """
+        now = self.clock
+        if clock < now:
+            raise ValueError(f"clock is {clock}, but must be at least {now}, what it is now.")
+        if clock > now:
+            self._group.set_clock(clock)
+
     @property
     def epoch(self) -> int:
         """The epoch of later calls for the epoch policies; see :meth:`set_epoch`."""

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.compat import to_keyed_jagged_tensor
+from torchrec_hkv.compat import is_2d, to_keyed_jagged_tensor
 from torchrec_hkv.sharding.dists.exchange_groups import Exchange, ExchangeGroup, has_ours
 from torchrec_hkv.sharding.dists.scores import ScoreWire
 from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
@@ -251,6 +251,22 @@ class BackendCollection:
                 parameter = placeholder(shard.dim, shard.dtype, device, notice)
                 self._table_module(name).register_parameter("weight", parameter)
 
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards, in a ``DMPCollection``; None elsewhere."""
+        return self._env.replica_pg if is_2d(self._env) else None
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is to save its shards: not where an earlier rank holds the same."""
+        group = self.replica_group
+        return group is None or dist.get_rank(group) == 0
+
+    @property
+    def sharding_group(self) -> dist.ProcessGroup | None:
+        """The ranks that the tables are spread over."""
+        return self._env.sharding_pg if is_2d(self._env) else self._env.process_group
+
     def found_tables(self) -> dict[str, FoundTable]:
         """The tables on backends by name, whether or not this rank holds a shard of them."""
         return {name: self._found(name) for name in self._planned}
@@ -321,7 +337,7 @@ class BackendCollection:
 
     def _exchange_tensors(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         """Loads tables whose entries may have to move between ranks. Checks all of them first."""
-        pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
+        pg, rank, lookups = self.sharding_group, dist.get_rank(), self.group_lookups()
         local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
 
         def check() -> None:

@@ -65,7 +65,7 @@ class _StateExchange:
         pg: dist.ProcessGroup,
     ) -> None:
         self._state, self._local, self._device, self._pg = state, local, device, pg
-        self._rank = dist.get_rank(pg)
+        self._rank = dist.get_rank()
         # Indices of shards, grouped by row offset and sorted by column offset.
         offsets = sorted({shard.row_offset for shard in state.shards})
         self._rows = [
@@ -84,7 +84,7 @@ class _StateExchange:
         else:
             tensor = tensor.to(self._device).contiguous()
         if dist.get_world_size(self._pg) > 1:
-            dist.broadcast(tensor, group=self._pg, group_src=self._state.ranks[index])
+            dist.broadcast(tensor, self._state.ranks[index], group=self._pg)
         return tensor
 
     def _held(self, key: str, index: int) -> Tensor | None:

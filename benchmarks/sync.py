@@ -1,0 +1,160 @@
+"""A sync of replicas of a hash table, a share of whose rows changed, beside its all-reduce.
+
+    torchrun --nproc_per_node 2 -m benchmarks.sync --out benchmarks/results/sync.csv
+
+Each rank holds a replica of one table. Between two syncs each looks up and trains ``--changed`` of
+the rows, other ones in each replica, by one batch. Timed are, on the slowest rank, by the clock
+(``…_ms``) and by what the process takes of its CPU (``…_cpu_ms``), which others disturb less:
+
+- ``sync``: a sync: looking for what changed, the exchange, and writing what came;
+- ``look``: of that, looking through all slots;
+- ``all_reduce``: an all-reduce of rows and states of a table of that many rows, as
+  ``DMPCollection`` does with stock tables, without the division.
+
+``sync_bytes`` and ``all_reduce_bytes`` are what a rank sends, an all-reduce of n bytes counted as
+``2 n (replicas - 1) / replicas``. ``bytes_ratio``, ``time_ratio`` and ``cpu_ratio`` are the sync's
+over the all-reduce's. ``--rows-beyond`` adds rows of larger tables that are computed (``source``
+says which): all is in proportion to the rows.
+
+``--backend gloo`` on a GPU lets two replicas share one card: NCCL refuses that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ids import hashed
+from benchmarks.ranks import device_of_rank, report_once
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
+from torchrec_hkv.hash_table.replicas import GroupSync, Wire
+from torchrec_hkv.hash_table.replicas.changes import ReplicaChanges
+
+KEYS = ("source", "replicas", "rows", "dim", "changed", "eviction", "backend")
+_TIMED = ("look", "sync", "all_reduce")
+_LOAD = 0.85
+#: Ids of a call that fills the table.
+_FILL = 1 << 18
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures one table at several shares of changed rows."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=1 << 20, help="ids in the table")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.05])
+    parser.add_argument("--eviction", default="lru", choices=("lru", "lfu"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows-beyond", type=int, nargs="*", default=[10**8])
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--backend", choices=("gloo", "nccl"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    if args.backend == "gloo" and args.device == "cuda":
+        device = torch.device("cuda", 0)
+    else:
+        device = device_of_rank(args.device)
+    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend)
+    try:
+        report_once(_rows(args, device, backend), args.out, KEYS)
+    finally:
+        gc.collect()  # what is in reference cycles holds process groups beyond their end here
+        dist.destroy_process_group()
+
+
+def _rows(args: argparse.Namespace, device: torch.device, backend: str) -> Iterator[dict]:
+    spec = TableSpec("t", int(args.rows / _LOAD), args.dim, args.eviction)
+    group = TableGroup([spec], [0], RowWiseAdagrad(), device)
+    wire = Wire(dist.group.WORLD)
+    ids = hashed(torch.arange(args.rows)).to(device)
+    for part in ids.split(_FILL):
+        _train(group, part)
+    sync = GroupSync(group, [0], wire)
+    width = args.dim + 1
+    table = torch.zeros(args.rows * width, device=device)
+    generator = torch.Generator().manual_seed(wire.rank)
+    for changed in args.changed:
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in _TIMED}
+        for _ in range(args.rounds):
+            n = int(changed * args.rows)
+            chosen = torch.randperm(args.rows, generator=generator)[:n].to(device)
+            _train(group, ids[chosen])
+            changes = ReplicaChanges(group, 0, 64 << 20)
+            _train(group, ids[chosen])
+            times["look"].append(_timed(changes.look, device))
+            times["sync"].append(_timed(sync.sync, device))
+            times["all_reduce"].append(_timed(lambda: dist.all_reduce(table), device))
+        measured = {}
+        for name, values in times.items():
+            wall, cpu = zip(*values[1:], strict=True)
+            measured[f"{name}_ms"] = statistics.median(wall)
+            measured[f"{name}_cpu_ms"] = statistics.median(cpu)
+        chosen = torch.randperm(args.rows, generator=generator)[:n].to(device)
+        _train(group, ids[chosen])
+        done = sync.sync()
+        row = {
+            "source": "measured",
+            "replicas": wire.size,
+            "rows": args.rows,
+            "dim": args.dim,
+            "changed": changed,
+            "eviction": args.eviction,
+            "backend": backend,
+            "touched": done.touched,
+            "sync_bytes": done.sent_bytes,
+            "all_reduce_bytes": 2 * 4 * width * args.rows * (wire.size - 1) // wire.size,
+            **measured,
+        }
+        yield _with_ratios(row)
+        for rows in args.rows_beyond:
+            scale = rows / args.rows
+            scaled = ("touched", "sync_bytes", "all_reduce_bytes", *measured)
+            beyond = {name: row[name] * scale for name in scaled}
+            yield _with_ratios({**row, **beyond, "source": "computed", "rows": rows})
+
+
+def _with_ratios(row: dict) -> dict:
+    return {
+        **{name: round(v, 3) if isinstance(v, float) else v for name, v in row.items()},
+        "bytes_ratio": round(row["sync_bytes"] / row["all_reduce_bytes"], 4),
+        "time_ratio": round(row["sync_ms"] / row["all_reduce_ms"], 4),
+        "cpu_ratio": round(row["sync_cpu_ms"] / row["all_reduce_cpu_ms"], 4),
+    }
+
+
+def _train(group: TableGroup, ids: torch.Tensor) -> None:
+    anchor = torch.empty(0, device=ids.device, requires_grad=True)
+    offsets = torch.arange(ids.numel() + 1, device=ids.device)
+    rate = torch.full((), 0.1, device=ids.device)
+    out = group.train_lookup(anchor, ids, offsets, None, ids.numel(), False, rate)
+    out.backward(torch.ones_like(out))
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Milliseconds by the clock and of the process's CPU, of the slowest rank."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    dist.barrier()
+    wait()
+    begin, cpu = time.perf_counter(), time.process_time()
+    call()
+    wait()
+    passed = [1000 * (time.perf_counter() - begin), 1000 * (time.process_time() - cpu)]
+    slowest = torch.tensor(passed, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return tuple(slowest.tolist())
+
+
+if __name__ == "__main__":
+    main()

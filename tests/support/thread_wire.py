@@ -1,0 +1,61 @@
+"""Replicas in threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_hkv.hash_table.replicas import Wire
+
+_REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
+    dist.ReduceOp.SUM: lambda parts: torch.stack(parts).sum(dim=0),
+    dist.ReduceOp.MAX: lambda parts: torch.stack(parts).amax(dim=0),
+}
+
+
+class _Room:
+    """Where the replicas meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.given: list[Tensor | None] = [None] * size
+
+    def meet(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.given[rank] = tensor.clone()
+        self.barrier.wait()
+        parts = list(self.given)
+        self.barrier.wait()
+        return parts
+
+
+class ThreadWire(Wire):
+    """A wire between threads."""
+
+    def __init__(self, rank: int, size: int, room: _Room) -> None:
+        self.rank, self.size, self._room = rank, size, room
+        self.sent_bytes = 0
+
+    @classmethod
+    def make(cls, size: int) -> list[ThreadWire]:
+        """One for each replica."""
+        room = _Room(size)
+        return [cls(rank, size, room) for rank in range(size)]
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))
+
+    def _all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
+        for part, its in zip(parts, self._room.meet(self.rank, tensor), strict=True):
+            part.copy_(its)
+
+
+def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of calls that are made at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]

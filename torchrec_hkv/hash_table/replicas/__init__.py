@@ -1,0 +1,9 @@
+"""Tables that several groups of ranks each hold and train by themselves, and bring together by id.
+
+``docs/concepts/replicas.md`` has the rules.
+"""
+
+from torchrec_hkv.hash_table.replicas.sync import GroupSync, Synced, id_sync_bytes
+from torchrec_hkv.hash_table.replicas.wire import Wire
+
+__all__ = ["GroupSync", "Synced", "Wire", "id_sync_bytes"]

@@ -1,0 +1,201 @@
+"""Which ids of a table were touched or left since the last sync of its replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.eviction import sums_scores
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
+
+_ops = torch.ops.torchrec_hkv
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Distinct ids, int64 on the table's device, ascending.
+
+    Attributes:
+        new: touched, and not in the table at the last sync.
+        old: touched, and in it then.
+        left: in it then, and not now.
+        old_scores: of ``old``, what their scores were then; None where scores are not summed.
+    """
+
+    new: Tensor
+    old: Tensor
+    left: Tensor
+    old_scores: Tensor | None
+
+
+class ReplicaChanges:
+    """Knows what a table held at the last sync; at first, what it holds when this is made.
+
+    It takes 9 bytes of host memory for each slot of the table, 17 where scores add up.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        batch_bytes: memory that a look may take, on the host and on the device, besides that of
+            the ids that changed.
+    """
+
+    def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
+        self._group, self._table = group, table
+        self._batch = max(1, batch_bytes // COMPARE_BYTES)
+        self._snapshot = SlotSnapshot(group, table)
+        self._scores: Tensor | None = None
+        if sums_scores(group.tables[table].eviction):
+            self._scores = torch.empty(0, dtype=torch.int64)
+        self._lost = torch.empty(0, dtype=torch.int64, device=group.device)
+        self._first_open: int | None = None
+        self._rewrites = 0
+        self._changed: list[Tensor] = []
+        group.tell_changes(self)
+        self.restart()
+
+    def restart(self) -> None:
+        """Takes what the table holds now for what all replicas hold."""
+        self._snapshot.take(self._batch)
+        if self._scores is not None:
+            self._scores = torch.zeros(len(self._snapshot.ids), dtype=torch.int64)
+            self._read_scores(self._snapshot.occupied.nonzero().flatten())
+        self._lost = self._lost[:0]
+        self.synced()
+
+    def synced(self) -> None:
+        """Called when the replicas are in step again."""
+        self._first_open, self._rewrites = self._group.first_open_step, self._group.rewrites
+        self._changed = []
+
+    def note_changed(self, table: int, slots: Tensor) -> None:
+        """Called by the group: entries changed without being looked up."""
+        if table == self._table:
+            self._changed.append(slots.cpu())
+
+    def look(self) -> Changed:
+        """What changed since the last sync. It counts as synced once :meth:`synced` is called; a
+        look after one without finds that everything changed."""
+        since = self._first_open if self._rewrites == self._group.rewrites else None
+        self._first_open = None
+        if since is None:
+            return self._everything()
+        noted = torch.cat(self._changed) if self._changed else None
+        differences = list(self._snapshot.compare(since, self._batch, noted))
+        ids, order = torch.cat([found.ids for found in differences]).sort()
+        slots = torch.cat([found.slots for found in differences])[order]
+        stayed = torch.cat([found.stayed for found in differences])[order]
+        touched = torch.cat([found.touched for found in differences])[order]
+        gone = torch.cat([*(found.gone_ids for found in differences), self._lost])
+        gone, gone_order = gone.sort()
+        # In another slot than before, as when the table has grown, or after it had lost its place.
+        moved = ~stayed & torch.isin(ids, gone)
+        scores = None
+        if self._scores is not None:
+            gone_slots = torch.cat([found.gone_slots for found in differences])
+            scores = self._scores_before(ids, slots, moved, gone, gone_slots, gone_order)
+            scores = scores[touched & (stayed | moved)]
+        left = gone[find_slots(self._group, self._table, gone) < 0].unique()
+        # An entry that is new and was not looked up was restored, as by a user's import of rows.
+        new = ~(stayed | moved)
+        return Changed(ids[new], ids[touched & ~new], left, scores)
+
+    def _scores_before(
+        self,
+        ids: Tensor,
+        slots: Tensor,
+        moved: Tensor,
+        gone: Tensor,
+        gone_slots: Tensor,
+        gone_order: Tensor,
+    ) -> Tensor:
+        """Scores at the last sync of entries that changed; those that moved take them along."""
+        self._grow_scores()
+        lost = torch.zeros(len(self._lost), dtype=torch.int64)
+        of_gone = torch.cat([self._scores[gone_slots.cpu()], lost]).to(ids.device)[gone_order]
+        scores = self._scores[slots.cpu()].to(ids.device)
+        if gone.numel():
+            at = torch.searchsorted(gone, ids).clamp_(max=gone.numel() - 1)
+            scores = torch.where(moved, of_gone[at], scores)
+            self._scores[slots.cpu()] = scores.cpu()
+        return scores
+
+    def _everything(self) -> Changed:
+        """All entries; nobody knows what left."""
+        self._snapshot.take(self._batch)
+        occupied = self._snapshot.occupied.nonzero().flatten()
+        ids = self._snapshot.ids[occupied].to(self._group.device).sort().values
+        nothing = ids[:0]
+        scores = None
+        if self._scores is not None:
+            self._grow_scores()
+            scores = torch.zeros_like(ids)
+        return Changed(nothing, ids, nothing, scores)
+
+    # -- what the sync does to the table ----------------------------------------------------------
+
+    def wrote(self, slots: Tensor) -> None:
+        """Entries have got what the replicas agreed on."""
+        self._group.note_changed(self._table, slots)
+        self._read_scores(slots)
+
+    def erased(self, slots: Tensor) -> None:
+        """Slots are free now."""
+        self._snapshot.note(slots, None)
+
+    def grew(self) -> None:
+        """The table may have grown."""
+        if len(self._snapshot.ids) == self._group.present_slots(self._table):
+            return
+        self._snapshot.take(self._batch)
+        if self._scores is not None:
+            self._grow_scores()
+            self._read_scores(self._snapshot.occupied.nonzero().flatten())
+
+    def inserted(self, ids: Tensor) -> int:
+        """Ids were put into the table, and displaced others; returns how many lost their place."""
+        lost = []
+        while ids.numel():
+            slots = find_slots(self._group, self._table, ids)
+            there = slots >= 0
+            lost.append(ids[~there])
+            ids, at = ids[there], slots[there]
+            stood = self._snapshot.ids[at.cpu()].to(ids.device)
+            displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (stood != ids)
+            self._snapshot.note(at, ids)
+            self._read_scores(at)
+            ids = stood[displaced]  # these may have a place in their other bucket
+        # An id in its other bucket was noted in both slots; its first one is another's now.
+        self._lost = torch.cat([*lost, self._lost[:0]]).unique()
+        return self._lost.numel()
+
+    def _grow_scores(self) -> None:
+        missing = len(self._snapshot.ids) - len(self._scores)
+        if missing:
+            self._scores = torch.cat([self._scores, self._scores.new_zeros(missing)])
+
+    def _read_scores(self, slots: Tensor) -> None:
+        if self._scores is None:
+            return
+        for part in slots.split(self._batch) if slots.numel() else ():
+            read = _ops.read_slots(self._group.handle, self._table, part.to(self._group.device))
+            self._scores[part.cpu()] = read[3].cpu()
+
+
+def find_slots(group: TableGroup, table: int, ids: Tensor) -> Tensor:
+    """Slots of a table counted from its first, -1 where an id is not there.
+
+    Args:
+        group: the table's.
+        table: its index there, of a table that has a feature.
+        ids: int64, on the group's device.
+    """
+    feature = group.feature_tables.index(table)
+    offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=group.device)
+    offsets[feature + 1 :] = ids.numel()
+    slots = group.find(ids, offsets, 1)
+    first = sum(group.full_slots(t) for t in range(table))
+    return torch.where(slots >= 0, slots - first, slots)

@@ -1,0 +1,120 @@
+"""Bytes that ranks send each other: in a step, within a host and to others, and in a sync."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torchrec.distributed.types import ShardingType
+
+_ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 8, 4, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step, the mean over all ranks.
+
+    Attributes:
+        intra_host: to ranks of its own host.
+        inter_host: to ranks of other hosts.
+    """
+
+    intra_host: float = 0.0
+    inter_host: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.intra_host + other.intra_host, self.inter_host + other.inter_host)
+
+    def __mul__(self, factor: float) -> Traffic:
+        return Traffic(self.intra_host * factor, self.inter_host * factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Ranks on hosts of equal size.
+
+    Attributes:
+        ranks: all of them.
+        ranks_of_host: of each host; it divides ``ranks``.
+    """
+
+    ranks: int
+    ranks_of_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Their number."""
+        return self.ranks // self.ranks_of_host
+
+    def to_all(self, size: float) -> Traffic:
+        """Every rank sends so many bytes to each other rank."""
+        own = self.ranks_of_host - 1
+        return Traffic(size * own, size * (self.ranks - 1 - own))
+
+    def to_one(self, size: float) -> Traffic:
+        """Every rank sends so many bytes to one rank."""
+        return self.to_all(size) * (1 / self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a rank's batch asks of a table, and how the table lies over the ranks.
+
+    Attributes:
+        sharding_type: TorchRec's.
+        dims: columns of each shard.
+        ids: of a rank's batch.
+        bags: of a rank's batch.
+        is_pooled: whether bags come back.
+        replicated_bytes: of the gradient of a table that all ranks hold, at most.
+    """
+
+    sharding_type: str
+    dims: Sequence[int]
+    ids: float
+    bags: float
+    is_pooled: bool
+    replicated_bytes: float = 0.0
+
+    @property
+    def outputs(self) -> float:
+        """Rows that come back for a rank's batch."""
+        return self.bags if self.is_pooled else self.ids
+
+
+def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
+    """Of one table: ids and lengths of bags, outputs of the forward and gradients of the backward.
+
+    Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs are taken for a reduce-scatter
+    in which each rank sends its part of the sum to each other, as the gradients come back.
+    """
+    ids, lengths = _ID_BYTES * table.ids, _LENGTH_BYTES * table.bags
+    outputs = [_VALUE_BYTES * table.outputs * dim for dim in table.dims]
+    ranks, local, number = hosts.ranks, hosts.ranks_of_host, hosts.hosts
+    total = Traffic()
+    match table.sharding_type:
+        case ShardingType.DATA_PARALLEL.value:
+            # A ring: what leaves a host leaves it once.
+            sent = 2 * (ranks - 1) / ranks * table.replicated_bytes
+            leaves = sent / local if number > 1 else 0.0
+            return Traffic(sent - leaves, leaves)
+        case ShardingType.ROW_WISE.value:
+            # All shards have all columns. A part of each bag comes from each rank; of a sequence
+            # each row from one.
+            part = outputs[0] if table.is_pooled else outputs[0] / ranks
+            return hosts.to_all(ids / ranks + lengths + 2 * part)
+        case ShardingType.TABLE_ROW_WISE.value | ShardingType.GRID_SHARD.value:
+            for output in outputs:
+                total += hosts.to_one(ids / local + lengths)
+                # The ranks of the host add up among themselves, and send each bag once to its host.
+                within, across = (local - 1) * number * output, (number - 1) * output
+                total += Traffic(within, across) * (2 / ranks)
+        case _:
+            for output in outputs:
+                total += hosts.to_one(ids + lengths + 2 * output)
+    return total
+
+
+def ring_bytes(size: float, replicas: int) -> float:
+    """Bytes that a rank sends in an all-reduce of ``size`` bytes."""
+    return 2 * size * (replicas - 1) / replicas
