@@ -74,11 +74,8 @@ class HotRows(nn.Module):
         width = 0 if optimizer is None else optimizer.state_width(dim)
         self.register_buffer("states", torch.zeros(size, width, device=device))
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
-        unused = torch.full((size,), _NO_ID, dtype=torch.int64, device=device)
-        #: The id of each row; and ids in order with the places of their rows, to find them by.
-        self.register_buffer("ids", unused)
-        self.register_buffer("sorted_ids", unused.clone())
-        self.register_buffer("sorted_places", torch.arange(size, device=device))
+        #: The id of each row, in order, to find rows by.
+        self.register_buffer("ids", torch.full((size,), _NO_ID, dtype=torch.int64, device=device))
         #: Occurrences that were counted, also of ids that are not counted any more.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
         #: Calls of :meth:`populate`, which seed what is drawn there.
@@ -118,14 +115,13 @@ class HotRows(nn.Module):
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`find`, and counts nothing."""
-        at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
-        return self.sorted_places[at], self.sorted_ids[at] == ids
+        at = torch.searchsorted(self.ids, ids).clamp(max=self.size - 1)
+        return at, self.ids[at] == ids
 
     @torch.no_grad()
     def clear(self) -> None:
         """Forgets all rows: what they have learned is lost. Counts of frequencies stay."""
         self.ids.fill_(_NO_ID)
-        self.sorted_ids.fill_(_NO_ID)
         self.rows.zero_()
         self.states.zero_()
 
@@ -174,12 +170,17 @@ class HotRows(nn.Module):
             return
         # Among equals the smaller id, so that all runs choose alike.
         order = torch.argsort(counts, descending=True, stable=True)
-        chosen = counted[order[: self.size]]
-        stays = torch.isin(self.ids, chosen)
-        leaves = ~stays & (self.ids != _NO_ID)
-        comes = chosen[~torch.isin(chosen, self.ids)]
-        new_rows = rows_of(self.shape, cores, comes)
-        leaving, leaving_rows = self.ids[leaves], self.rows[leaves].clone()
+        chosen = counted[order[: self.size]].sort().values
+        places, stays = self.look_up(chosen)
+        leaves = ~torch.isin(self.ids, chosen) & (self.ids != _NO_ID)
+        used = chosen.numel()
+        rows, states = torch.zeros_like(self.rows), torch.zeros_like(self.states)
+        rows[:used][stays], states[:used][stays] = (
+            self.rows[places[stays]],
+            self.states[places[stays]],
+        )
+        rows[:used][~stays] = rows_of(self.shape, cores, chosen[~stays]).to(rows.dtype)
+        leaving, leaving_rows = self.ids[leaves], self.rows[leaves]
         if leaving.numel():
             kept, kept_counts = self._kept(chosen, leaving, counted, counts, total)
             leaving_counts = self._counts_of(leaving, counted, counts)
@@ -187,19 +188,14 @@ class HotRows(nn.Module):
                 write_back(
                     self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts
                 )
-        free = (~stays).nonzero().flatten()
-        places, unused = free[: comes.numel()], free[comes.numel() :]
-        self.ids[unused] = _NO_ID
-        self.rows[unused] = 0
-        self.states[unused] = 0
-        self.ids[places] = comes
-        self.rows[places] = new_rows
-        self.states[places] = 0
+        self.rows.data.copy_(rows)
+        self.states.copy_(states)
+        self.ids.fill_(_NO_ID)
+        self.ids[:used] = chosen
         if self.replicas is not None:
             # Ranks choose alike, but may differ in the last bits of what they compute.
             for tensor in (*cores, self.rows):
                 self.replicas.copy_first(tensor.data)
-        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
         self.generation += 1
         self.populates += 1
         self._halve_counts(own, own_counts)
@@ -302,7 +298,9 @@ class HotRows(nn.Module):
         takes the counts, so that they are not taken several times."""
         for name in _SIZED:
             getattr(self, name).copy_(state[name])
-        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
+        if bool((self.ids.diff() < 0).any()):  # of an earlier version, whose ids had no order
+            self.ids, order = self.ids.sort(stable=True)
+            self.rows.data, self.states = self.rows.data[order], self.states[order]
         known = state["counted"] != _NO_ID
         if self.replicas is not None and not self.replicas.is_first:
             known = torch.zeros_like(known)

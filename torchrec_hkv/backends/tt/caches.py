@@ -39,7 +39,7 @@ class CacheSize:
     def num_bytes(self, shape: TTShape, optimizer: Optimizer | None) -> int:
         """Rows, states, what finds them, counts of frequencies, and the gradient of an update."""
         dim = shape.embedding_dim
-        a_row = 4 * dim + 3 * 8  # ids by place, ids in order, and their places
+        a_row = 4 * dim + 8  # and its id
         if optimizer is not None:
             a_row += 4 * optimizer.state_width(dim) + 4 * dim + 1
         counts = table_memory(self.counted_ids, 1, 0, "lfu")
