@@ -30,8 +30,8 @@ BATCH = 1024
 #: The columns whose tables are compressed.
 COMPRESSED = ("user", "movie")
 _ROW_BYTES = 4 * DIM
-#: A hot row with what finds it: its id twice and its place, int64.
-_HOT_ROW_BYTES = _ROW_BYTES + 3 * 8
+#: A hot row with what finds it, its id in int64.
+_HOT_ROW_BYTES = _ROW_BYTES + 8
 _POPULATE_EVERY = 40
 _DENSE_RATE, _STOCK_RATE = 1e-3, 0.05
 
@@ -44,12 +44,17 @@ class Variant:
         name: of the rows in the CSV file.
         order: of the ids, from what is trained on: ``"frequency"``, ``"label"`` (the mean label),
             or None for the order of the raw ids.
+        order_share: of the bytes, for an order that lists as many ids as fit. None: an order of all
+            ids, which lies in a vocabulary and is not counted.
         hot_share: of the bytes, for hot rows.
+        hot_columns: the columns that have hot rows.
     """
 
     name: str
     order: str | None = None
+    order_share: float | None = None
     hot_share: float = 0.0
+    hot_columns: tuple[str, ...] = COMPRESSED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,13 @@ class Outcome:
 def options_of(
     log: Ratings, column: str, variant: Variant, ratio: float, cores: int, seed: int = 0
 ) -> TTOptions:
-    """Hot rows take their share of the bytes, cores what is left."""
-    budget = int(log.sizes[column] * _ROW_BYTES / ratio)
-    hot = int(variant.hot_share * budget / _HOT_ROW_BYTES)
+    """Hot rows and the order take their shares of the bytes, cores what is left."""
+    budget = _budget(log, column, ratio)
+    share = variant.hot_share if column in variant.hot_columns else 0.0
+    hot = int(share * budget / _HOT_ROW_BYTES)
+    order = order_of(log, column, variant, ratio)
     return TTOptions(
-        max_bytes=budget - hot * _HOT_ROW_BYTES,
+        max_bytes=budget - hot * _HOT_ROW_BYTES - _counted_bytes(order, variant),
         num_cores=cores,
         seed=seed,
         cache_size=hot,
@@ -90,8 +97,9 @@ def options_of(
 
 
 def bytes_of(log: Ratings, variant: Variant | None, ratio: float, choice: Choice) -> int:
-    """Of the tables of users and movies: rows, cores, hot rows and what finds these. Optimizer
-    states are left out on all sides, and so is what counts frequencies."""
+    """Of the tables of users and movies: rows, cores, hot rows and what finds these, and orders
+    that list some ids. Optimizer states are left out on all sides, and so is what counts
+    frequencies."""
     if variant is None:
         return sum(log.sizes[column] * _ROW_BYTES for column in COMPRESSED)
     count = 0
@@ -99,21 +107,38 @@ def bytes_of(log: Ratings, variant: Variant | None, ratio: float, choice: Choice
         options = options_of(log, column, variant, ratio, choice.cores)
         count += 4 * options.shape(log.sizes[column], DIM).num_elements
         count += options.cache_size * _HOT_ROW_BYTES
+        count += _counted_bytes(order_of(log, column, variant, ratio), variant)
     return count
 
 
-def ordered_ids(log: Ratings, variant: Variant | None) -> dict[str, Tensor]:
-    """The ids as the tables take them. Only rows that are trained on say where they go."""
-    if variant is None or variant.order is None:
-        return log.ids
+def order_of(log: Ratings, column: str, variant: Variant, ratio: float) -> IdOrder | None:
+    """The order of a column's ids; None: that of the raw ids. Only rows that are trained on say
+    where ids go."""
+    if variant.order is None:
+        return None
+    means, counts = smoothed_means(
+        log.ids[column][: log.train], log.labels[: log.train], log.sizes[column]
+    )
+    share = variant.order_share
+    most = None if share is None else int(share * _budget(log, column, ratio))
+    return IdOrder.by_value(means if variant.order == "label" else counts, most)
+
+
+def ordered_ids(log: Ratings, variant: Variant | None, ratio: float = 1.0) -> dict[str, Tensor]:
+    """The ids as the tables take them."""
     ids = dict(log.ids)
-    for column in COMPRESSED:
-        means, counts = smoothed_means(
-            ids[column][: log.train], log.labels[: log.train], log.sizes[column]
-        )
-        order = IdOrder.by_value(means if variant.order == "label" else counts)
-        ids[column] = order.rows_of(ids[column])
+    for column in () if variant is None else COMPRESSED:
+        order = order_of(log, column, variant, ratio)
+        ids[column] = ids[column] if order is None else order.rows_of(ids[column])
     return ids
+
+
+def _budget(log: Ratings, column: str, ratio: float) -> int:
+    return int(log.sizes[column] * _ROW_BYTES / ratio)
+
+
+def _counted_bytes(order: IdOrder | None, variant: Variant) -> int:
+    return 0 if order is None or variant.order_share is None else order.num_bytes
 
 
 def train(
@@ -137,7 +162,7 @@ def train(
     model = _sharded(log, variant, ratio, choice, seed)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=_DENSE_RATE)
-    ids = ordered_ids(log, variant)
+    ids = ordered_ids(log, variant, ratio)
     generator = torch.Generator().manual_seed(seed)
     outcomes = []
     for _ in range(epochs):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import quality_plot, tensor_train_quality
 from benchmarks.quality_data import auc, bootstrap, read_ratings
-from benchmarks.quality_model import Choice, Variant, bytes_of, options_of, ordered_ids
+from benchmarks.quality_model import Choice, Variant, bytes_of, options_of, order_of, ordered_ids
 
 ROWS, USERS, MOVIES = 3000, 80, 60
 
@@ -93,9 +93,35 @@ def test_bytes_count_cores_and_hot_rows(data):
     assert bytes_of(log, None, 1.0, Choice(0.1, 0)) == 64 * (USERS + MOVIES)
     variant = Variant("", hot_share=0.5)
     options = options_of(log, "user", variant, 5.0, 2)
-    assert options.cache_size == int(0.5 * (64 * USERS / 5) / 88)
+    assert options.cache_size == int(0.5 * (64 * USERS / 5) / 72)
     cores = options.shape(USERS, 16).num_elements
-    assert 4 * cores + 88 * options.cache_size <= 64 * USERS / 5
+    assert 4 * cores + 72 * options.cache_size <= 64 * USERS / 5
+
+
+def test_hot_rows_of_one_column_only(data):
+    log = read_ratings(data)
+    variant = Variant("", hot_share=0.5, hot_columns=("movie",))
+    assert options_of(log, "user", variant, 5.0, 2).cache_size == 0
+    assert options_of(log, "movie", variant, 5.0, 2).cache_size > 0
+
+
+def test_an_order_with_a_share_is_counted(data):
+    log = read_ratings(data)
+    variant = Variant("", order="frequency", order_share=0.02)
+    order = order_of(log, "user", variant, 2.0)
+    assert 0 < order.num_listed < USERS
+    budget = 64 * USERS // 2
+    assert order.num_bytes <= 0.02 * budget
+    options = options_of(log, "user", variant, 2.0, 2)
+    assert options.max_bytes == budget - order.num_bytes
+    ids = ordered_ids(log, variant, 2.0)
+    assert torch.equal(order.ids_of(ids["user"]), log.ids["user"])
+    sizes = [
+        4 * options_of(log, column, variant, 2.0, 2).shape(log.sizes[column], 16).num_elements
+        + order_of(log, column, variant, 2.0).num_bytes
+        for column in ("user", "movie")
+    ]
+    assert bytes_of(log, variant, 2.0, Choice(0.1, 2)) == sum(sizes)
 
 
 def test_runs(data, tmp_path):

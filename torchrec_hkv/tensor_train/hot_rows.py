@@ -74,12 +74,9 @@ class HotRows(nn.Module):
         width = 0 if optimizer is None else optimizer.state_width(dim)
         self.register_buffer("states", torch.zeros(size, width, device=device))
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
-        unused = torch.full((size,), _NO_ID, dtype=torch.int64, device=device)
-        #: The id of each row; and sorted ids with the slots of their rows, for lookups.
-        self.register_buffer("ids", unused)
-        self.register_buffer("sorted_ids", unused.clone())
-        self.register_buffer("sorted_places", torch.arange(size, device=device))
-        #: Number of occurrences counted, including those of ids that are no longer counted.
+        #: The id of each row, in order, to find rows by.
+        self.register_buffer("ids", torch.full((size,), _NO_ID, dtype=torch.int64, device=device))
+        #: Occurrences that were counted, also of ids that are not counted any more.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
         #: Number of calls of :meth:`populate`, used as seed of its random numbers.
         self.register_buffer("populates", torch.zeros(1, dtype=torch.int64, device=device))
@@ -117,15 +114,14 @@ class HotRows(nn.Module):
         return places, found
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Looks up ids like :meth:`find`, without counting."""
-        at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
-        return self.sorted_places[at], self.sorted_ids[at] == ids
+        """As :meth:`find`, and counts nothing."""
+        at = torch.searchsorted(self.ids, ids).clamp(max=self.size - 1)
+        return at, self.ids[at] == ids
 
     @torch.no_grad()
     def clear(self) -> None:
         """Removes all rows without writing them back. Frequency counts are kept."""
         self.ids.fill_(_NO_ID)
-        self.sorted_ids.fill_(_NO_ID)
         self.rows.zero_()
         self.states.zero_()
 
@@ -175,12 +171,17 @@ class HotRows(nn.Module):
             return
         # Ties are broken by the smaller id, so that all runs select the same ids.
         order = torch.argsort(counts, descending=True, stable=True)
-        chosen = counted[order[: self.size]]
-        stays = torch.isin(self.ids, chosen)
-        leaves = ~stays & (self.ids != _NO_ID)
-        comes = chosen[~torch.isin(chosen, self.ids)]
-        new_rows = rows_of(self.shape, cores, comes)
-        leaving, leaving_rows = self.ids[leaves], self.rows[leaves].clone()
+        chosen = counted[order[: self.size]].sort().values
+        places, stays = self.look_up(chosen)
+        leaves = ~torch.isin(self.ids, chosen) & (self.ids != _NO_ID)
+        used = chosen.numel()
+        rows, states = torch.zeros_like(self.rows), torch.zeros_like(self.states)
+        rows[:used][stays], states[:used][stays] = (
+            self.rows[places[stays]],
+            self.states[places[stays]],
+        )
+        rows[:used][~stays] = rows_of(self.shape, cores, chosen[~stays]).to(rows.dtype)
+        leaving, leaving_rows = self.ids[leaves], self.rows[leaves]
         if leaving.numel():
             kept, kept_counts = self._kept(chosen, leaving, counted, counts, total)
             leaving_counts = self._counts_of(leaving, counted, counts)
@@ -188,19 +189,14 @@ class HotRows(nn.Module):
                 write_back(
                     self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts
                 )
-        free = (~stays).nonzero().flatten()
-        places, unused = free[: comes.numel()], free[comes.numel() :]
-        self.ids[unused] = _NO_ID
-        self.rows[unused] = 0
-        self.states[unused] = 0
-        self.ids[places] = comes
-        self.rows[places] = new_rows
-        self.states[places] = 0
+        self.rows.data.copy_(rows)
+        self.states.copy_(states)
+        self.ids.fill_(_NO_ID)
+        self.ids[:used] = chosen
         if self.replicas is not None:
             # Ranks select the same ids, but computed values may differ in the last bits.
             for tensor in (*cores, self.rows):
                 self.replicas.copy_first(tensor.data)
-        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
         self.generation += 1
         self.populates += 1
         self._halve_counts(own, own_counts)
@@ -303,7 +299,9 @@ class HotRows(nn.Module):
         the first rank loads the counts, so that they are not multiplied."""
         for name in _SIZED:
             getattr(self, name).copy_(state[name])
-        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
+        if bool((self.ids.diff() < 0).any()):  # of an earlier version, whose ids had no order
+            self.ids, order = self.ids.sort(stable=True)
+            self.rows.data, self.states = self.rows.data[order], self.states[order]
         known = state["counted"] != _NO_ID
         if self.replicas is not None and not self.replicas.is_first:
             known = torch.zeros_like(known)

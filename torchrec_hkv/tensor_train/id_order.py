@@ -12,13 +12,16 @@ import numbers
 import torch
 from torch import Tensor
 
+_TYPES = (torch.int16, torch.int32, torch.int64)
+
 
 class IdOrder:
-    """A permutation that assigns a row of a Tensor-Train table to each id.
+    """Which row of a Tensor-Train table each id gets; a permutation of 0 to ``num_ids - 1``.
 
-    Use it where ids become row numbers: in the vocabulary, which then needs no additional memory.
-        If
-    ids are row numbers already, it takes 8 bytes for each id.
+    Apply it where ids become row numbers. An order of all ids takes 2 to 8 bytes an id, as many as
+    its largest number needs. An order that lists only the ids that come first (:meth:`first`, or
+    :meth:`by_value` with ``max_bytes``) takes a byte for each of these and 2 to 8 for each 256 ids.
+    Count it among the bytes of the table (:attr:`num_bytes`).
 
     Args:
         rows: int64 ``[num_ids]``, the row of each id; a permutation of 0 to ``num_ids - 1``.
@@ -34,19 +37,50 @@ class IdOrder:
             raise TypeError(f"rows must be a tensor of dtype torch.int64, but are of {kind}.")
         if rows.dim() != 1:
             raise ValueError(f"rows have shape {tuple(rows.shape)}, but must be 1-D.")
-        in_order = torch.arange(rows.numel(), device=rows.device)
-        if not torch.equal(rows.sort().values, in_order):
+        if not torch.equal(rows.sort().values, torch.arange(rows.numel(), device=rows.device)):
             raise ValueError(
                 f"rows must be a permutation of 0 to {rows.numel() - 1}, but some repeat or are "
                 "missing."
             )
-        self.rows = rows
-        self.ids = torch.empty_like(rows)
-        self.ids[rows] = in_order
+        self._map: _Table | _Listed = _Table(rows)
 
     @classmethod
-    def by_value(cls, values: Tensor) -> IdOrder:
-        """Sorts ids by descending value; ties by the smaller id.
+    def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
+        """These ids first, in order, then all others, in order.
+
+        Only the ids that come first are stored, in about a byte each: the rows of all others follow
+        from how many of these are below them.
+
+        Args:
+            ids: int64 ``[n]``, distinct, such as the most frequent ones.
+            num_ids: ids there are, 0 to ``num_ids - 1``.
+
+        Raises:
+            TypeError: ids of another dtype, or ``num_ids`` that is no integer.
+            ValueError: an id twice, or outside of the range.
+        """
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids must be a tensor of dtype torch.int64, but are of {kind}.")
+        _check_count("num_ids", num_ids)
+        if ids.dim() != 1:
+            raise ValueError(f"ids have shape {tuple(ids.shape)}, but must be 1-D.")
+        ids = ids.sort().values
+        if ids.numel():
+            if ids[0] < 0 or ids[-1] >= num_ids:
+                raise ValueError(
+                    f"ids are from {int(ids[0])} to {int(ids[-1])}, but must be from 0 to "
+                    f"{num_ids - 1}."
+                )
+            if twice := int((ids.diff() == 0).sum()):
+                raise ValueError(f"ids must be distinct, but {twice} occur again.")
+        order = cls.__new__(cls)
+        order._map = _Listed(ids, num_ids)
+        return order
+
+    @classmethod
+    def by_value(cls, values: Tensor, max_bytes: int | None = None) -> IdOrder:
+        """Ids of large values first; among equals the smaller id.
 
         Good values are those on which rows depend, such as the mean of a label
         (:func:`smoothed_means`) or the leading component of densely trained rows. With the number
@@ -57,24 +91,51 @@ class IdOrder:
 
         Args:
             values: ``[num_ids]``, of any dtype that can be compared.
+            max_bytes: of the order. As many ids of the largest values as this allows come first,
+                in the order of their numbers (:meth:`first`). None: all ids are in the order of
+                their values.
 
         Raises:
-            TypeError: values are not a tensor.
-            ValueError: values have another shape, or hold NaN.
+            TypeError: values that are no tensor, or ``max_bytes`` that is no integer.
+            ValueError: values of another shape, or NaN, or a negative ``max_bytes``.
         """
         if not isinstance(values, Tensor):
             raise TypeError(f"values are {type(values).__name__}, but must be a tensor.")
         if values.dim() != 1:
             raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
         if values.isnan().any():
-            raise ValueError("values hold NaN, but must be numbers that can be sorted.")
+            raise ValueError("values hold NaN, which has no place in an order.")
+        if max_bytes is not None:
+            _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)
+        if max_bytes is not None:
+            return cls.first(ids[: _Listed.most(max_bytes, ids.numel())], ids.numel())
         rows = torch.empty_like(ids)
         rows[ids] = torch.arange(ids.numel(), device=ids.device)
         return cls(rows)
 
     def __len__(self) -> int:
-        return self.rows.numel()
+        return self._map.num_ids
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the order takes."""
+        return sum(part.numel() * part.element_size() for part in self._map.parts)
+
+    @property
+    def num_listed(self) -> int:
+        """Ids that are stored: those that come first, or all."""
+        return self._map.num_listed
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of each id, int64 ``[num_ids]``."""
+        return self._map.rows_of(self._all())
+
+    @property
+    def ids(self) -> Tensor:
+        """The id of each row, int64 ``[num_ids]``."""
+        return self._map.ids_of(self._all())
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """The rows of ids, int64 with the ids' shape.
@@ -82,16 +143,117 @@ class IdOrder:
         Raises:
             ValueError: an id is out of range (on a CPU).
         """
-        return _picked(self.rows, ids, "id")
+        self._refuse_outside(ids, "id")
+        return self._map.rows_of(ids)
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """The ids of rows, the inverse of :meth:`rows_of`."""
-        return _picked(self.ids, rows, "row")
+        """The ids of rows: the way back of :meth:`rows_of`."""
+        self._refuse_outside(rows, "row")
+        return self._map.ids_of(rows)
 
     def reordered(self, table: Tensor) -> Tensor:
-        """The rows of a dense table ``[num_ids, ...]`` in this order, for
-        :func:`torchrec_hkv.tensor_train.tt_svd`."""
-        return table[self.ids]
+        """Rows of a dense table ``[num_ids, ...]`` in this order, as
+        :func:`torchrec_hkv.tensor_train.tt_svd` would take them."""
+        return table[self.ids.to(table.device)]
+
+    def _all(self) -> Tensor:
+        return torch.arange(len(self), device=self._map.parts[0].device)
+
+    def _refuse_outside(self, indices: Tensor, what: str) -> None:
+        if indices.device.type == "cpu" and indices.numel():
+            outside = (indices < 0) | (indices >= len(self))
+            if outside.any():
+                raise ValueError(
+                    f"the order has no {what} {int(indices[outside].flatten()[0])}: it has 0 to "
+                    f"{len(self) - 1}."
+                )
+
+
+class _Table:
+    """A permutation as a table."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.num_ids = self.num_listed = rows.numel()
+        self.parts = (rows.to(_smallest_type(self.num_ids)),)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        return self.parts[0][ids].long()
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        return self.parts[0].argsort()[rows]
+
+
+class _Listed:
+    """Some ids first. Their low bits are listed, in order, and for each block of ids with the same
+    high bits where its part of the list begins."""
+
+    #: An id's low bits.
+    BITS = 8
+
+    def __init__(self, ids: Tensor, num_ids: int) -> None:
+        self.num_ids, self.num_listed = num_ids, ids.numel()
+        firsts = torch.arange(self._blocks(num_ids) + 1, device=ids.device) << self.BITS
+        starts = torch.searchsorted(ids, firsts).to(_smallest_type(self.num_listed))
+        self.parts = (starts, (ids % (1 << self.BITS)).to(torch.uint8))
+
+    @classmethod
+    def _blocks(cls, num_ids: int) -> int:
+        return (num_ids + (1 << cls.BITS) - 1) >> cls.BITS
+
+    @classmethod
+    def most(cls, max_bytes: int, num_ids: int) -> int:
+        """Ids that can be listed in so many bytes."""
+        starts = cls._blocks(num_ids) + 1
+        fits = (
+            min(max_bytes - starts * of.itemsize, torch.iinfo(of).max, num_ids) for of in _TYPES
+        )
+        return max(0, *fits)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        before, listed = self._find(ids)
+        return torch.where(listed, before, self.num_listed + ids - before)
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        starts, low = self.parts
+        blocks = torch.arange(starts.numel() - 1, device=starts.device)
+        of_block = torch.repeat_interleave(
+            blocks, starts.long().diff(), output_size=self.num_listed
+        )
+        listed = (of_block << self.BITS) + low
+        # Others that are below each listed id.
+        others = listed - torch.arange(self.num_listed, device=listed.device)
+        beyond = rows - self.num_listed
+        if not self.num_listed:
+            return rows.clone()
+        other = beyond + torch.searchsorted(others, beyond, right=True)
+        return torch.where(beyond < 0, listed[rows.clamp(max=self.num_listed - 1)], other)
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """How many listed ids are below each id, and whether it is one of them."""
+        starts, low = self.parts
+        block, wanted = ids >> self.BITS, ids % (1 << self.BITS)
+        begin, end = starts[block].long(), starts[block + 1].long()
+        if not self.num_listed:
+            return begin, torch.zeros_like(ids, dtype=torch.bool)
+        stop = end
+        for _ in range(self.BITS + 1):  # a block has at most 2^BITS of them
+            middle = (begin + end) >> 1
+            below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < wanted)
+            begin, end = torch.where(below, middle + 1, begin), torch.where(below, end, middle)
+        at = begin.clamp(max=self.num_listed - 1)
+        return begin, (begin < stop) & (low[at] == wanted)
+
+
+def _smallest_type(most: int) -> torch.dtype:
+    """A type for numbers of 0 to ``most``."""
+    return next(of for of in _TYPES if most <= torch.iinfo(of).max)
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, but must be an integer.")
+    if value < 0:
+        raise ValueError(f"{name} is {value}, but must not be negative.")
 
 
 def smoothed_means(
@@ -135,14 +297,3 @@ def smoothed_means(
     sums.index_add_(0, ids, labels.double())
     mean = labels.double().mean()
     return (sums + prior * mean) / (counts + prior).clamp(min=1e-300), counts
-
-
-def _picked(of: Tensor, indices: Tensor, what: str) -> Tensor:
-    if indices.device.type == "cpu" and indices.numel():
-        outside = (indices < 0) | (indices >= of.numel())
-        if outside.any():
-            raise ValueError(
-                f"the order has no {what} {int(indices[outside].flatten()[0])}: it has 0 to "
-                f"{of.numel() - 1}."
-            )
-    return of[indices]

@@ -111,8 +111,10 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
   return slot != kNoSlot ? slot : find_in_bucket(table, id, choice.second, choice.digest);
 }
 
-// Threads may touch one slot at once.
-inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
+// `shared`: other threads may touch the slot at the same time. An atomic addition to a score keeps
+// the processor from going on with the ids that follow.
+inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given,
+                  bool shared = true) {
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
   if (last.load(std::memory_order_relaxed) != visit.now()) {
     last.store(visit.now(), std::memory_order_relaxed);
@@ -120,10 +122,13 @@ inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint
   if (table.scores == nullptr) return;
   std::atomic_ref<uint64_t> score(table.scores[slot]);
   uint64_t old = score.load(std::memory_order_relaxed);
-  uint64_t next;
-  do {
-    next = next_score(table.eviction, old, visit.now(), visit.epoch(), given);
-  } while (next != old && !score.compare_exchange_weak(old, next, std::memory_order_relaxed));
+  const auto next = [&] {
+    return next_score(table.eviction, old, visit.now(), visit.epoch(), given);
+  };
+  if (!shared) return score.store(next(), std::memory_order_relaxed);
+  for (uint64_t wanted = next(); wanted != old; wanted = next()) {
+    if (score.compare_exchange_weak(old, wanted, std::memory_order_relaxed)) return;
+  }
 }
 
 inline uint64_t score_of(const TableView& table, int64_t slot) {

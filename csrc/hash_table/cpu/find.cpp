@@ -31,8 +31,8 @@ class Finder {
   // positions[end - 1], if kListed, whose ids come with given[begin] and so on where the table
   // keeps scores.
   Finder(const TableView& table, const int64_t* ids, const int64_t* positions,
-         const uint64_t* given, int64_t begin, int64_t end, const Visit& visit, int64_t* slots,
-         bool* found_at)
+         const uint64_t* given, int64_t begin, int64_t end, const Visit& visit, bool shared,
+         int64_t* slots, bool* found_at)
       : table_(table),
         ids_(ids),
         positions_(positions),
@@ -40,6 +40,7 @@ class Finder {
         begin_(begin),
         end_(end),
         visit_(visit),
+        shared_(shared),
         slots_(slots),
         found_at_(found_at),
         now_(kTouch ? visit.now() : 0) {}
@@ -123,7 +124,7 @@ class Finder {
     if (kTouch) {
       if (found_at_ != nullptr) found_at_[at] = there;
       if (table_.scores != nullptr) {
-        if (there) touch(table_, slot, visit_, kListed ? given_[nth] : visit_.given(at));
+        if (there) touch(table_, slot, visit_, kListed ? given_[nth] : visit_.given(at), shared_);
       } else {
         touch_step(select(there, &table_.last_steps[slot], &idle_step_));
       }
@@ -148,6 +149,7 @@ class Finder {
   const uint64_t* const given_;
   const int64_t begin_, end_;
   const Visit& visit_;
+  const bool shared_;  // other threads touch slots of this table at the same time
   int64_t* const slots_;
   bool* const found_at_;
   const uint32_t now_;
@@ -227,7 +229,7 @@ class Repeats {
 // of positions that share an id are added up before.
 template <bool kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
-                   const Visit& visit, int64_t* slots, bool* found_at) {
+                   const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
   const bool scored = kTouch && table.scores != nullptr;
   int64_t found = 0;
@@ -241,7 +243,9 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       const int64_t n = repeats.list(begin, stop);
       const uint64_t* const given =
           scored ? repeats.given(stop, n, sums_scores(table.eviction), visit) : nullptr;
-      Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, slots, found_at).run();
+      Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, shared, slots,
+                           found_at)
+          .run();
       for (int64_t at = begin; at < stop; ++at) {
         const int64_t slot = slots[repeats.origin(at - begin)];
         slots[at] = slot;
@@ -253,7 +257,8 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       stop = std::min(end, begin + Repeats::kMost);
     }
   }
-  Finder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, visit, slots, found_at);
+  Finder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, visit, shared, slots,
+                             found_at);
   return found + rest.run();
 }
 
@@ -261,12 +266,13 @@ template <bool kTouch>
 void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
               bool* found_at, int threads) {
   parallel_for(batch.num_ids, 1024, threads, [&](int64_t begin, int64_t end) {
+    const bool shared = end - begin < batch.num_ids;
     for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       if (stop <= begin) continue;
       const TableView& table = tables[batch.feature_tables[feature]];
       const int64_t found =
-          find_range<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at);
+          find_range<kTouch>(table, batch.ids, begin, stop, visit, shared, slots, found_at);
       if (kTouch) {
         count(table, kLookups, stop - begin);
         count(table, kMisses, stop - begin - found);

@@ -237,8 +237,7 @@ def test_storage_counts_the_cache(optimizer):
     lookup = make(optimizer=optimizer)
     call(lookup, skewed_bags("cpu"))  # counts are made with the first ids
     hot = lookup.hot_rows("page")
-    taken = sum(t.nbytes for t in (hot.rows, hot.states, hot.ids, hot.sorted_ids))
-    taken += hot.sorted_places.nbytes
+    taken = sum(t.nbytes for t in (hot.rows, hot.states, hot.ids))
     taken += hot._counts._group.host_bytes(0)
     if optimizer is not None:
         taken += hot.rows.nbytes + hot.size  # an update's gradient, and which rows it is of

@@ -40,7 +40,7 @@ class CacheSize:
     def num_bytes(self, shape: TTShape, optimizer: Optimizer | None) -> int:
         """Bytes of rows, states, index, frequency counts and the gradient of an update."""
         dim = shape.embedding_dim
-        a_row = 4 * dim + 3 * 8  # id by slot, sorted id, slot of the sorted id
+        a_row = 4 * dim + 8  # and its id
         if optimizer is not None:
             a_row += 4 * optimizer.state_width(dim) + 4 * dim + 1
         counts = table_memory(self.counted_ids, 1, 0, "lfu")
