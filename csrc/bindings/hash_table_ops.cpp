@@ -2,6 +2,8 @@
 // by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
+#include <functional>
+
 #include "bindings/lookups.h"
 #include "common/side_stream.h"
 #include "hash_table/kernels.h"
@@ -329,7 +331,10 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   if (pin && group.has_frames()) {
     // The pin holds the rows that get frames, until they have come there.
     group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
-      placement.moving.begin = &moves_begin;
+      placement.moving.begin = [](const void* of) {
+        (*static_cast<const std::function<void()>*>(of))();
+      };
+      placement.moving.begin_of = &moves_begin;
       enqueue();
     });
   } else {

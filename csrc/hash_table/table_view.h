@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 #include "common/dtypes.h"
 #include "common/hashing.h"
@@ -286,8 +285,10 @@ struct MovingRows {
   int32_t num_tables = 0;
   // Bytes of the widest row, where bulk copies can move all of them; otherwise 0.
   int32_t bulk_bytes = 0;
-  // Called when the index is written, before rows move. Null: nothing is.
-  const std::function<void()>* begin = nullptr;
+  // begin(begin_of) is called when the index is written, before rows move. Null: nothing is. No
+  // std::function, whose header each file with kernels would read.
+  void (*begin)(const void*) = nullptr;
+  const void* begin_of = nullptr;
 
   bool any() const { return group_slots > 0; }
   // Shorter rows are left to the lanes of warps, which have more of them under way.

@@ -1,8 +1,7 @@
 #include <algorithm>
-#include <cub/block/block_reduce.cuh>
-#include <cub/block/block_scan.cuh>
 
 #include "common/cuda_check.h"
+#include "common/scan.cuh"
 #include "routing/blocks.h"
 
 namespace torchrec_hkv::routing::cuda {
@@ -11,12 +10,12 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kBagsOfThread = 4;
 constexpr int64_t kIdsOfBlock = 4096;
+using Scan = BlockScan<int64_t, kThreads>;
 
 // A block a feature, and one more for the numbers of samples.
 template <typename Length>
 __global__ void __launch_bounds__(kThreads) count_kernel(const Length* lengths, Counts out) {
-  using Reduce = cub::BlockReduce<int64_t, kThreads>;
-  __shared__ typename Reduce::TempStorage storage;
+  __shared__ Scan::Storage storage;
   const int64_t feature = blockIdx.x;
   if (feature == out.num_features) {
     for (int64_t r = threadIdx.x; r < out.num_ranks; r += kThreads) {
@@ -28,8 +27,9 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const Length* lengths, 
   for (int64_t bag = threadIdx.x; bag < out.batch_size; bag += kThreads) {
     ids += lengths[feature * out.batch_size + bag];
   }
-  ids = Reduce(storage).Sum(ids);
-  if (threadIdx.x == 0) out.counts[out.at[feature]] = ids;
+  int64_t all;
+  Scan::before(storage, ids, all);
+  if (threadIdx.x == 0) out.counts[out.at[feature]] = all;
 }
 
 // Where the ids of a segment begin: in the blocks' ids, by segment, and in the batch, in order.
@@ -44,19 +44,18 @@ __device__ int64_t count_of(const Blocks& blocks, int64_t segment) {
 
 // One block: exclusive sums of the segments' counts in both orders.
 __global__ void __launch_bounds__(kThreads) segment_starts(Blocks blocks, Starts starts) {
-  using Scan = cub::BlockScan<int64_t, kThreads>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ Scan::Storage storage;
   const int64_t segments = blocks.num_ranks * blocks.num_features;
   int64_t arrived = 0, placed = 0;
   for (int64_t first = 0; first < segments; first += kThreads) {
     const int64_t s = first + threadIdx.x;
     const bool valid = s < segments;
-    int64_t sum, total;
-    Scan(storage).ExclusiveSum(valid ? count_of(blocks, s) : 0, sum, total);
+    int64_t total;
+    int64_t sum = Scan::before(storage, valid ? count_of(blocks, s) : 0, total);
     if (valid) starts.from[s] = arrived + sum;
     arrived += total;
     __syncthreads();  // the storage is used again
-    Scan(storage).ExclusiveSum(valid ? count_of(blocks, blocks.order[s]) : 0, sum, total);
+    sum = Scan::before(storage, valid ? count_of(blocks, blocks.order[s]) : 0, total);
     if (valid) starts.to[s] = placed + sum;
     placed += total;
     __syncthreads();
@@ -67,20 +66,21 @@ __global__ void __launch_bounds__(kThreads) segment_starts(Blocks blocks, Starts
 template <typename Length>
 __device__ void copy_lengths(const int64_t* from, int64_t n, int64_t first_id, Length* lengths,
                              int64_t* offsets) {
-  using Scan = cub::BlockScan<int64_t, kThreads>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ Scan::Storage storage;
   for (int64_t first = 0; first < n; first += kThreads * kBagsOfThread) {
-    int64_t sums[kBagsOfThread], total;
+    int64_t sums[kBagsOfThread], all = 0, total;
     const int64_t own = first + threadIdx.x * kBagsOfThread;
 #pragma unroll
     for (int i = 0; i < kBagsOfThread; ++i) {
       sums[i] = own + i < n ? from[own + i] : 0;
       if (own + i < n) lengths[own + i] = static_cast<Length>(sums[i]);
+      all += sums[i];
     }
-    Scan(storage).ExclusiveSum(sums, sums, total);
+    int64_t at = first_id + Scan::before(storage, all, total);
 #pragma unroll
     for (int i = 0; i < kBagsOfThread; ++i) {
-      if (own + i < n) offsets[own + i] = first_id + sums[i];
+      if (own + i < n) offsets[own + i] = at;
+      at += sums[i];
     }
     first_id += total;
     __syncthreads();  // the storage is used again

@@ -263,21 +263,37 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
 }
 
 template <bool kTouch>
+void find_part(const TableView* tables, const Batch& batch, const Visit& visit, bool shared,
+               int64_t* slots, bool* found_at, int64_t begin, int64_t end) {
+  for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
+    const int64_t stop = std::min(end, batch.feature_start(feature + 1));
+    if (stop <= begin) continue;
+    const TableView& table = tables[batch.feature_tables[feature]];
+    const int64_t found =
+        find_range<kTouch>(table, batch.ids, begin, stop, visit, shared, slots, found_at);
+    if (kTouch) {
+      count(table, kLookups, stop - begin);
+      count(table, kMisses, stop - begin - found);
+    }
+    begin = stop;
+  }
+}
+
+// Threads take parts far from each other's, which are mostly of different tables: in one table they
+// would write what the other one has in its cache.
+template <bool kTouch>
 void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
               bool* found_at, int threads) {
-  parallel_for(batch.num_ids, 1024, threads, [&](int64_t begin, int64_t end) {
-    const bool shared = end - begin < batch.num_ids;
-    for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
-      const int64_t stop = std::min(end, batch.feature_start(feature + 1));
-      if (stop <= begin) continue;
-      const TableView& table = tables[batch.feature_tables[feature]];
-      const int64_t found =
-          find_range<kTouch>(table, batch.ids, begin, stop, visit, shared, slots, found_at);
-      if (kTouch) {
-        count(table, kLookups, stop - begin);
-        count(table, kMisses, stop - begin - found);
-      }
-      begin = stop;
+  constexpr int64_t kLeast = 1024;
+  const int64_t rounds = std::clamp<int64_t>(batch.num_ids / (kLeast * std::max(threads, 1)), 1, 4);
+  const int64_t parts = rounds * std::max(threads, 1);
+  const bool shared = batch.num_ids > kLeast && threads > 1;
+  parallel_for(parts, 1, shared ? threads : 1, [&](int64_t first, int64_t last) {
+    for (; first < last; ++first) {
+      const int64_t part = first % threads * rounds + first / threads;
+      const int64_t begin = batch.num_ids * part / parts;
+      const int64_t end = batch.num_ids * (part + 1) / parts;
+      if (begin < end) find_part<kTouch>(tables, batch, visit, shared, slots, found_at, begin, end);
     }
   });
 }

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kSortThreads)
     sort_pass_kernel(const Pairs from, const Pairs to, const uint32_t* __restrict__ number,
                      const SmallSort sort, int pass) {
   __shared__ uint32_t places[kSortWarps][kDigits];
-  __shared__ typename cub::BlockScan<uint32_t, kSortThreads>::TempStorage scan;
+  using Scan = BlockScan<uint32_t, kSortThreads>;
+  __shared__ Scan::Storage scan;
   wait_for_kernel_before();
   const uint32_t n = *number;
   const uint32_t used = (n + sort.tile - 1) / sort.tile;
@@ -41,9 +42,8 @@ __global__ void __launch_bounds__(kSortThreads)
       all += those;
       if (t < tile) before += those;
     }
-    uint32_t place;
-    cub::BlockScan<uint32_t, kSortThreads>(scan).ExclusiveSum(all, place);
-    place += before;
+    uint32_t keys;
+    uint32_t place = before + Scan::before(scan, all, keys);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     for (uint32_t chunk = begin; chunk < end; chunk += SmallSort::kChunk) {
       for (int d = lane; d < kDigits; d += kWarp) places[warp][d] = 0;

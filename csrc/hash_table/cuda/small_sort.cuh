@@ -6,8 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 
+#include "common/scan.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pairs.cuh"
 
@@ -126,7 +126,8 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   __shared__ uint32_t firsts[kOfThread * kWarps];  // by round and warp
   __shared__ uint16_t chosen[kListed];             // counted from the block's first
   __shared__ uint32_t block_first;
-  __shared__ typename cub::BlockScan<uint32_t, kListers>::TempStorage scan;
+  using Scan = BlockScan<uint32_t, kListers>;
+  __shared__ typename Scan::Storage scan;
   static_assert(kOfThread * kWarps <= kListers && kListed <= 1 << 16);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t begin = block * kListed;
@@ -142,9 +143,8 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   }
   __syncthreads();
   const bool counts = threadIdx.x < kOfThread * kWarps;
-  uint32_t first = counts ? firsts[threadIdx.x] : 0;
   uint32_t own;
-  cub::BlockScan<uint32_t, kListers>(scan).ExclusiveSum(first, first, own);
+  const uint32_t first = Scan::before(scan, counts ? firsts[threadIdx.x] : 0u, own);
   if (counts) firsts[threadIdx.x] = first;
   __syncthreads();
 #pragma unroll

@@ -133,7 +133,7 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
   const bool others = rows != NewRows::kUntouched;
   const Moves moves =
       claim_frames(tables, batch, visit, slots, placed, others, moving, scratch, stream);
-  if (moving.begin != nullptr) (*moving.begin)();
+  if (moving.begin != nullptr) moving.begin(moving.begin_of);
   move_rows(tables, batch, moves, moving, stream);
   const auto write_new = rows == NewRows::kInitial   ? write_new_kernel<NewRows::kInitial>
                          : rows == NewRows::kUniform ? write_new_kernel<NewRows::kUniform>

@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <cub/block/block_scan.cuh>
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/scan.cuh"
 #include "hash_table/cuda/hbm_cache/exchange.cuh"
 #include "hash_table/cuda/hbm_cache/moves.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -129,20 +129,20 @@ __global__ void __launch_bounds__(kThreads)
 
 // Where each stretch's moves begin. One block.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
-  using Scan = cub::BlockScan<uint32_t, kScanThreads>;
+  using Scan = BlockScan<uint32_t, kScanThreads>;
   constexpr int kVectors = kMostStretches / kScanThreads / 4;  // of a thread
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ Scan::Storage storage;
   enter_chain();
   if (*moves.number == 0) return;
   auto* const mine = reinterpret_cast<uint4*>(moves.stretches) + threadIdx.x * kVectors;
   const auto is_one = [&](int k) { return threadIdx.x * kVectors + k < moves.vectors; };
   uint4 counts[kVectors];
-  uint32_t all = 0, begin = 0;
+  uint32_t all = 0, of_block;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) counts[k] = is_one(k) ? mine[k] : uint4{};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) all += counts[k].x + counts[k].y + counts[k].z + counts[k].w;
-  Scan(storage).ExclusiveSum(all, begin);
+  uint32_t begin = Scan::before(storage, all, of_block);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const uint32_t second = begin + counts[k].x, third = second + counts[k].y;

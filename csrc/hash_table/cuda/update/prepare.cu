@@ -1,7 +1,6 @@
 // What the update of a batch sorts: a key and a value for each position.
-#include <cub/block/block_scan.cuh>
-
 #include "common/cuda_check.h"
+#include "common/scan.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
@@ -11,17 +10,14 @@ namespace {
 constexpr int kPreparedOfThread = 8;
 constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
 
-struct Larger {
-  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return max(a, b); }
-};
-
 // A block finds the bags of neighbouring positions from where bags begin.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
                    const Scratch scratch) {
   __shared__ uint32_t bags[kPrepared];  // counted from the first
   __shared__ int64_t first_bag;
-  __shared__ typename cub::BlockScan<uint32_t, kThreads>::TempStorage scan;
+  using Scan = BlockScan<uint32_t, kThreads, Largest>;
+  __shared__ Scan::Storage scan;
   if (blockIdx.x == 0) {
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
       const int64_t length = batch.feature_start(f + 1) - batch.feature_start(f);
@@ -47,11 +43,16 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   uint32_t mine[kPreparedOfThread];
+  uint32_t largest = 0, of_block;
 #pragma unroll
-  for (int k = 0; k < kPreparedOfThread; ++k) mine[k] = bags[threadIdx.x * kPreparedOfThread + k];
-  cub::BlockScan<uint32_t, kThreads>(scan).InclusiveScan(mine, mine, Larger());
+  for (int k = 0; k < kPreparedOfThread; ++k) {
+    mine[k] = largest = max(largest, bags[threadIdx.x * kPreparedOfThread + k]);
+  }
+  const uint32_t before = Scan::before(scan, largest, of_block);
 #pragma unroll
-  for (int k = 0; k < kPreparedOfThread; ++k) bags[threadIdx.x * kPreparedOfThread + k] = mine[k];
+  for (int k = 0; k < kPreparedOfThread; ++k) {
+    bags[threadIdx.x * kPreparedOfThread + k] = max(before, mine[k]);
+  }
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kPreparedOfThread; ++k) {

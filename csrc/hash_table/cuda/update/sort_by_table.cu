@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "common/chain.cuh"
+#include "common/scan.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -55,16 +56,6 @@ struct SortedShare {
 // Of a sample of kWarp positions so many must have one slot for that to get its digit.
 constexpr int kHotOfSample = 8;
 constexpr uint32_t kNoHotSlot = ~0u;
-
-__device__ __forceinline__ uint32_t inclusive_sum(uint32_t value) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, value, offset);
-    if (lane >= offset) value += other;
-  }
-  return value;
-}
 
 // Takes those lanes from `same` whose digit differs from the lane's in this bit. All lanes. In four
 // instructions, where the compiler makes seven of it.
@@ -195,7 +186,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     const auto find_starts = [&](uint32_t own) {
       uint32_t sum = 0;
       if (thread < kCounts) {
-        sum = inclusive_sum(own);
+        sum = inclusive_scan(own);
         if (lane == kWarp - 1) shared.warp_sums[0][warp] = sum;
       }
       __syncthreads();
@@ -242,7 +233,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
           if (b < block) before += its[b];
           all += its[b];
         }
-        sum = inclusive_sum(all);
+        sum = inclusive_scan(all);
         if (lane == kWarp - 1) shared.warp_sums[1][warp] = sum;
         if (thread == static_cast<int>(Shared::kHotDigit)) shared.num_hot = all;
       }

@@ -3,6 +3,7 @@
 // added already. Which of it is to be done is known on the device, so that one kernel does both.
 #include <algorithm>
 
+#include "common/scan.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/repeats.cuh"
 
@@ -32,12 +33,7 @@ __device__ __forceinline__ int list_repeats(const RepeatsInput& in, int64_t firs
   int mine = 0;
 #pragma unroll
   for (int k = 0; k < 4; ++k) mine += slots[k] >= 0 ? 1 : 0;
-  int to = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, to, step);
-    if (lane >= step) to += other;
-  }
+  int to = inclusive_scan(mine);
   const int all = __shfl_sync(kAllLanes, to, 31);
   to -= mine;
 #pragma unroll

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/scan.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -15,16 +16,6 @@ struct BlockDigits {
   uint16_t before[kMostWarps][kDigits];  // of earlier warps, so many items have the digit
   int32_t all[kDigits];
 };
-
-__device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 // Counts the digits of the items that are here, of several kinds at once, each in memory of its
 // own; ranks: how many lanes before this one have its digit. The counts are there after the next

@@ -3,6 +3,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
+#include "common/scan.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/index.cuh"
 #include "tensor_train/cuda/index/radix_sort.cuh"
@@ -107,11 +108,7 @@ __device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int
   four.z = max(four.y, four.z);
   four.w = max(four.z, four.w);
   int32_t largest = four.w;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, largest, step);
-    if (lane >= step) largest = max(largest, other);
-  }
+  largest = inclusive_scan(largest, Largest());
   if (lane == 31) warp_bags[warp] = largest;
   int32_t before = __shfl_up_sync(kAllLanes, largest, 1);
   before = max(lane > 0 ? before : 0, first);
@@ -210,12 +207,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
   }
   const Firsts<Key> firsts(in, sorted, outside);
   const uint32_t mine = firsts.packed();
-  uint32_t sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const uint32_t sum = inclusive_scan(mine);
   if (lane == 31) of_warps[warp] = sum;
   __syncthreads();
   if (warp == 0) {

@@ -109,7 +109,7 @@ __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
   int32_t all = 0, sum = 0;
   if (thread < kDigits) {
     all = shared.totals[thread];
-    sum = inclusive_sum(all);
+    sum = inclusive_scan(all);
     if (lane == 31) shared.warp_sums[warp] = sum;
   }
   __syncthreads();
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
   if (warp < 3) {
     const int32_t count = lane < warps ? shared.warp_heads[warp][lane] : 0;
-    const int32_t sum = inclusive_sum(count);
+    const int32_t sum = inclusive_scan(count);
     shared.warp_heads[warp][lane] = sum - count;
     if (lane == 31) exchange.heads[warp * exchange.stride + block] = sum;
   }

@@ -60,7 +60,7 @@ __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t
       all += count;
       if (b < block) before += count;
     }
-    sum = inclusive_sum(all);
+    sum = inclusive_scan(all);
     if (lane == 31) shared.warp_sums[warp] = sum;
   }
   const bool too_many = __syncthreads_or(all > most) != 0;
@@ -198,7 +198,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   __syncthreads();
   if (warp < 3) {
     const int32_t count = lane < warps ? shared.warp_heads[warp][lane] : 0;
-    const int32_t sum = inclusive_sum(count);
+    const int32_t sum = inclusive_scan(count);
     shared.warp_heads[warp][lane] = sum - count;
     if (lane == 31) shared.heads[warp] = sum;
   }
@@ -227,7 +227,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   cluster.barrier_wait();
   if (warp < 3) {  // what begins in all blocks, and in those before this one
     const int32_t count = lane < kBlocks ? cluster.map_shared_rank(shared.heads, lane)[warp] : 0;
-    const int32_t sum = inclusive_sum(count);
+    const int32_t sum = inclusive_scan(count);
     if (lane == block) shared.heads_before[warp] = sum - count;
     if (lane == 31) shared.heads_all[warp] = sum;
   }

@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
     }
     *const_cast<volatile uint32_t*>(states + tile * kRadix) =
         (tile == 0 ? kTotalCount : kOwnCount) | own;
-    const int32_t sum = inclusive_sum(static_cast<int32_t>(own));
-    const int32_t sum_all = inclusive_sum(static_cast<int32_t>(in_all));
+    const int32_t sum = inclusive_scan(static_cast<int32_t>(own));
+    const int32_t sum_all = inclusive_scan(static_cast<int32_t>(in_all));
     shared.starts[thread] = static_cast<uint32_t>(sum) - own;
     shared.to[thread] = static_cast<uint32_t>(sum_all) - in_all;
     if (lane == 31) {
