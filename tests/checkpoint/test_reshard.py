@@ -132,7 +132,7 @@ def _full(rank, world_size, device):
     train(model, rank, device, range(60))
     digest, collection = checkpoint.digest(model), model.module.ebc
     plan = _plan(world_size, device, "row_wise", "adam", rows=192)
-    with pytest.raises(ValueError, match="found no place"):
+    with pytest.raises(ValueError, match="found no slot"):
         checkpoint.reshard(model, plan)
     assert model.module.ebc is collection
     assert checkpoint.digest(model) == digest

@@ -120,7 +120,7 @@ def test_held_gradients_are_refused(device_type):
     group = TableGroup([TableSpec("a", 300, 4)], [0], SGD(), device=device_type)
     with (
         group.accumulate(),
-        pytest.raises(RuntimeError, match="Gradients are held for these tables"),
+        pytest.raises(RuntimeError, match="gradients are stored for them"),
     ):
         copy.deepcopy(group)
 

@@ -125,11 +125,16 @@ def _refused(rank, world_size, device, kernels, told, fused_params):
             ("hkv", "hkv"),
             (None, None),
             {"output_dtype": SparseType.INT8},
-            "but backend 'hkv' gives torch.float32, torch.float16, torch.bfloat16.",
+            "but backend 'hkv' supports only torch.float32, torch.float16, torch.bfloat16.",
         ),
-        (("tt", "tt"), (None, None), {"output_dtype": SparseType.FP16}, "backend 'tt' gives torch"),
-        (("hkv", "hkv"), (None, DataType.FP16), {}, "'b' gives torch.float16, but tables of one"),
-        (("hkv", "fused"), (DataType.BF16, None), {}, "'b' gives torch.float32, but tables of one"),
+        (
+            ("tt", "tt"),
+            (None, None),
+            {"output_dtype": SparseType.FP16},
+            "backend 'tt' supports only torch",
+        ),
+        (("hkv", "hkv"), (None, DataType.FP16), {}, "'b' of torch.float16, but tables of one"),
+        (("hkv", "fused"), (DataType.BF16, None), {}, "'b' of torch.float32, but tables of one"),
     ],
 )
 def test_what_is_refused(run_ranks, kernels, told, fused_params, message):

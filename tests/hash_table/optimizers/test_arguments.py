@@ -30,7 +30,7 @@ NUMBER = r"must be a finite number, not negative\.$"
         ),
         (SGD, {"momentum": -0.1}, "momentum is -0.1"),
         (SGD, {"momentum": "0.9"}, "momentum is '0.9'"),
-        (SGD, {"nesterov": True}, "nesterov is True, but must be False where momentum is 0"),
+        (SGD, {"nesterov": True}, "nesterov is True, but must be False if momentum is 0"),
         (SGD, {"nesterov": 1, "momentum": 0.5}, "nesterov is 1, but must be True or False"),
         (SGD, {"weight_decay": -1}, NUMBER),
         (SGD, {"weight_decay": math.nan}, NUMBER),
