@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ["plan", "--table", "user:1M:64"]
 
 SENTENCES = {
-    "A verb is missing: calibrate or compact or convert or diff or env or export or inspect or plan or": [],
+    "A verb is missing: calibrate or compact or convert or diff or env or": [],
     "or plan or replay or verify; --help says more.": [],
     "The following arguments are required: --table.": ["plan"],
     "--table is 'user:1M', but must be NAME:ROWS:DIM, such as user:1B:64.": [

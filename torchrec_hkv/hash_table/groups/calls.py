@@ -45,12 +45,12 @@ class GroupCalls(GroupStrictness):
 
     @property
     def row_width(self) -> int:
-        """Number of columns of rows in calls: the dim of the widest table."""
+        """Number of columns of rows in calls, which is the dim of the widest table."""
         return self._arguments.row_width
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Dtype of rows in calls: that of the tables, or float32 if theirs differ."""
+        """Dtype of rows in calls, which is that of the tables, or float32 if theirs differ."""
         return self._arguments.dtype
 
     # -- lookups ----------------------------------------------------------------------------------
