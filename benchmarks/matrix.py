@@ -16,8 +16,8 @@ a load factor of .8, but for the section ``evicting``, whose tables have room fo
 
 On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
 Times are the least of 15 steps, which other work on the machine disturbs least: of what passed, and
-in the columns with ``cpu`` of the processor time of all threads, which a kernel counts for a running
-thread only now and then: of short steps it says little. FBGEMM has no bf16 rows there, so
+in the columns with ``cpu`` of the processor time of all threads. Kernels count that of a running
+thread only now and then, so that it says little of short steps. FBGEMM has no bf16 rows there, so
 that those are beside its fp16 rows, and no Adam.
 """
 
