@@ -1,4 +1,4 @@
-"""Ids of several features: what a served model takes for a ``KeyedJaggedTensor``."""
+"""Ids of several features, which a served model takes instead of a ``KeyedJaggedTensor``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class KeyedIds:
 
     Attributes:
         keys: names of the features.
-        values: int64 ids ``[n]``: those of the first feature first, of it sample by sample.
-        lengths: int32 or int64 ``[features, samples]``: ids of each.
-        weights: float32 ``[n]``; None: none.
+        values: int64 ids ``[n]``, ordered by feature, then by sample.
+        lengths: int32 or int64 ``[features, samples]``, the number of ids of each feature and
+            sample.
+        weights: float32 ``[n]``, or None.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape.
+        TypeError: a tensor has the wrong dtype.
+        ValueError: a tensor has the wrong shape.
     """
 
     keys: Sequence[str]
@@ -63,19 +64,19 @@ class KeyedIds:
         ids: Mapping[str, Sequence[Sequence[int]]],
         weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> KeyedIds:
-        """From lists: for each feature the ids of each sample.
+        """Creates ids from lists: for each feature the ids of each sample.
 
         Args:
-            ids: such as ``{"user": [[1], [2]], "seen": [[7, 8], []]}``.
-            weights: of the same shape; None: none.
+            ids: for example ``{"user": [[1], [2]], "seen": [[7, 8], []]}``.
+            weights: lists of the same shape, or None.
 
         Raises:
-            ValueError: features have different numbers of samples, or weights another shape.
+            ValueError: features have different numbers of samples, or weights have the wrong shape.
         """
         samples = {len(bags) for bags in ids.values()}
         if len(samples) > 1:
             raise ValueError(
-                f"features have {sorted(samples)} samples, but must have as many each."
+                f"features have {sorted(samples)} samples, but must all have the same number."
             )
         lengths = [[len(bag) for bag in bags] for bags in ids.values()]
         values = [number for bags in ids.values() for bag in bags for number in bag]
@@ -98,18 +99,18 @@ class KeyedIds:
 def tensors_of(
     given: Any, keys: Sequence[str], is_weighted: bool, device: torch.device
 ) -> list[Tensor]:
-    """The tensors that a program takes for some features.
+    """Converts ids to the tensors that a program takes for some features.
 
     Args:
-        given: a :class:`KeyedIds`, lists as its ``from_lists`` takes them, or a
-            ``KeyedJaggedTensor``. Other features in it are left out.
-        keys: of the features, in the program's order.
+        given: a :class:`KeyedIds`, lists for its ``from_lists``, or a ``KeyedJaggedTensor``. Other
+            features are ignored.
+        keys: names of the features, in the program's order.
         is_weighted: whether the program takes weights.
-        device: of the program.
+        device: device of the program.
 
     Raises:
-        TypeError: it is something else, or a tensor has another dtype.
-        ValueError: a feature or weights are missing, or a tensor has another shape.
+        TypeError: ``given`` has the wrong type, or a tensor has the wrong dtype.
+        ValueError: a feature or weights are missing, or a tensor has the wrong shape.
     """
     if isinstance(given, Mapping):
         given = KeyedIds.from_lists(given)
