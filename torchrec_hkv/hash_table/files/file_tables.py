@@ -360,8 +360,8 @@ def _check_unique(
     batch_bytes: int,
 ) -> None:
     """Raises if an id occurs twice. Only shards of the same owner buckets are compared, since ids
-    of
-    other owner buckets differ. There are several only if an owner bucket was too large for one."""
+    of other owner buckets differ. There are several only if an owner bucket was too large for
+    one."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
     if shard != together[0]:
