@@ -10,8 +10,9 @@ from torchrec_hkv.hash_table import HashTable, table_memory
 from torchrec_hkv.hash_table.available_memory import host_memory
 from torchrec_hkv.replay.sample import Sample
 
-#: Ids that the most frequent ones are chosen from, of how many lookups one is looked at (a prime,
-#: as logs repeat after so many lookups as a request has), and how many of those an id needs.
+#: Number of candidates for the most frequent ids; the stride of the lookups that are counted (a
+#: prime, because logs repeat with the number of lookups of a request); and the counted lookups that
+#: a frequent id needs.
 _HOT_ROWS, _HOT_STRIDE, _HOT_COUNT = 1 << 16, 17, 64
 _HOT_CALL = 1 << 12
 _FIRST_ROWS = 1 << 16
@@ -21,7 +22,7 @@ def growing_table(name: str, share: float = 1.0) -> HashTable:
     """A table that counts ids. It grows within its share of the memory.
 
     Args:
-        name: of the table.
+        name: name of the table.
         share: share of half the host's available memory that the table may take.
     """
     slot = table_memory(_FIRST_ROWS, 1, 0, "lfu").bytes // _FIRST_ROWS + 1
@@ -105,7 +106,7 @@ class FrequentIds:
         """Ids that are certainly frequent, and the expected number of lookups of each, float64.
 
         Args:
-            lookups: of the whole log.
+            lookups: number of lookups in the whole log.
         """
         parts = [
             (part.ids, part.scores) for part in self._counts.export_if(score_at_least=_HOT_COUNT)
@@ -128,7 +129,7 @@ def frequencies(
         counter: counter of the ids in the sample.
         sample: the ids that were counted.
         frequent: counter of the most frequent ids, or None if all ids were counted.
-        lookups: of the whole log.
+        lookups: number of lookups in the whole log.
         bounds: lowest and highest id.
     """
     ids, counts = counter.entries()

@@ -80,7 +80,7 @@ class Rule:
         """The admission of a table.
 
         Args:
-            rows: of the table.
+            rows: rows of the table.
             rate: share of the ids that are replayed. Entries and sketches are scaled by it.
         """
         if self.probability:

@@ -103,7 +103,7 @@ class Replayed:
     """The results of a table.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         lookups: lookups in the whole log.
         distinct: number of distinct ids; an estimate if a sample was replayed.
         unlimited_hit_rate: hit rate with a row for each id.

@@ -188,7 +188,7 @@ def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, fl
 
     Args:
         misses: ``[GROUPS]``, misses of the sample's groups.
-        windows: that saw the same ids.
+        windows: windows that counted the same ids.
         lookups: lookups in the whole log.
     """
     rate, larger = windows.sample.rate, windows.counted.rate
@@ -220,7 +220,7 @@ def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows)
     Args:
         hit_rates: hit rates of the tables.
         rows: rows of the tables, ascending.
-        windows: that saw the same ids.
+        windows: windows that counted the same ids.
     """
     if len(rows) < 2:
         return list(hit_rates)

@@ -44,7 +44,7 @@ class Arguments:
         unknown: rows of unknown ids.
         checkpoint: folder of a checkpoint to read from, or None to read from the model.
         deltas: folder of a chain that has just been written, or None.
-        memory_bytes: of rows that are held in memory.
+        memory_bytes: memory for ids and rows of a table, in bytes.
         package: whether to compile a package for C++.
     """
 
@@ -68,7 +68,7 @@ class Choices:
         source: source of rows, cores and dense tensors.
         rows: row formats of the tables that are written as rows. Other tables are written as cores.
         unknown: ``"initial"``, ``"zero"`` or a row.
-        memory_bytes: of rows that are held in memory.
+        memory_bytes: memory for ids and rows of a table, in bytes.
     """
 
     source: Source

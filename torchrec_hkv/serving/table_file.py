@@ -89,7 +89,7 @@ class TableFile:
         """Maps the index and the rows of the file into memory.
 
         Args:
-            folder: of the file.
+            folder: folder of the file.
             resident: whether to read them into this process's memory instead.
 
         Returns:

@@ -145,7 +145,7 @@ class ReadOnlyTables:
             features: the number of the feature of each output. None: output ``i`` is of feature
                 ``i``.
             mean: whether to divide a sum by the number of ids in its bag.
-            dtype: of the result: float32, float16 or bfloat16.
+            dtype: dtype of the result: float32, float16 or bfloat16.
 
         Returns:
             ``[samples, columns of all outputs]``. An empty bag gives zeros.
@@ -168,7 +168,7 @@ class ReadOnlyTables:
         Args:
             table: number of the table.
             ids: int64 ``[n]``.
-            dtype: of the result: float32, float16 or bfloat16.
+            dtype: dtype of the result: float32, float16 or bfloat16.
 
         Returns:
             ``[n, dim]``.

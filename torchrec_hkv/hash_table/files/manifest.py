@@ -143,9 +143,8 @@ class Manifest:
         entries: number of entries in all shards.
         shards: the shards in the order of their owner buckets.
         counts: the admission counters; None if the table counted nothing.
-        changes: for a folder with only the entries that changed since an earlier save; None if the
-            shards hold the whole table.
-        reduced: for entries in a reduced form; None if entries are complete.
+        changes: description of the changes, or None if the shards hold the whole table.
+        reduced: the reduced form of entries, or None if entries are complete.
         aging: under ``aged_lfu``, the lookups of a number of calls, this number, and c; else None,
             and not in the file.
     """

@@ -58,8 +58,8 @@ class Part:
         folder: the folder of the shard.
         owners: range ``[first, end)`` of owner buckets whose ids the shard held.
         manifest: manifest of the folder.
-        earlier: for a folder that holds only the changes since an earlier save: the folders of
-            the earlier saves with their manifests, the newest first. The last one is whole.
+        earlier: folders and manifests of the earlier saves, the newest first, if the folder holds
+            only changes. The last one is whole.
 
     Raises:
         ValueError: the folders do not make up a table.
