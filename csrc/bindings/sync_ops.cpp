@@ -26,12 +26,17 @@ void check_marks(const at::Tensor& marks, const char* name, int64_t n, at::Devic
   TORCH_CHECK_VALUE(marks.is_contiguous(), name, " must be contiguous.");
 }
 
-// Bits of SlotChange of slots from `first` on. counters: names the device; not read. occupied:
-// whether the slots had entries before; marked: entries that changed without a lookup; since: those
-// that were looked up in this step or later changed; moved: whether any may be another.
-at::Tensor slot_changes(const at::Tensor& counters, int64_t handle, int64_t table, int64_t first,
-                        const at::Tensor& occupied, const std::optional<at::Tensor>& marked,
-                        int64_t since, bool moved) {
+// (slots counted from the table's first, ascending; bits of SlotChange; ids, of free slots without
+// meaning) of the slots from `first` on that may have changed. counters: names the device; not
+// read. occupied: whether the slots had entries before; marked: entries that changed without a
+// lookup; since: those that were looked up in this step or later changed; moved: any may be
+// another.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& counters,
+                                                            int64_t handle, int64_t table,
+                                                            int64_t first,
+                                                            const at::Tensor& occupied,
+                                                            const std::optional<at::Tensor>& marked,
+                                                            int64_t since, bool moved) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const TableView& view = group->view(table);
@@ -49,9 +54,23 @@ at::Tensor slot_changes(const at::Tensor& counters, int64_t handle, int64_t tabl
                                      static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
                                      moved,
                                      changes.data_ptr<uint8_t>()};
-  HKV_ON_GROUP(*group, kReadIndex, hash_table::cpu::slot_changes(view, look, threads),
-               hash_table::cuda::slot_changes(view, look, stream));
-  return changes;
+  return group->order().run(kReadIndex, [&] {
+    HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_changes(view, look, threads),
+                  hash_table::cuda::slot_changes(view, look, stream));
+    at::Tensor slots, bits;
+    if (group->device().is_cuda()) {
+      const at::Tensor places = changes.nonzero().flatten();
+      bits = changes.index_select(0, places);
+      slots = places.add(first);
+    } else {
+      const int64_t number = hash_table::cpu::count_changes(look.changes, n);
+      slots = at::empty({number}, occupied.options().dtype(at::kLong));
+      bits = at::empty({number}, changes.options());
+      hash_table::cpu::list_changes(look.changes, n, first, slots.data_ptr<int64_t>(),
+                                    bits.data_ptr<uint8_t>());
+    }
+    return std::make_tuple(slots, bits, group->ids_and_steps(table, slots).first);
+  });
 }
 
 void check_slots(const at::Tensor& slots, at::Device device) {
@@ -134,7 +153,7 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "slot_changes(Tensor counters, int group, int table, int first, Tensor occupied, "
-      "Tensor? marked, int since, bool moved) -> Tensor");
+      "Tensor? marked, int since, bool moved) -> (Tensor, Tensor, Tensor)");
   m.def(
       "read_values(int group, int table, Tensor slots, Tensor(a!) values, bool states) "
       "-> (Tensor, Tensor)");

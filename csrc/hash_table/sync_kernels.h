@@ -19,6 +19,11 @@ namespace cpu {
 // steps.
 void slot_changes(const TableView& table, const SlotChanges& look, int threads);
 
+// How many of n answers are not 0, and these: their slots, counted from `first`, ascending, and
+// what they are.
+int64_t count_changes(const uint8_t* changes, int64_t n);
+void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slots, uint8_t* bits);
+
 // Of a table whose rows are float32. Rows, states, last steps and scores (null: not wanted) of the
 // entries at slots; zeros at kNoSlot.
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,

@@ -259,8 +259,10 @@ def _(
     marked: Tensor | None,
     since: int,
     moved: bool,
-) -> Tensor:
-    return torch.empty_like(occupied, dtype=torch.uint8)
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = torch.library.get_ctx().new_dynamic_size()
+    slots = occupied.new_empty((n,), dtype=torch.int64)
+    return slots, occupied.new_empty((n,), dtype=torch.uint8), torch.empty_like(slots)
 
 
 @torch.library.register_fake("torchrec_hkv::read_values")

@@ -2,6 +2,7 @@
 #include "hash_table/slot_changes.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "common/parallel.h"
 #include "hash_table/cpu/bucket.h"
@@ -49,6 +50,29 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads) 
                      look.moved ? 1 : 0, look.changes + at);
     }
   });
+}
+
+int64_t count_changes(const uint8_t* changes, int64_t n) {
+  return n - std::count(changes, changes + n, uint8_t{0});
+}
+
+void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slots, uint8_t* bits) {
+  const auto list = [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      if (changes[i] == 0) continue;
+      *slots++ = first + i;
+      *bits++ = changes[i];
+    }
+  };
+  // Few are not 0: eight are seen at once.
+  constexpr int64_t kWord = sizeof(uint64_t);
+  const int64_t whole = n / kWord * kWord;
+  for (int64_t i = 0; i < whole; i += kWord) {
+    uint64_t word;
+    std::memcpy(&word, changes + i, kWord);
+    if (word != 0) list(i, i + kWord);
+  }
+  list(whole, n);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

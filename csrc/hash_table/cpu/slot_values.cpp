@@ -10,17 +10,19 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-constexpr int64_t kAhead = 8;
+constexpr int64_t kAhead = 16;
 
 // Where rows and states are, and bytes of each; no states: they are not wanted.
 struct Homes {
+  const TableView& table;
   HomeVectors rows;
   HomeVectors states;
   int64_t row_bytes;
   int64_t state_bytes;
 
   Homes(const TableView& table, bool with_states)
-      : rows(table.rows),
+      : table(table),
+        rows(table.rows),
         states(table.states),
         row_bytes(table.rows.bytes()),
         state_bytes(with_states ? table.states.bytes() : 0) {}
@@ -29,6 +31,8 @@ struct Homes {
     if (slot == kNoSlot) return;
     rows.prefetch(slot);
     if (state_bytes > 0) states.prefetch(slot);
+    prefetch_lines(&table.last_steps[slot], 1);
+    if (table.scores != nullptr) prefetch_lines(&table.scores[slot], 1);
   }
 };
 
@@ -63,7 +67,11 @@ void write_values(const TableView& table, const int64_t* slots, int64_t n, const
   const Homes homes(table, from.states);
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) homes.prefetch(slots[i + kAhead]);
+      if (i + kAhead < end) {
+        const int64_t ahead = slots[i + kAhead];
+        homes.prefetch(ahead);
+        if (ahead != kNoSlot) prefetch_lines(&table.ids[ahead], 1);
+      }
       const int64_t slot = slots[i];
       if (slot < 0 || slot >= table.num_slots || table.ids[slot] != ids[i]) continue;
       const int64_t bucket = slot / table.bucket_slots;

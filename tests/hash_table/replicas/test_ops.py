@@ -31,16 +31,16 @@ def random_marks(table, n):
     return (torch.rand(n) < 0.3).to(table.device)
 
 
-def expected_changes(table, first, was, marked, since, moved):
-    """Slot by slot, from an export."""
-    state = table._group.export_table(0)
+def expected_changes(state, first, was, marked, since, moved):
+    """Bits of the slots that may have changed, slot by slot from an export."""
     there, steps = state.occupied.tolist(), (state.last_steps.long() & 0xFFFFFFFF).tolist()
-    changes = []
+    changes = {}
     for i, had in enumerate(was.tolist()):
         slot = first + i
         touched = there[slot] and (steps[slot] >= since or (marked is not None and marked[i]))
         differs = there[slot] != had or touched or (moved and there[slot])
-        changes.append((IS * there[slot] + WAS * had + TOUCHED * touched) if differs else 0)
+        if differs:
+            changes[slot] = IS * there[slot] + WAS * had + TOUCHED * touched
     return changes
 
 
@@ -50,12 +50,17 @@ def expected_changes(table, first, was, marked, since, moved):
 def test_slot_changes(table, first, n, marks, moved):
     table.erase(ids_of(table)[::7])
     n = table.num_slots if n is None else n
+    state = table._group.export_table(0)
     was = random_marks(table, n)
     marked = random_marks(table, n) if marks else None
     for since in (0, table._group.clock, table._group.clock + 1, 1 << 32):
-        found = ops.slot_changes(*place(table), first, was, marked, since, moved)
-        assert found.dtype == torch.uint8
-        assert found.tolist() == expected_changes(table, first, was, marked, since, moved)
+        slots, bits, ids = ops.slot_changes(*place(table), first, was, marked, since, moved)
+        assert bits.dtype == torch.uint8
+        expected = expected_changes(state, first, was, marked, since, moved)
+        assert dict(zip(slots.tolist(), bits.tolist(), strict=True)) == expected
+        assert slots.tolist() == sorted(expected)
+        there = (bits & IS).bool()
+        assert torch.equal(ids[there], state.ids[slots[there]])
 
 
 @pytest.mark.parametrize("states", [False, True])
