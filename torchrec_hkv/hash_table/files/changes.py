@@ -143,14 +143,14 @@ class ChangeTracker:
         handle: SaveHandle | None,
     ) -> Look:
         changed = []
-        entries = left = 0
+        left = 0
         with WriteBehindFile(path, handle) as file:
             for found in self._snapshot.compare(since, batch, noted):
                 changed.append(found.slots.cpu())
-                entries += found.entries
                 pairs = torch.stack([found.gone_slots, found.gone_ids], dim=1).cpu()
                 file.write(host_memory(pairs))
                 left += len(pairs)
+        entries = self._snapshot.entries
         return Look(torch.cat(changed), lambda: Changes(entries, path.name, left, file.crc32))
 
 

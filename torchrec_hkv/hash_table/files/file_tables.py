@@ -265,6 +265,7 @@ class Target(FileTable):
             moved.get("states", torch.zeros((n, width), device=device)),
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)
+        self.group.note_restore()
         if exact:
             placed = _ops.restore_slots(*place, moved["slots"], *entries)
             return 0 if placed.all() else n - int(placed.sum())
