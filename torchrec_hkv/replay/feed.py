@@ -1,4 +1,4 @@
-"""Parts of a log, as the steps of a table see them."""
+"""Splits the parts of a log into steps of a table."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Steps:
     """Successive steps of a table.
 
     Attributes:
-        first: the number of the first step.
-        ids: int64 ``[n]``, of all steps.
-        groups: int64 ``[n]``, see :func:`groups_of`; None where all ids are replayed.
-        ends: where the ids of each step end.
-        whole: the same steps with all ids of the log; None where all are replayed, or not wanted.
+        first: number of the first step.
+        ids: int64 ``[n]``, ids of all steps.
+        groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
+            replayed.
+        ends: end of each step in ``ids``.
+        whole: the same steps with all ids of the log, for a sample that wants them. None otherwise.
     """
 
     first: int
@@ -34,13 +35,13 @@ class Steps:
 
 
 class Feed:
-    """Makes steps of the parts of a log.
+    """Splits the parts of a log into steps.
 
     Args:
-        columns: that look the table up.
+        columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
-        keeps_whole: whether steps of a sample have all ids, too.
+        keeps_whole: whether the steps of a sample have all ids, too.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class Feed:
         self.bounds: tuple[int, int] | None = None
 
     def steps(self, part: Part) -> Steps:
-        """The steps that end within a part, with what the part before left of the first.
+        """Returns the steps that end within a part. The first may begin in an earlier part.
 
         Args:
-            part: the one after the last that was given.
+            part: the next part of the log.
         """
         ids = self._merged([part.columns[name] for name in self._columns])
         self._see(ids.values)
@@ -85,7 +86,7 @@ class Feed:
         first = self._samples // self._batch_size
         self._samples += part.num_samples
         count = self._samples // self._batch_size - first
-        # Where the steps end, in samples of this part.
+        # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
         steps = self._begun.cut(first, values, groups, _ends(samples, bounds))
@@ -95,7 +96,7 @@ class Feed:
         return dataclasses.replace(steps, whole=whole)
 
     def last(self) -> Steps:
-        """The step that the log ended in, if it did."""
+        """The last step, if the log ended within one."""
         first = self._samples // self._batch_size
         steps = self._begun.last(first)
         if self._whole is None or not steps.ends:
@@ -103,7 +104,7 @@ class Feed:
         return dataclasses.replace(steps, whole=self._whole.last(first, always=True))
 
     def _merged(self, columns: list[Ids]) -> Ids:
-        """Ids of all columns by step, in a step column after column; each with its step's begin."""
+        """Ids of all columns, ordered by step, then by column, with the begin of each step."""
         if len(columns) == 1:
             return columns[0]
         samples = torch.cat(
@@ -129,22 +130,22 @@ class Feed:
 
 
 def _ends(samples: Tensor | None, bounds: Tensor) -> Tensor:
-    """Where steps end that end before these samples."""
+    """Ends of steps among ids, from the ends in samples."""
     return bounds if samples is None else torch.searchsorted(samples, bounds)
 
 
 class _Begun:
-    """Cuts parts into steps, and keeps what has begun of the next one.
+    """Cuts parts into steps, and keeps the beginning of the next step.
 
     Args:
-        groups: int64 ``[0]``; None where ids have no groups.
+        groups: int64 ``[0]``, or None if ids have no groups.
     """
 
     def __init__(self, groups: Tensor | None) -> None:
         self._ids, self._groups = torch.empty(0, dtype=torch.int64), groups
 
     def cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
-        """Adds what was left, and leaves what is beyond the last step."""
+        """Prepends the remainder of the last part, and keeps the remainder of this part."""
         before = self._ids.numel()
         if before:
             ids = torch.cat([self._ids, ids])
@@ -156,7 +157,7 @@ class _Begun:
         return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
 
     def last(self, first: int, *, always: bool = False) -> Steps:
-        """What was left, as a step; without ids none, but for ``always``."""
+        """The remainder as a step; none if it has no ids, except with ``always``."""
         empty = torch.empty(0, dtype=torch.int64)
         ends = torch.zeros(1 if always or self._ids.numel() else 0, dtype=torch.int64)
         return self.cut(first, empty, None if self._groups is None else empty, ends)
