@@ -1,6 +1,6 @@
-// Stochastic rounding of 16-bit rows: up or down at random, so that the expected value is exact and
-// steps smaller than the distance of two neighbours are not lost. The random bits are a pure
-// function of (seed, table, id, step, column): equal on both devices and in any order.
+// Stochastic rounding of rows of 16 and 8 bits: up or down at random, so that the expected value is
+// exact and steps smaller than the distance of two neighbours are not lost. The random bits are a
+// pure function of (seed, table, id, step, column): equal on both devices and in any order.
 #pragma once
 
 #include <cstdint>

@@ -19,6 +19,7 @@ from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge, merged_values
 from torchrec_hkv.hash_table.replicas.wire import Wire
+from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv
 #: Memory that rows on their way may take, on the host and on the device.
@@ -241,7 +242,7 @@ class _TableSync:
 
         dim = spec.dim
         given = torch.empty((held.numel(), dim + self._width + 2), device=device)
-        given[:, :dim] = rows
+        given[:, :dim] = numbers_of(rows, dim)
         if self._states:
             given[:, dim:-2] = states
         given[:, -2] = 1.0
@@ -289,7 +290,7 @@ class _TableSync:
             values[:, self._own_step] = highest[:, -1].float()
         entries = {
             "ids": ids,
-            "rows": values[:, : spec.dim].to(self._dtype),
+            "rows": stored_as(values[:, : spec.dim], self._dtype),
             "last_steps": highest[:, 0].to(torch.int32),
         }
         if self._states:
