@@ -19,36 +19,57 @@ constexpr int32_t kBlock = 16;  // columns
 
 typedef uint64_t Quads __attribute__((vector_size(32)));  // rounding_bits of sixteen columns
 typedef uint16_t Draws __attribute__((vector_size(32)));
-typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(8)));
-typedef uint16_t HalfDraws __attribute__((vector_size(16)));
 
-// rounding_bits of four quads, the first of which is `quad`: sixteen draws in the order of columns.
-inline void draw_block(uint64_t key, uint32_t quad, Draws& draws) {
-  const Quads steps = {1, 2, 3, 4};
-  Quads x = key + (quad + steps) * 0xd1b54a32d192ed03ull;
-  x ^= x >> 30;  // mix64
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  x ^= x >> 31;
-  draws = (Draws)x;
+// The draws of a row's columns, sixteen at a time, in the order of columns.
+class RowDraws {
+ public:
+  explicit RowDraws(uint64_t key) {
+    const Quads steps = {1, 2, 3, 4};
+    quads_ = key + steps * kStep;
+  }
+
+  void next(Draws& draws) {
+    Quads x = quads_;
+    quads_ += 4 * kStep;
+    x ^= x >> 30;  // mix64
+    x *= 0xbf58476d1ce4e5b9ull;
+    x ^= x >> 27;
+    x *= 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    draws = (Draws)x;
+  }
+
+ private:
+  static constexpr uint64_t kStep = 0xd1b54a32d192ed03ull;  // as of rounding_bits
+  Quads quads_;
+};
+
+// int8_shift of sixteen draws.
+inline void shifts_of(const Draws& draws, Columns& first, Columns& second) {
+#ifdef __AVX2__
+  const Ints low = (Ints)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)draws));
+  const Ints high = (Ints)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)draws, 1));
+#else
+  const Ints low =
+      __builtin_convertvector(__builtin_shufflevector(draws, draws, 0, 1, 2, 3, 4, 5, 6, 7), Ints);
+  const Ints high = __builtin_convertvector(
+      __builtin_shufflevector(draws, draws, 8, 9, 10, 11, 12, 13, 14, 15), Ints);
+#endif
+  first = (__builtin_convertvector(low, Columns) - 32767.5f) * (1.0f / 65536.0f);
+  second = (__builtin_convertvector(high, Columns) - 32767.5f) * (1.0f / 65536.0f);
 }
 
-// The sums of int8_of for eight columns.
-inline void round_vector(const float* from, float inverse, const HalfDraws* draws, Ints& out) {
+// The sums of int8_of for eight columns, whose shifts are given.
+inline void round_vector(const float* from, float inverse, const Columns& shifts, Ints& out) {
   Columns x;
   std::memcpy(&x, from, sizeof(x));
   x *= inverse;
   const Columns high = {127, 127, 127, 127, 127, 127, 127, 127}, low = -high;
   x = x > high ? high : x;
   x = x < low ? low : x;
-  if (draws != nullptr) {
-    const Columns wide = __builtin_convertvector(__builtin_convertvector(*draws, Ints), Columns);
-    x += (wide - 32767.5f) * (1.0f / 65536.0f);
-  }
-  out = (Ints)(x + kInt8Magic);
+  out = (Ints)(x + shifts + kInt8Magic);
 }
 
 // The low bytes of sixteen integers.
@@ -70,37 +91,35 @@ inline void store_bytes(const Ints& first, const Ints& second, char* to) {
 
 // Sixteen columns become bytes.
 template <bool kByChance>
-inline void round_block(const float* from, float inverse, uint64_t key, int32_t column, char* to) {
-  Ints sums[2];
+inline void round_block(const float* from, float inverse, RowDraws& draws, char* to) {
+  Columns shifts = {}, more_shifts = {};
   if constexpr (kByChance) {
-    Draws draws;
-    draw_block(key, static_cast<uint32_t>(column) >> 2, draws);
-    HalfDraws halves[2];
-    std::memcpy(halves, &draws, sizeof(draws));
-    round_vector(from, inverse, &halves[0], sums[0]);
-    round_vector(from + 8, inverse, &halves[1], sums[1]);
-  } else {
-    round_vector(from, inverse, nullptr, sums[0]);
-    round_vector(from + 8, inverse, nullptr, sums[1]);
+    Draws of_block;
+    draws.next(of_block);
+    shifts_of(of_block, shifts, more_shifts);
   }
-  store_bytes(sums[0], sums[1], to);
+  Ints sums, more_sums;
+  round_vector(from, inverse, shifts, sums);
+  round_vector(from + 8, inverse, more_shifts, more_sums);
+  store_bytes(sums, more_sums, to);
 }
 
 // magnitude_bits of the largest of n values.
 inline uint32_t largest_magnitude(const float* values, int32_t n) {
-  Ints largest[2] = {};
+  Ints largest = {}, more_largest = {};
   int32_t c = 0;
   for (; c + kBlock <= n; c += kBlock) {
-    Ints bits[2];
-    std::memcpy(bits, values + c, sizeof(bits));
-    for (int k = 0; k < 2; ++k) {
-      bits[k] &= 0x7fffffff;
-      largest[k] = bits[k] > largest[k] ? bits[k] : largest[k];
-    }
+    Ints bits, more_bits;
+    std::memcpy(&bits, values + c, sizeof(bits));
+    std::memcpy(&more_bits, values + c + 8, sizeof(more_bits));
+    bits &= 0x7fffffff;
+    more_bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+    more_largest = more_bits > more_largest ? more_bits : more_largest;
   }
-  const Ints both = largest[0] > largest[1] ? largest[0] : largest[1];
-  auto of_all = static_cast<uint32_t>(0);
-  for (int k = 0; k < 8; ++k) of_all = std::max(of_all, static_cast<uint32_t>(both[k]));
+  largest = largest > more_largest ? largest : more_largest;
+  uint32_t of_all = 0;
+  for (int k = 0; k < 8; ++k) of_all = std::max(of_all, static_cast<uint32_t>(largest[k]));
   for (; c < n; ++c) of_all = std::max(of_all, magnitude_bits(values[c]));
   return of_all;
 }
@@ -114,15 +133,16 @@ inline void store_row(const float* values, int32_t n, uint64_t key, char* row) {
     std::memset(to, 0, row_size(RowType::kInt8, n) - kInt8Start);
     return;
   }
+  RowDraws draws(key);
   int32_t c = 0;
   for (; c + kBlock <= n; c += kBlock) {
-    round_block<kByChance>(values + c, scale.inverse, key, c, to + c);
+    round_block<kByChance>(values + c, scale.inverse, draws, to + c);
   }
   if (c == n) return;
   float rest[kBlock] = {};
   char bytes[kBlock];
   std::copy_n(values + c, n - c, rest);
-  round_block<kByChance>(rest, scale.inverse, key, c, bytes);
+  round_block<kByChance>(rest, scale.inverse, draws, bytes);
   std::memset(bytes + (n - c), 0, kBlock - (n - c));
   std::memcpy(to + c, bytes, row_size(RowType::kInt8, n) - kInt8Start - c);
 }

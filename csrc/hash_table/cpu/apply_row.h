@@ -89,7 +89,7 @@ class RowUpdater {
     return widened_.data();
   }
 
-  void store(const TableView& table, int64_t slot, const float* row, char* stored) const {
+  void store(const TableView& table, int64_t slot, const float* row, char* stored) {
     const RowType type = table.rows.type;
     if (type == RowType::kFloat32) return;
     const bool rounds_by_chance = config_.stochastic_rounding || type == RowType::kInt8;
@@ -97,8 +97,12 @@ class RowUpdater {
       narrow_elements(type, row, table.dim(), stored);
       return;
     }
-    const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
-                                      table.ids[slot], *table.optimizer_step);
+    if (&table != rounded_) {
+      rounded_ = &table;
+      rounding_step_ =
+          rounding_step(config_.rounding_seed, table.initial_rows.seed, *table.optimizer_step);
+    }
+    const uint64_t key = rounding_key(rounding_step_, table.ids[slot]);
     if (type == RowType::kInt8) {
       narrow_int8_by_chance(row, table.dim(), key, stored);
       return;
@@ -262,6 +266,8 @@ class RowUpdater {
   const float learning_rate_;
   float terms_step_ = -1.0f;  // for which these are
   RowTerms terms_{};
+  const TableView* rounded_ = nullptr;  // of which this is
+  uint64_t rounding_step_ = 0;
   std::vector<float> widened_;  // a row that is no floats
 };
 
