@@ -22,11 +22,13 @@ struct Int8Scale {
 };
 
 constexpr uint32_t kInt8Least = 0x0d800000u;  // 2^-100: rows of smaller values become zeros
+constexpr uint32_t kInt8Most = 0x7f000000u;   // 2^127: larger values become this
 
 // largest: magnitude_bits of the row's largest value.
 HKV_HOST_DEVICE Int8Scale int8_scale(uint32_t largest) {
   if (largest >= 0x7f800000u) return {bits_float(0x7fc00000u), 0.0f};
   if (largest < kInt8Least) return {0.0f, 0.0f};
+  if (largest > kInt8Most) largest = kInt8Most;
 #ifdef __CUDA_ARCH__
   return {__fdiv_rn(bits_float(largest), 127.0f), __fdiv_rn(127.0f, bits_float(largest))};
 #else

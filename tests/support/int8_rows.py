@@ -38,6 +38,7 @@ def rounded(rows: Tensor, of_rows: np.ndarray | None = None) -> Tensor:
             continue
         if largest < np.float32(2.0**-100):
             continue
+        largest = min(largest, np.float32(2.0**127))
         scale = largest / np.float32(127)
         units = np.clip(row * (np.float32(127) / largest), -127, 127).astype(np.float32)
         if of_rows is not None:

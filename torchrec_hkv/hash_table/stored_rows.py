@@ -1,8 +1,8 @@
 """Rows as tables store them, and as numbers.
 
-Rows of floats are stored as they are. A row of 8 bits is stored as bytes: its float32 scale, an int8
-for each column, and zeros up to a multiple of four bytes. A column's value is the scale times its
-int8. The scale is a 127th of the row's largest magnitude (``csrc/common/int8_rows.h``).
+Rows of floats are stored as they are. A row of 8 bits is stored as bytes: its float32 scale, an
+int8 for each column, and zeros up to a multiple of four bytes. A column's value is the scale times
+its int8. The scale is a 127th of the row's largest magnitude (``csrc/common/int8_rows.h``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 _SCALE_BYTES = 4
 _LEAST = 2.0**-100  # rows of smaller values are stored as zeros
+_MOST = 2.0**127  # larger values are stored as this
 
 
 def stored_row_bytes(dim: int, element_bytes: int) -> int:
@@ -64,6 +65,7 @@ def stored_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     rows = rows.float()
     largest = rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
     is_number, is_zero = largest.isfinite(), largest < _LEAST
+    largest = largest.clamp(max=_MOST)
     scales = torch.where(is_number, torch.where(is_zero, 0.0, largest / 127), torch.nan)
     inverse = torch.where(is_number & ~is_zero, 127 / largest, 0.0)
     codes = (rows * inverse[:, None]).nan_to_num_().clamp_(-127, 127).round_()
@@ -71,7 +73,7 @@ def stored_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_with_scales(rows: Tensor, scales: Tensor) -> Tensor:
-    """Stored rows of 8 bits from numbers ``[n, dim]`` and their scales, float32 ``[n]``, exactly."""
+    """Stored rows of 8 bits, exactly, from numbers ``[n, dim]`` and scales, float32 ``[n]``."""
     divisors = torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
     codes = torch.where(scales.isfinite()[:, None], rows / divisors[:, None], 0)
     return join_int8(codes.round().clamp(-127, 127).to(torch.int8), scales)

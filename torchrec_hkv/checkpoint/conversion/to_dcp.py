@@ -14,6 +14,7 @@ from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
 from torchrec_hkv.checkpoint.opened import SavedTable, initial_rows_of
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.progress import advance
 
 _COPIES = 5
@@ -142,7 +143,7 @@ class _Table:
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows and states of row numbers ``first`` to ``first + n``."""
         ids = torch.arange(first, first + n)
-        dtype = getattr(torch, self._table.identity["dtype"])
+        dtype = number_dtype(getattr(torch, self._table.identity["dtype"]))
         rows = torch.empty(n, self._table.dim, dtype=dtype)
         # A row that the table lacks is what it would have been at first.
         for shard in self._table.parts or ():

@@ -251,7 +251,8 @@ class Target(FileTable):
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
         """Inserts entries; returns how many found no slot.
 
-        Rows are numbers, or codes of 8 bits with ``scales``, or as the table stores them. If the table stores counts and the entries have none, each gets the count 1.
+        Rows are numbers, codes of 8 bits with ``scales``, or as the table stores them. If the table
+        stores counts and the entries have none, each gets the count 1.
         """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}

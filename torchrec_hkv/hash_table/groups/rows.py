@@ -29,8 +29,8 @@ class GroupRows:
             batch_size: the batch size of the call.
 
         Returns:
-            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype, float32
-            for int8; views of ``rows`` if the dtypes are equal.
+            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype
+            (float32 for int8); views of ``rows`` if the dtypes are equal.
         """
         ends = offsets[:: max(1, batch_size)].tolist()
         features = len(self.feature_tables)
