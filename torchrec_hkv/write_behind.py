@@ -1,8 +1,9 @@
 """Saves that write to the disk in threads of their own, while training goes on.
 
-The call copies what a save holds, so that all of it is of one moment, bit for bit, and does nothing
-else: threads lay the copies out as files, add up checksums, compress, write and sync. Copies wait
-in bounded memory: where there is no room, the call waits for the disk.
+The call only copies what the save holds, so that everything is of one moment, bit for bit. Threads
+lay the copies out as files, compute checksums, compress, write and sync. They begin when the call
+has copied everything, or when half of the memory for copies is full: before that they would slow
+down the copying, for which training waits. When the memory is full, the call waits for the disk.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ THREADS = 4
 # Of a GPU's memory, what copies leave free by default: for what training takes meanwhile.
 _FREE_SHARE = 0.1
 _PIECE = 16 << 20
+# Of staging_bytes, what copies take before the first is written. Up to there threads leave the
+# cores to the call that copies, so that training waits for the copies alone.
+_UNHURRIED_SHARE = 0.5
 # Saves of this process that have not ended.
 _running: set[SaveHandle] = set()
 
@@ -92,6 +96,7 @@ class SaveHandle:
         self._on_device = self._most_on_device = 0  # likewise, of a GPU
         self._queued = self._written = 0  # bytes in all
         self._waited = 0.0
+        self._hurries = False  # whether copies are written before all have been made
         self._error: BaseException | None = None
         self._last: Callable[[BaseException | None], None] | None = None
         self._undo: list[Callable[[], None]] = []
@@ -196,12 +201,15 @@ class SaveHandle:
         with self._changed:
             self._queued += size + device_size
             self._jobs += [_Job(job, lane, piece, always) for lane, job in jobs]
-            self._changed.notify_all()
+            if not (self._rests and piece.holds_memory):
+                self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
         """Waits until there is room in host memory for bytes that are going to be deferred, and
         takes it."""
         with self._changed:
+            if self._staged + size > self._limit * _UNHURRIED_SHARE:
+                self._hurry()
             if size and self._staged and self._staged + size > self._limit:
                 if not self._waited:
                     _log.warning(
@@ -226,10 +234,21 @@ class SaveHandle:
                 free, total = torch.cuda.mem_get_info(device)
                 self._device_limit = max(0, int(free - _FREE_SHARE * total))
             if self._on_device + size > self._device_limit:
+                self._hurry()
                 return False
             self._on_device += size
             self._most_on_device = max(self._most_on_device, self._on_device)
             return True
+
+    @property
+    def _rests(self) -> bool:
+        """Whether copies are kept for now: the call is still copying, and there is room."""
+        return not (self._is_closed or self._hurries)
+
+    def _hurry(self) -> None:
+        if not self._hurries:
+            self._hurries = True
+            self._changed.notify_all()
 
     def on_error(self, undo: Callable[[], None]) -> None:
         """Registers a function to call if the save fails."""
@@ -285,7 +304,7 @@ class SaveHandle:
         for index, job in enumerate(self._jobs):
             if job.lane is None:  # all that follow wait, too
                 return index if index == 0 and not self._busy else None
-            if job.lane not in waiting:
+            if job.lane not in waiting and not (self._rests and job.piece.holds_memory):
                 return index
             waiting.add(job.lane)
         return None
@@ -328,6 +347,7 @@ class _Piece:
 
     def __init__(self, jobs: int, size: int, device_size: int) -> None:
         self.jobs, self.size, self.device_size = jobs, size, device_size
+        self.holds_memory = size + device_size > 0
 
 
 class _Job:

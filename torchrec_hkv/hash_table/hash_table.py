@@ -49,8 +49,7 @@ class HashTable(SavedTable):
     | ``"customized"`` | as given | set |
 
     Each id has two buckets. If both are full, the entry of the lowest score is evicted, among
-    equals
-    the one touched least recently. Entries touched by the same call are not evicted. Under
+    equals the one touched least recently. Entries touched by the same call are not evicted. Under
     :class:`torchrec_hkv.hash_table.AgedLFU` aged counts are compared; ``"adaptive"`` chooses its c
     while the table runs, by the hit rates of miniature tables. A new id is refused if its score is
     lower than all scores in its buckets, or if its buckets are full of ids of the same call. If an

@@ -1,4 +1,4 @@
-"""Parts of a log, as the steps of a table see them."""
+"""Splits the parts of a log into steps of a table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Steps:
     """Successive steps of a table.
 
     Attributes:
-        first: the number of the first step.
-        ids: int64 ``[n]``, of all steps.
-        groups: int64 ``[n]``, see :func:`groups_of`; None where all ids are replayed.
-        ends: where the ids of each step end.
+        first: number of the first step.
+        ids: int64 ``[n]``, ids of all steps.
+        groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
+            replayed.
+        ends: end of each step in ``ids``.
     """
 
     first: int
@@ -32,10 +33,10 @@ class Steps:
 
 
 class Feed:
-    """Makes steps of the parts of a log.
+    """Splits the parts of a log into steps.
 
     Args:
-        columns: that look the table up.
+        columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
     """
@@ -53,10 +54,10 @@ class Feed:
         self.bounds: tuple[int, int] | None = None
 
     def steps(self, part: Part) -> Steps:
-        """The steps that end within a part, with what the part before left of the first.
+        """Returns the steps that end within a part. The first may begin in an earlier part.
 
         Args:
-            part: the one after the last that was given.
+            part: the next part of the log.
         """
         ids = self._merged([part.columns[name] for name in self._columns])
         self._see(ids.values)
@@ -73,21 +74,21 @@ class Feed:
         first = self._samples // self._batch_size
         self._samples += part.num_samples
         count = self._samples // self._batch_size - first
-        # Where the steps end, in samples of this part.
+        # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
         ends = bounds if samples is None else torch.searchsorted(samples, bounds)
         return self._cut(first, values, groups, ends)
 
     def last(self) -> Steps:
-        """The step that the log ended in, if it did."""
+        """The last step, if the log ended within one."""
         empty = torch.empty(0, dtype=torch.int64)
         ends = torch.zeros(1 if self._ids.numel() else 0, dtype=torch.int64)
         groups = None if self._groups is None else empty
         return self._cut(self._samples // self._batch_size, empty, groups, ends)
 
     def _cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
-        """Adds what was left, and leaves what is beyond the last step."""
+        """Prepends the remainder of the last part, and keeps the remainder of this part."""
         before = self._ids.numel()
         if before:
             ids = torch.cat([self._ids, ids])
@@ -99,7 +100,7 @@ class Feed:
         return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
 
     def _merged(self, columns: list[Ids]) -> Ids:
-        """Ids of all columns by step, in a step column after column; each with its step's begin."""
+        """Ids of all columns, ordered by step, then by column, with the begin of each step."""
         if len(columns) == 1:
             return columns[0]
         samples = torch.cat(
