@@ -63,7 +63,7 @@ def test_at_other_ranks(run_ranks, tmp_path, plain, ranks, sharding_type):
 
 def _chain(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise", hash_dtype="int8")
-    writer = DeltaWriter(folder / "chain", model, model.fused_optimizer)
+    writer = DeltaWriter(model, folder / "chain", model.fused_optimizer)
     for step in range(3):
         train(model, rank, device, range(2 * step, 2 * step + 2))
         writer.write()
