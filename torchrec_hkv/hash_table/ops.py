@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.stored_rows import stored_width
 
 _ops = torch.ops.torchrec_hkv
 
@@ -249,13 +250,52 @@ def _(counters: Tensor, group: int, table: int, first: int, n: int) -> Tensor:
     return counters.new_empty((n,), dtype=torch.int32)
 
 
+@torch.library.register_fake("torchrec_hkv::slot_changes")
+def _(
+    counters: Tensor,
+    group: int,
+    table: int,
+    first: int,
+    occupied: Tensor,
+    marked: Tensor | None,
+    since: int,
+    moved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = torch.library.get_ctx().new_dynamic_size()
+    slots = occupied.new_empty((n,), dtype=torch.int64)
+    return slots, occupied.new_empty((n,), dtype=torch.uint8), torch.empty_like(slots)
+
+
+@torch.library.register_fake("torchrec_hkv::read_values")
+def _(group: int, table: int, slots: Tensor, values: Tensor, states: bool) -> tuple[Tensor, Tensor]:
+    n = slots.shape[0]
+    _, _, _, keeps_scores, *_ = _C.table_layout(group, table)
+    return slots.new_empty((n,), dtype=torch.int32), slots.new_empty((n if keeps_scores else 0,))
+
+
+@torch.library.register_fake("torchrec_hkv::write_values")
+def _(
+    counters: Tensor,
+    group: int,
+    table: int,
+    slots: Tensor,
+    ids: Tensor,
+    values: Tensor,
+    last_steps: Tensor,
+    scores: Tensor,
+    states: bool,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::read_slots")
 def _(group: int, table: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = slots.shape[0]
     dim, dtype, state_dim, keeps_scores, *_ = _C.table_layout(group, table)
+    width = stored_width(dim, dtype)
     return (
         torch.empty_like(slots),
-        slots.new_empty((n, dim), dtype=dtype),
+        slots.new_empty((n, width), dtype=dtype),
         slots.new_empty((n,), dtype=torch.int32),
         slots.new_empty((n if keeps_scores else 0,)),
         slots.new_empty((n, state_dim), dtype=torch.float32),

@@ -11,11 +11,15 @@ from torch import Tensor
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 _ops = torch.ops.torchrec_hkv
-_LEAST_STEP = -(1 << 31)
-#: Bytes a slot that a comparison takes: owners, ids and steps of now and before, and comparisons.
+#: Bytes a slot that a comparison takes where all slots may differ: places, ids of now and before,
+#: and comparisons.
 COMPARE_BYTES = 48
 #: Slots that a CPU compares at a time: what they take stays in its caches.
 _CPU_SLOTS = 1 << 17
+#: Likewise, where few differ and a slot takes a byte.
+_CPU_FEW_SLOTS = 1 << 20
+#: Bits of what ``slot_changes`` says of a slot (csrc/hash_table/slot_changes.h).
+_IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +27,6 @@ class Difference:
     """What differs in some consecutive slots; tensors are on the table's device.
 
     Attributes:
-        entries: that the slots hold now.
         slots: int64, ascending: those whose entries changed or are new.
         ids: int64, of the entries there.
         touched: bool, whether the entry was looked up or changed, and did not just move.
@@ -32,7 +35,6 @@ class Difference:
         gone_ids: int64, these ids. An id may be in another slot now.
     """
 
-    entries: int
     slots: Tensor
     ids: Tensor
     touched: Tensor
@@ -55,6 +57,13 @@ class SlotSnapshot:
         self._group, self._table = group, table
         self.ids = torch.empty(0, dtype=torch.int64)
         self.occupied = torch.empty(0, dtype=torch.bool)
+        # Moves of the group's entries that are known here.
+        self._moves: tuple[int, int] | None = None
+
+    @property
+    def entries(self) -> int:
+        """Number of entries."""
+        return int(self.occupied.count_nonzero())
 
     def resize(self, *, keep: bool) -> None:
         """Makes room for the slots that the table has now; further ones were free before."""
@@ -76,49 +85,72 @@ class SlotSnapshot:
             batch: slots to look at at a time.
         """
         self.resize(keep=False)
-        for own in self._ranges(batch):
-            self.ids[own], _, self.occupied[own] = self._now(own)
+        for own in self._ranges(batch, _CPU_SLOTS):
+            slots = torch.arange(own.start, own.stop, device=self._group.device)
+            was = torch.zeros(len(slots), dtype=torch.bool, device=self._group.device)
+            self.ids[own], _ = self._group.ids_and_steps(self._table, slots)
+            there, _, _ = self._changes(own.start, was, None, 0, moved=False)
+            self.occupied[own] = False
+            self.occupied[there.cpu()] = True
+        self.know_moves()
+
+    def know_moves(self) -> None:
+        """Entries have moved, and what the slots hold now has been noted."""
+        self._moves = self._group.moves
 
     def compare(
         self, since: int, batch: int, changed: Tensor | None = None
     ) -> Iterator[Difference]:
         """Compares, and notes what the slots hold now.
 
+        One pass reads digests and last steps. Ids are compared where an entry was looked up, came
+        or went, and in all slots only if entries have moved: a table grew or was restored.
+
         Args:
             since: entries that were looked up in this step or later count as changed.
             batch: slots to look at at a time.
             changed: int64, in host memory: slots of further entries that changed.
         """
+        moves = self._group.moves
+        moved = moves != self._moves
         self.resize(keep=True)
         marked = torch.zeros(0, dtype=torch.bool)
         if changed is not None and changed.numel():
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
-        for own in self._ranges(batch):
-            ids, steps, is_there = self._now(own)
-            before = self.ids[own].to(ids.device, non_blocking=True)
-            was_there = self.occupied[own].to(ids.device, non_blocking=True)
-            other = (ids != before) & was_there & is_there | (was_there != is_there)
-            # Unsigned steps as signed numbers of the same order.
-            touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
-            if len(marked):
-                touched |= marked[own].to(ids.device)
-            differs = true_places(is_there & touched | other)
-            there, was = is_there[differs], was_there[differs]
-            other, touched = other[differs], touched[differs]
-            now, gone = differs[there], differs[was & other]
-            yield Difference(
-                int(is_there.count_nonzero()),
-                now + own.start,
-                ids[now],
-                touched[there],
-                ~other[there],
-                gone + own.start,
-                before[gone],
-            )
-            new = differs[other]
-            self.ids[own][new.cpu()] = ids[new].cpu()
-            self.occupied[own] = is_there.cpu()
+        for own in self._ranges(batch, _CPU_SLOTS if moved else _CPU_FEW_SLOTS):
+            yield self._difference(own, since, marked[own] if len(marked) else None, moved)
+        self._moves = moves
+
+    def _difference(self, own: slice, since: int, marked: Tensor | None, moved: bool) -> Difference:
+        device = self._group.device
+        was = self.occupied[own].to(device, non_blocking=True)
+        if marked is not None:
+            marked = marked.to(device)
+        slots, bits, ids = self._changes(own.start, was, marked, since, moved)
+        on_host = slots.cpu()
+        before = self.ids[on_host].to(device)
+        is_there, was_there = (bits & _IS_THERE).bool(), (bits & _WAS_THERE).bool()
+        touched = (bits & _IS_TOUCHED).bool()
+        other = (is_there != was_there) | (ids != before)
+        if not moved and not other.any():  # what is listed was looked up
+            nothing = slots[:0]
+            return Difference(slots, ids, touched, touched, nothing, nothing)
+        now, gone = is_there & (touched | other), was_there & other
+        if other.any():
+            new = on_host[other.cpu()]
+            self.ids[new] = ids[other].cpu()
+            self.occupied[new] = is_there[other].cpu()
+        return Difference(
+            slots[now], ids[now], touched[now], ~other[now], slots[gone], before[gone]
+        )
+
+    def _changes(
+        self, first: int, was: Tensor, marked: Tensor | None, since: int, moved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        group = self._group
+        place = (group.counter_tensor, group.handle, self._table, first)
+        return _ops.slot_changes(*place, was, marked, since, moved)
 
     def note(self, slots: Tensor, ids: Tensor | None) -> None:
         """Notes what some slots hold now.
@@ -132,32 +164,8 @@ class SlotSnapshot:
         if ids is not None:
             self.ids[at] = ids.cpu()
 
-    def _ranges(self, batch: int) -> Iterator[slice]:
+    def _ranges(self, batch: int, of_cpu: int) -> Iterator[slice]:
         if self._group.device.type == "cpu":
-            batch = min(batch, _CPU_SLOTS)
+            batch = min(batch, of_cpu)
         for first in range(0, len(self.ids), batch):
             yield slice(first, min(first + batch, len(self.ids)))
-
-    def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, the bits of last steps, and whether there is an entry, of some slots; on the
-        table's device."""
-        group, table = self._group, self._table
-        slots = torch.arange(own.start, own.stop, device=group.device)
-        ids, steps = group.ids_and_steps(table, slots)
-        n = own.stop - own.start
-        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
-        return ids, steps, owners >= 0
-
-
-def true_places(mask: Tensor) -> Tensor:
-    """As ``mask.nonzero().flatten()``, in less time where few are true.
-
-    Args:
-        mask: bool ``[n]``.
-    """
-    whole = len(mask) // 8 * 8
-    words = mask[:whole].view(torch.int64).nonzero()  # eight places each
-    places = (words * 8 + torch.arange(8, device=mask.device)).flatten()
-    if whole < len(mask):
-        places = torch.cat([places, torch.arange(whole, len(mask), device=mask.device)])
-    return places[mask[places]]

@@ -113,6 +113,7 @@ def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
     fields = (part.ids, part.rows, part.last_steps, part.scores, states)
     entries = tuple(tensor.to(group.device).contiguous() for tensor in fields)
     lost = 0
+    group.note_restore()
     while entries[0].numel():
         *displaced, counts = _ops.restore_entries(
             group.counter_tensor, group.handle, table, *entries

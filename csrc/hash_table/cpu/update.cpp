@@ -43,7 +43,11 @@ template <typename Slot>
 class RowsAhead {
  public:
   RowsAhead(const TableView& table, int64_t n, const Slot& slot)
-      : rows_(table.rows), states_(table.states), n_(n), slot_(slot) {
+      : rows_(table.rows),
+        states_(table.states),
+        ids_(table.rows.type == RowType::kInt8 ? table.ids : nullptr),
+        n_(n),
+        slot_(slot) {
     for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
   }
 
@@ -56,9 +60,11 @@ class RowsAhead {
     const int64_t slot = slot_(i);
     rows_.prefetch_to_write(slot);
     states_.prefetch_to_write(slot);
+    if (ids_ != nullptr) prefetch_bytes(ids_ + slot, sizeof(int64_t));
   }
 
   const HomeVectors rows_, states_;
+  const int64_t* const ids_;  // where rows are rounded by chance, which depends on their ids
   const int64_t n_;
   const Slot slot_;
 };

@@ -23,6 +23,7 @@ from torchrec_hkv.hash_table import (
     initial_rows,
 )
 from torchrec_hkv.hash_table.replicas import GroupSync, id_sync_bytes
+from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 POLICIES = ("lru", "lfu", AgedLFU(0.7), "epoch_lru", "epoch_lfu", "customized")
 #: By name: optimizer, and which state counts the updates of a row.
@@ -43,6 +44,7 @@ class _Case:
     capacity: int
     initial: int | None
     expire_after: int | None
+    dtype: torch.dtype = torch.float32
 
 
 CASES = st.builds(
@@ -53,6 +55,7 @@ CASES = st.builds(
     st.sampled_from((40, 150, 600)),
     st.sampled_from((None, 20)),
     st.sampled_from((None, None, 2)),
+    st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.int8)),
 )
 
 
@@ -71,6 +74,7 @@ class _Replicas:
                 initializer=Uniform(-1, 1),
                 initial_capacity=case.initial,
                 expire_after=case.expire_after,
+                dtype=case.dtype,
             )
             for name in ("a", "b")
         ]
@@ -147,7 +151,7 @@ class _Replicas:
                 assert set(own) <= set(wanted)
                 lost[r] += len(set(wanted) - set(own))
                 for id_, kept in own.items():
-                    _check_equal(kept, wanted[id_])
+                    _check_equal(kept, wanted[id_], self.case.dtype)
             for id_ in set().union(*after):  # to the bit
                 assert len({own[id_] for own in after if id_ in own}) == 1
             model.synced(now[table], after, agreed[table])
@@ -156,10 +160,13 @@ class _Replicas:
         assert len(clocks) == 1
 
 
-def _check_equal(kept: Kept, wanted: Kept) -> None:
+def _check_equal(kept: Kept, wanted: Kept, dtype: torch.dtype) -> None:
     assert kept.step == wanted.step
     assert kept.score == wanted.score
-    assert kept.row == pytest.approx(wanted.row, rel=1e-5, abs=1e-6)
+    rounding, least = 2**-8 if dtype == torch.bfloat16 else 1e-5, 1e-6
+    if dtype == torch.int8:  # each replica's row and the merged one, to half of its scale
+        least = 4 * max(1.0, *map(abs, wanted.row)) / 254
+    assert kept.row == pytest.approx(wanted.row, rel=rounding, abs=least)
     assert kept.state == pytest.approx(wanted.state, rel=1e-5, abs=1e-6)
 
 
@@ -172,7 +179,7 @@ def _held(group: TableGroup, table: int) -> Replica:
         id_: Kept(tuple(row), tuple(own), step, score)
         for id_, row, own, step, score in zip(
             state.ids[slots].tolist(),
-            state.rows[slots].tolist(),
+            numbers_of(state.rows[slots], DIM).tolist(),
             states,
             state.last_steps[slots].tolist(),
             scores,
@@ -223,6 +230,7 @@ def test_the_rules_on_a_gpu(seed):
         pick((40, 150, 600)),
         pick((None, 20)),
         pick((None, 2)),
+        pick((torch.float32, torch.bfloat16, torch.int8)),
     )
     _run(case, seed, "cuda")
 

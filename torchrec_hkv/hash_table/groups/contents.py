@@ -29,6 +29,7 @@ class GroupContents:
 
     _group: _C.TableGroup
     _rewrites = 0
+    _restores = 0
     _told: weakref.WeakSet[ToldOfChanges] | None = None
 
     @property
@@ -40,6 +41,16 @@ class GroupContents:
         """Counts a change of rows that are not looked up in the same step. Call it before the
         change."""
         self._rewrites += 1
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        """Changes whenever an entry may be in a slot where no lookup has put it: when a table has
+        grown, or entries have been restored."""
+        return self._group.growths, self._restores
+
+    def note_restore(self) -> None:
+        """Counts a call that puts entries into slots without a lookup. Call it before."""
+        self._restores += 1
 
     def tell_changes(self, told: ToldOfChanges) -> None:
         """From now on tells somebody of entries that change without being looked up, where

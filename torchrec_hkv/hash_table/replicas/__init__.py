@@ -3,7 +3,8 @@
 ``docs/concepts/replicas.md`` has the rules.
 """
 
-from torchrec_hkv.hash_table.replicas.sync import GroupSync, Synced, id_sync_bytes
+from torchrec_hkv.hash_table.replicas.sync import GroupSync, id_sync_bytes
+from torchrec_hkv.hash_table.replicas.table_sync import Synced
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
 __all__ = ["GroupSync", "Synced", "Wire", "id_sync_bytes"]

@@ -16,17 +16,20 @@ _ops = torch.ops.torchrec_hkv
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
-    """Distinct ids, int64 on the table's device, ascending.
+    """Distinct ids, int64 on the table's device.
 
     Attributes:
-        new: touched, and not in the table at the last sync.
-        old: touched, and in it then.
-        left: in it then, and not now.
-        old_scores: of ``old``, what their scores were then; None where scores are not summed.
+        touched: ids that were looked up or restored; first those that are new.
+        slots: int64, where they are, counted from the table's first slot.
+        num_new: how many were not in the table at the last sync.
+        left: ids that were in it then, and are not now.
+        old_scores: of the touched that are not new, what their scores were then; None where scores
+            are not summed.
     """
 
-    new: Tensor
-    old: Tensor
+    touched: Tensor
+    slots: Tensor
+    num_new: int
     left: Tensor
     old_scores: Tensor | None
 
@@ -70,6 +73,7 @@ class ReplicaChanges:
         """Called when the replicas are in step again."""
         self._first_open, self._rewrites = self._group.first_open_step, self._group.rewrites
         self._changed = []
+        self._snapshot.know_moves()
 
     def note_changed(self, table: int, slots: Tensor) -> None:
         """Called by the group: entries changed without being looked up."""
@@ -85,55 +89,47 @@ class ReplicaChanges:
             return self._everything()
         noted = torch.cat(self._changed) if self._changed else None
         differences = list(self._snapshot.compare(since, self._batch, noted))
-        ids, order = torch.cat([found.ids for found in differences]).sort()
-        slots = torch.cat([found.slots for found in differences])[order]
-        stayed = torch.cat([found.stayed for found in differences])[order]
-        touched = torch.cat([found.touched for found in differences])[order]
+        ids = torch.cat([found.ids for found in differences])
+        slots = torch.cat([found.slots for found in differences])
+        stayed = torch.cat([found.stayed for found in differences])
+        touched = torch.cat([found.touched for found in differences])
         gone = torch.cat([*(found.gone_ids for found in differences), self._lost])
-        gone, gone_order = gone.sort()
-        # In another slot than before, as when the table has grown, or after it had lost its place.
-        moved = ~stayed & torch.isin(ids, gone)
+        known, left, gone_order = stayed, gone, None
+        if gone.numel():
+            gone, gone_order = gone.sort()
+            # In another slot than before, as when the table has grown, or after it had lost its
+            # place.
+            moved = ~stayed & torch.isin(ids, gone)
+            known = stayed | moved
+            left = gone[find_slots(self._group, self._table, gone) < 0].unique()
+        # An entry that is new and was not looked up was restored, as by a user's import of rows.
+        new, old = (~known).nonzero().flatten(), (touched & known).nonzero().flatten()
         scores = None
         if self._scores is not None:
-            gone_slots = torch.cat([found.gone_slots for found in differences])
-            scores = self._scores_before(ids, slots, moved, gone, gone_slots, gone_order)
-            scores = scores[touched & (stayed | moved)]
-        left = gone[find_slots(self._group, self._table, gone) < 0].unique()
-        # An entry that is new and was not looked up was restored, as by a user's import of rows.
-        new = ~(stayed | moved)
-        return Changed(ids[new], ids[touched & ~new], left, scores)
-
-    def _scores_before(
-        self,
-        ids: Tensor,
-        slots: Tensor,
-        moved: Tensor,
-        gone: Tensor,
-        gone_slots: Tensor,
-        gone_order: Tensor,
-    ) -> Tensor:
-        """Scores at the last sync of entries that changed; those that moved take them along."""
-        self._grow_scores()
-        lost = torch.zeros(len(self._lost), dtype=torch.int64)
-        of_gone = torch.cat([self._scores[gone_slots.cpu()], lost]).to(ids.device)[gone_order]
-        scores = self._scores[slots.cpu()].to(ids.device)
-        if gone.numel():
-            at = torch.searchsorted(gone, ids).clamp_(max=gone.numel() - 1)
-            scores = torch.where(moved, of_gone[at], scores)
-            self._scores[slots.cpu()] = scores.cpu()
-        return scores
+            self._grow_scores()
+            scores = self._scores[slots.cpu()].to(ids.device)
+            if gone_order is not None:
+                gone_slots = torch.cat([found.gone_slots for found in differences])
+                lost = torch.zeros(len(self._lost), dtype=torch.int64)
+                before = torch.cat([self._scores[gone_slots.cpu()], lost]).to(ids.device)
+                at = torch.searchsorted(gone, ids).clamp_(max=gone.numel() - 1)
+                # Entries that moved take their scores along.
+                scores = torch.where(moved, before[gone_order][at], scores)
+                self._scores[slots.cpu()] = scores.cpu()
+            scores = scores[old]
+        order = torch.cat([new, old])
+        return Changed(ids[order], slots[order], new.numel(), left, scores)
 
     def _everything(self) -> Changed:
         """All entries; nobody knows what left."""
         self._snapshot.take(self._batch)
         occupied = self._snapshot.occupied.nonzero().flatten()
-        ids = self._snapshot.ids[occupied].to(self._group.device).sort().values
-        nothing = ids[:0]
+        ids = self._snapshot.ids[occupied].to(self._group.device)
         scores = None
         if self._scores is not None:
             self._grow_scores()
             scores = torch.zeros_like(ids)
-        return Changed(nothing, ids, nothing, scores)
+        return Changed(ids, occupied.to(ids.device), 0, ids[:0], scores)
 
     # -- what the sync does to the table ----------------------------------------------------------
 

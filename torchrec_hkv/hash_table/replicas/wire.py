@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,13 +41,19 @@ class Wire:
         self.reduce(mean)
         tensor.detach().copy_(mean / self.size)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all replicas, of one dimension; lengths may differ."""
-        lengths = self.gather_same(torch.tensor([tensor.numel()], device=tensor.device))
-        counts = [int(length) for length in lengths]
-        padded = tensor.new_zeros(max(counts))
-        padded[: tensor.numel()] = tensor
-        return [part[:count] for part, count in zip(self.gather_same(padded), counts, strict=True)]
+    def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The tensors of all replicas, of one dimension; their lengths may differ.
+
+        Args:
+            tensor: this replica's.
+            lengths: of all of them, which every replica knows.
+        """
+        padded = tensor
+        if tensor.numel() < max(lengths):
+            padded = tensor.new_zeros(max(lengths))
+            padded[: tensor.numel()] = tensor
+        gathered = self.gather_same(padded)
+        return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
     def gather_same(self, tensor: Tensor) -> list[Tensor]:
         """Likewise, of equal lengths."""

@@ -1,0 +1,303 @@
+"""What an id of a batch costs in tables of 10^6 rows up to the largest that fits, beside FBGEMM's.
+
+    python -m benchmarks id_cost --out benchmarks/results/id_cost.csv \\
+        --plot docs/performance/id_cost.svg
+
+One table, row-wise Adagrad, bags of one id, ``--batch`` uniform ids a step, eager through torch:
+forward, backward and update. FBGEMM's static table gets the row numbers, the hash table finds or
+inserts them as ids; all are there. Both are measured in one run on the same batches, one after the
+other, each alone in memory.
+
+``hkv_ms`` and ``fbgemm_ms`` are milliseconds a step, the median of five rounds of ``--steps`` back
+to back; ``ratio`` is the first over the second. ``create_ms`` is what it takes to create the hash
+table, and ``fill_mids`` the millions of new ids a second at which it is filled, up to a load factor
+of ``--load``. ``hkv_gb`` and ``fbgemm_gb`` are the bytes of the tables.
+
+Without ``--rows`` sizes go from 10^6 by tens, and end with the largest 1, 2, … 9 times a power of
+ten of which the hash table and a step fit in free memory (4 GB on a CPU). Sizes that do not fit are
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from benchmarks.environment import report
+from benchmarks.timing import steps_ms
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform, table_memory
+
+KEYS = ("dim", "rows", "batch")
+_LEARNING_RATE = 0.01
+_EPS = 1e-8
+_RANGE = 0.05
+_LEAST = 10**6
+#: New ids of a call that fills the table.
+_FILL = 1 << 22
+#: Different batches; their rows do not fit a GPU's cache together.
+_BATCHES = 8
+_CPU_BYTES = 4 * 10**9
+#: What else is in memory: a process's own, and what a step takes of an id besides rows.
+_OTHER_BYTES = 2 * 10**9
+_ID_BYTES = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A table.
+
+    Attributes:
+        rows: ids in it.
+        dim: columns.
+        load: the hash table's load factor.
+    """
+
+    rows: int
+    dim: int
+    load: float
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the hash table is made for."""
+        return int(self.rows / self.load)
+
+    @property
+    def hkv_bytes(self) -> int:
+        """Bytes of the hash table."""
+        return table_memory(self.capacity, self.dim, 1, "lru").bytes
+
+    @property
+    def fbgemm_bytes(self) -> int:
+        """Bytes of FBGEMM's rows and states."""
+        return self.rows * 4 * (self.dim + 1)
+
+    def bytes(self, batch: int) -> int:
+        """Bytes of the larger side with all that a step takes."""
+        # Outputs, their gradients, and as much again for what sums the gradients of equal ids.
+        step = batch * (6 * 4 * self.dim + _ID_BYTES + 8 * _BATCHES)
+        return max(self.hkv_bytes, self.fbgemm_bytes) + step + _OTHER_BYTES
+
+
+class HashSide:
+    """The hash table, filled.
+
+    Args:
+        size: the table.
+        batch: ids of a step.
+        device: where it is.
+
+    Attributes:
+        create_ms: milliseconds that it took to create.
+        fill_mids: millions of new ids a second.
+    """
+
+    def __init__(self, size: Size, batch: int, device: torch.device) -> None:
+        spec = TableSpec("t", size.capacity, size.dim, initializer=Uniform(-_RANGE, _RANGE))
+        begin = _now(device)
+        self._group = TableGroup([spec], [0], RowWiseAdagrad(eps=_EPS), device)
+        created = _now(device)
+        for first in range(0, size.rows, _FILL):
+            ids = torch.arange(first, min(first + _FILL, size.rows), device=device)
+            ends = torch.arange(2, device=device) * len(ids)
+            self._group.find_or_insert(ids, ends, 1)
+        filled = _now(device)
+        self.create_ms = 1000 * (created - begin)
+        self.fill_mids = size.rows / (filled - created) / 1e6
+        held = int(self._group.sizes()[0])
+        if held != size.rows:
+            raise RuntimeError(
+                f"{size.rows - held} of {size.rows} ids found no place: --load must be lower than "
+                f"{size.load}."
+            )
+        self._batch = batch
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._rate = torch.full((), _LEARNING_RATE, device=device)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Pooled rows."""
+        args = (ids, offsets, None, self._batch, False, self._rate)
+        return self._group.train_lookup(self._anchor, *args)
+
+
+def make_fbgemm(size: Size, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """FBGEMM's static table."""
+    on_gpu = device.type == "cuda"
+    place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(size.rows, size.dim, place, compute)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=_LEARNING_RATE,
+        eps=_EPS,
+        pooling_mode=PoolingMode.SUM,
+        device=device,
+    )
+    table.init_embedding_weights_uniform(-_RANGE, _RANGE)
+    return table
+
+
+def measure(size: Size, batch: int, steps: int, device: torch.device) -> dict[str, object]:
+    """One row."""
+    ids = [torch.randint(size.rows, (batch,), device=device) for _ in range(_BATCHES)]
+    offsets = torch.arange(batch + 1, device=device)
+    grad = torch.randn(batch, size.dim, device=device)
+
+    def time_of(side: HashSide | SplitTableBatchedEmbeddingBagsCodegen) -> float:
+        def step(at: int) -> None:
+            side.forward(ids[at % _BATCHES], offsets).backward(grad)
+
+        return steps_ms(step, steps, device)
+
+    table = make_fbgemm(size, device)
+    fbgemm_ms = time_of(table)
+    del table
+    _free(device)
+    side = HashSide(size, batch, device)
+    hkv_ms = time_of(side)
+    figures = {
+        "hkv_ms": hkv_ms,
+        "fbgemm_ms": fbgemm_ms,
+        "ratio": hkv_ms / fbgemm_ms,
+        "create_ms": side.create_ms,
+        "fill_mids": side.fill_mids,
+        "hkv_gb": size.hkv_bytes / 1e9,
+        "fbgemm_gb": size.fbgemm_bytes / 1e9,
+    }
+    row = {
+        "dim": size.dim,
+        "rows": size.rows,
+        "batch": batch,
+        "load": size.load,
+        **{name: float(f"{value:.4g}") for name, value in figures.items()},
+        "fbgemm_gpu": fbgemm_gpu.__version__,
+    }
+    del side
+    _free(device)
+    return row
+
+
+def fitting(dim: int, load: float, batch: int, memory: int) -> list[int]:
+    """Rows from 10^6 by tens, and the most, of one digit, that fit.
+
+    Args:
+        dim: columns.
+        load: the hash table's load factor.
+        batch: ids of a step.
+        memory: bytes that there are.
+    """
+
+    def fits(rows: int) -> bool:
+        return Size(rows, dim, load).bytes(batch) <= memory
+
+    rows, power = [], _LEAST
+    while fits(power):
+        rows.append(power)
+        power *= 10
+    most = [digit * power // 10 for digit in range(2, 10) if fits(digit * power // 10)]
+    return rows + most[-1:] if rows else []
+
+
+def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, object]]:
+    memory = int(args.memory_gb * 1e9) if args.memory_gb else free_bytes(device)
+    # What the first use of a device takes is no table's.
+    measure(Size(1000, 8, args.load), 64, 1, device)
+    for dim in args.dims:
+        sizes = args.rows or fitting(dim, args.load, args.batch, memory)
+        for rows in sizes:
+            size = Size(rows, dim, args.load)
+            needed = size.bytes(args.batch)
+            if needed > memory:
+                print(f"left out: {rows} rows of {dim} columns take {needed / 1e9:.1f} GB.")
+                continue
+            yield measure(size, args.batch, args.steps, device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that tables may take."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _CPU_BYTES
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done all."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Draws milliseconds a step of both sides, and their ratio, over the rows of the table.
+
+    Args:
+        rows: of a run.
+        path: its ending tells the format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "id_cost"}):  # equal rows give equal files
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        times, ratios = figure.subplots(1, 2)
+        for at, dim in enumerate(sorted({row["dim"] for row in rows})):
+            own = sorted((row for row in rows if row["dim"] == dim), key=lambda row: row["rows"])
+            sizes, color = [row["rows"] for row in own], f"C{at}"
+            times.plot(sizes, [r["hkv_ms"] for r in own], "o-", color=color, label=f"{dim} columns")
+            times.plot(sizes, [r["fbgemm_ms"] for r in own], "x:", color=color)
+            ratios.plot(sizes, [r["ratio"] for r in own], "o-", color=color, label=f"{dim} columns")
+        times.set(xscale="log", xlabel="rows", ylabel="ms a step", ylim=(0, None))
+        times.legend(title="dotted: FBGEMM's")
+        ratios.set(xscale="log", xlabel="rows", ylabel="ms over FBGEMM's", ylim=(0, None))
+        ratios.legend()
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, writes, draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--rows", type=int, nargs="+", help="sizes; default: all that fit")
+    parser.add_argument("--batch", type=int, default=1 << 20, help="ids of a step")
+    parser.add_argument("--load", type=float, default=0.85)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--memory-gb", type=float, help="that tables may take")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, help="CSV file")
+    parser.add_argument("--plot", type=Path, help="picture")
+    args = parser.parse_args(arguments)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    measured: list[dict[str, object]] = []
+
+    def kept() -> Iterator[dict[str, object]]:
+        for row in _rows(args, device):
+            measured.append(row)
+            yield row
+
+    report(kept(), args.out, KEYS)
+    if args.plot is not None:
+        plot(measured, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+// Dispatcher ops of syncs of replicas and of deltas: what changed in a table, and rows with their
+// states as one matrix. Slots are counted from the table's first. Fakes are in
+// torchrec_hkv/hash_table/ops.py.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "hash_table/sync_kernels.h"
+#include "runtime/checks.h"
+#include "runtime/on_device.h"
+#include "runtime/score_keys.h"
+#include "runtime/table_group.h"
+
+namespace torchrec_hkv::bindings {
+using namespace runtime;
+namespace {
+
+using hash_table::TableView;
+
+void check_marks(const at::Tensor& marks, const char* name, int64_t n, at::Device device) {
+  check_dtype(marks, name, at::kBool);
+  check_device(marks, name, device);
+  check_length(marks, name, n);
+  TORCH_CHECK_VALUE(marks.is_contiguous(), name, " must be contiguous.");
+}
+
+// (slots counted from the table's first, ascending; bits of SlotChange; ids, of free slots without
+// meaning) of the slots from `first` on that may have changed. counters: names the device; not
+// read. occupied: whether the slots had entries before; marked: entries that changed without a
+// lookup; since: those that were looked up in this step or later changed; moved: any may be
+// another.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& counters,
+                                                            int64_t handle, int64_t table,
+                                                            int64_t first,
+                                                            const at::Tensor& occupied,
+                                                            const std::optional<at::Tensor>& marked,
+                                                            int64_t since, bool moved) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const TableView& view = group->view(table);
+  const int64_t n = occupied.numel();
+  check_marks(occupied, "occupied", n, group->device());
+  if (marked) check_marks(*marked, "marked", n, group->device());
+  TORCH_CHECK_VALUE(first >= 0 && first <= view.num_slots - n, "slots from ", first, " to ",
+                    first + n, " were asked for, but the table has ", view.num_slots, ".");
+  TORCH_CHECK_VALUE(since >= 0, "since is ", since, ", but must be at least 0.");
+  at::Tensor changes = at::empty({n}, occupied.options().dtype(at::kByte));
+  const hash_table::SlotChanges look{first,
+                                     n,
+                                     occupied.const_data_ptr<bool>(),
+                                     marked ? marked->const_data_ptr<bool>() : nullptr,
+                                     static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
+                                     moved,
+                                     changes.data_ptr<uint8_t>()};
+  return group->order().run(kReadIndex, [&] {
+    HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_changes(view, look, threads),
+                  hash_table::cuda::slot_changes(view, look, stream));
+    at::Tensor slots, bits;
+    if (group->device().is_cuda()) {
+      const at::Tensor places = changes.nonzero().flatten();
+      bits = changes.index_select(0, places);
+      slots = places.add(first);
+    } else {
+      const int64_t number = hash_table::cpu::count_changes(look.changes, n);
+      slots = at::empty({number}, occupied.options().dtype(at::kLong));
+      bits = at::empty({number}, changes.options());
+      hash_table::cpu::list_changes(look.changes, n, first, slots.data_ptr<int64_t>(),
+                                    bits.data_ptr<uint8_t>());
+    }
+    return std::make_tuple(slots, bits, group->ids_and_steps(table, slots).first);
+  });
+}
+
+void check_slots(const at::Tensor& slots, at::Device device) {
+  check_dtype(slots, "slots", at::kLong);
+  check_device(slots, "slots", device);
+  check_vector(slots, "slots");
+  TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
+}
+
+// A matrix with room for rows and, if wanted, states.
+hash_table::ValueMatrix check_values(const TableGroup& group, const TableView& view, int64_t n,
+                                     const at::Tensor& values, bool states) {
+  TORCH_CHECK_TYPE(view.rows.type == RowType::kFloat32,
+                   "values are read and written of tables of float32 rows only; use read_slots and "
+                   "overwrite_slots.");
+  check_dtype(values, "values", at::kFloat);
+  check_device(values, "values", group.device());
+  const int64_t columns = view.dim() + (states ? view.states.width : 0);
+  TORCH_CHECK_VALUE(values.dim() == 2 && values.size(0) == n && values.size(1) >= columns,
+                    "values must have shape [", n, ", at least ", columns, "], but has ",
+                    values.sizes(), ".");
+  TORCH_CHECK_VALUE(values.stride(1) == 1, "the columns of values must be contiguous.");
+  return hash_table::ValueMatrix{values.data_ptr<float>(), values.stride(0), states};
+}
+
+// (last steps, scores or nothing); rows and states go to values.
+std::tuple<at::Tensor, at::Tensor> read_values(int64_t handle, int64_t table,
+                                               const at::Tensor& slots, at::Tensor values,
+                                               bool states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  const TableView& view = group->view(table);
+  check_slots(slots, group->device());
+  const int64_t n = slots.numel();
+  const hash_table::ValueMatrix out = check_values(*group, view, n, values, states);
+  const bool scored = view.scores != nullptr;
+  at::Tensor last_steps = at::empty({n}, slots.options().dtype(at::kInt));
+  at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
+  const int64_t* const at = slots.const_data_ptr<int64_t>();
+  auto* const steps_out = reinterpret_cast<uint32_t*>(last_steps.data_ptr<int32_t>());
+  auto* const keys_out = scored ? reinterpret_cast<uint64_t*>(keys.data_ptr<int64_t>()) : nullptr;
+  HKV_ON_GROUP(*group, kReadAll,
+               hash_table::cpu::read_values(view, at, n, out, steps_out, keys_out, threads),
+               hash_table::cuda::read_values(view, at, n, out, steps_out, keys_out, stream));
+  return {last_steps, converted(*group, table, keys)};
+}
+
+void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& slots,
+                  const at::Tensor& ids, const at::Tensor& values, const at::Tensor& last_steps,
+                  const at::Tensor& scores, bool states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const TableView& view = group->view(table);
+  check_slots(slots, group->device());
+  const int64_t n = slots.numel();
+  const hash_table::ValueMatrix from = check_values(*group, view, n, values, states);
+  const auto check = [&](const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                         int64_t length) {
+    check_dtype(tensor, name, dtype);
+    check_device(tensor, name, group->device());
+    check_length(tensor, name, length);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
+  };
+  check(ids, "ids", at::kLong, n);
+  check(last_steps, "last_steps", at::kInt, n);
+  check(scores, "scores", at::kLong, view.scores != nullptr ? n : 0);
+  const at::Tensor keys = converted(*group, table, scores);
+  const int64_t* const at = slots.const_data_ptr<int64_t>();
+  const int64_t* const of = ids.const_data_ptr<int64_t>();
+  const auto* const steps = reinterpret_cast<const uint32_t*>(last_steps.const_data_ptr<int32_t>());
+  const auto* const keys_in =
+      view.scores == nullptr ? nullptr
+                             : reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>());
+  HKV_ON_GROUP(*group, kWriteAll,
+               hash_table::cpu::write_values(view, at, n, of, from, steps, keys_in, threads),
+               hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
+  m.def(
+      "slot_changes(Tensor counters, int group, int table, int first, Tensor occupied, "
+      "Tensor? marked, int since, bool moved) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "read_values(int group, int table, Tensor slots, Tensor(a!) values, bool states) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "write_values(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
+      "Tensor values, Tensor last_steps, Tensor scores, bool states) -> ()");
+}
+
+#define HKV_REGISTER(m)                  \
+  m.impl("slot_changes", &slot_changes); \
+  m.impl("read_values", &read_values);   \
+  m.impl("write_values", &write_values);
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
+#ifdef TORCHREC_HKV_CUDA
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  HKV_REGISTER(m)
+}
+#endif
+
+#undef HKV_REGISTER
+
+}  // namespace torchrec_hkv::bindings

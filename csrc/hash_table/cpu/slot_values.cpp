@@ -1,0 +1,91 @@
+// Rows and states of entries into a matrix and out of it, on the CPU.
+#include "hash_table/slot_values.h"
+
+#include <cstring>
+
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/sync_kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+constexpr int64_t kAhead = 16;
+
+// Where rows and states are, and bytes of each; no states: they are not wanted.
+struct Homes {
+  const TableView& table;
+  HomeVectors rows;
+  HomeVectors states;
+  int64_t row_bytes;
+  int64_t state_bytes;
+
+  Homes(const TableView& table, bool with_states)
+      : table(table),
+        rows(table.rows),
+        states(table.states),
+        row_bytes(table.rows.bytes()),
+        state_bytes(with_states ? table.states.bytes() : 0) {}
+
+  void prefetch(int64_t slot) const {
+    if (slot == kNoSlot) return;
+    rows.prefetch(slot);
+    if (state_bytes > 0) states.prefetch(slot);
+    prefetch_lines(&table.last_steps[slot], 1);
+    if (table.scores != nullptr) prefetch_lines(&table.scores[slot], 1);
+  }
+};
+
+}  // namespace
+
+void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
+                 uint32_t* last_steps, uint64_t* scores, int threads) {
+  const Homes homes(table, out.states);
+  parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) homes.prefetch(slots[i + kAhead]);
+      const int64_t slot = slots[i];
+      char* const to = reinterpret_cast<char*>(out.at(i));
+      const bool there = slot != kNoSlot;
+      last_steps[i] = there ? table.last_steps[slot] : 0;
+      if (scores != nullptr) scores[i] = there ? table.scores[slot] : 0;
+      if (there) {
+        std::memcpy(to, homes.rows.at(slot), homes.row_bytes);
+        if (homes.state_bytes > 0) {
+          std::memcpy(to + homes.row_bytes, homes.states.at(slot), homes.state_bytes);
+        }
+      } else {
+        std::memset(to, 0, homes.row_bytes + homes.state_bytes);
+      }
+    }
+  });
+}
+
+void write_values(const TableView& table, const int64_t* slots, int64_t n, const int64_t* ids,
+                  const ValueMatrix& from, const uint32_t* last_steps, const uint64_t* scores,
+                  int threads) {
+  const Homes homes(table, from.states);
+  parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        const int64_t ahead = slots[i + kAhead];
+        homes.prefetch(ahead);
+        if (ahead != kNoSlot) prefetch_lines(&table.ids[ahead], 1);
+      }
+      const int64_t slot = slots[i];
+      if (slot < 0 || slot >= table.num_slots || table.ids[slot] != ids[i]) continue;
+      const int64_t bucket = slot / table.bucket_slots;
+      const int64_t position = slot - bucket * table.bucket_slots;
+      if (table.digests[bucket * kBucketDigests + position] == kEmptyDigest) continue;
+      const char* const values = reinterpret_cast<const char*>(from.at(i));
+      table.last_steps[slot] = last_steps[i];
+      if (scores != nullptr) table.scores[slot] = scores[i];
+      std::memcpy(homes.rows.at(slot), values, homes.row_bytes);
+      if (homes.state_bytes > 0) {
+        std::memcpy(homes.states.at(slot), values + homes.row_bytes, homes.state_bytes);
+      }
+    }
+  });
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

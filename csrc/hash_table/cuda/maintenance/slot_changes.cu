@@ -1,0 +1,28 @@
+// Looks for what changed in a table, on the GPU.
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
+#include "hash_table/slot_changes.h"
+#include "hash_table/sync_kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    slot_changes_kernel(const __grid_constant__ TableView table, const SlotChanges look) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= look.n) return;
+  const int64_t slot = look.first + i;
+  look.changes[i] = look.of(*digest_of_slot(table, slot), *step_of(table, slot), look.was[i],
+                            look.marked != nullptr && look.marked[i]);
+}
+
+}  // namespace
+
+void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream) {
+  if (look.n == 0) return;
+  slot_changes_kernel<<<grid_for(look.n), kThreads, 0, stream>>>(table, look);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,37 @@
+// What may have changed in the slots of a table since a step.
+#pragma once
+
+#include <cstdint>
+
+#include "common/hashing.h"
+#include "common/macros.h"
+
+namespace torchrec_hkv::hash_table {
+
+// Bits of a slot's answer. It is 0 where nothing changed: an entry that was not looked up stays
+// where it is, unless entries move.
+enum SlotChange : uint8_t {
+  kIsThere = 1,  // the slot has an entry
+  kWasThere = 2,
+  kIsTouched = 4,  // its entry was looked up or is marked
+};
+
+struct SlotChanges {
+  int64_t first;       // slot of position 0
+  int64_t n;           // positions
+  const bool* was;     // [n] whether the slots had entries
+  const bool* marked;  // [n] or null: entries that changed without a lookup
+  uint32_t since;      // entries whose last step is not before it were looked up
+  bool moved;          // entries may have moved: each slot that had one and has one may differ
+  uint8_t* changes;    // [n]
+
+  HKV_HOST_DEVICE uint8_t of(uint16_t digest, uint32_t last_step, bool had, bool is_marked) const {
+    const uint8_t is = digest != kEmptyDigest ? kIsThere : 0;
+    const uint8_t before = had ? kWasThere : 0;
+    const uint8_t touched = (last_step >= since || is_marked) && is != 0 ? kIsTouched : 0;
+    const bool differs = is != 0 ? !had || touched != 0 || moved : had;
+    return differs ? is | before | touched : 0;
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table

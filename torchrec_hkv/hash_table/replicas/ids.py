@@ -1,0 +1,55 @@
+"""Which ids replicas must exchange, from the ids that each has touched or lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedIds:
+    """Ids of all replicas, int64.
+
+    Attributes:
+        touched: distinct ids that are touched in some replica, ascending.
+        known: bool, whether some replica that touched or lost them had them at the last sync.
+        left: distinct ids that left some replica and are touched in none.
+        own: int64, of each id that this replica touched, its place in ``touched``.
+    """
+
+    touched: Tensor
+    known: Tensor
+    left: Tensor
+    own: Tensor
+
+
+def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
+    """Merges the ids of all replicas by one sort.
+
+    Args:
+        kinds: of each replica, distinct ids that it touched and that are new to it; that it touched
+            and had before; that left it.
+        own: which of the replicas is this one.
+    """
+    parts = [ids for of_replica in kinds for ids in of_replica]
+    values, order = torch.cat(parts).sort()
+    begins = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=begins[1:])
+    ids = values[begins]
+    places = torch.empty_like(order)
+    places[order] = begins.cumsum(0) - 1
+    places_of = places.split([part.numel() for part in parts])
+    known = torch.zeros_like(ids, dtype=torch.bool)
+    for replica in range(len(kinds)):
+        known[places_of[3 * replica + 1]] = True
+        known[places_of[3 * replica + 2]] = True
+    mine = torch.cat(places_of[3 * own : 3 * own + 2])
+    if not any(part.numel() for part in parts[2::3]):
+        return MergedIds(ids, known, ids[:0], mine)
+    touched = torch.zeros_like(known)
+    for replica in range(len(kinds)):
+        touched[torch.cat(places_of[3 * replica : 3 * replica + 2])] = True
+    return MergedIds(ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine])

@@ -1,0 +1,333 @@
+"""The sync of one table, and the exchange of the rows of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.initial_rows import initial_rows
+from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
+from torchrec_hkv.hash_table.replicas.ids import MergedIds
+from torchrec_hkv.hash_table.replicas.merging import ScoreMerge, merged_values
+from torchrec_hkv.hash_table.replicas.wire import Wire
+from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
+
+_ops = torch.ops.torchrec_hkv
+_STEP_BITS = 0xFFFFFFFF
+#: What a target asks for; batches are as large as they are.
+_TARGET_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Synced:
+    """What a sync did on a rank.
+
+    Attributes:
+        touched: ids that some replica had touched, column shards counted each.
+        erased: ids that left here since they had left another replica.
+        lost: ids that found no place here, or lost it to others.
+        sent_bytes: that this rank sent, counting a ring all-reduce of n bytes as
+            ``2 n (replicas - 1) / replicas``.
+    """
+
+    touched: int = 0
+    erased: int = 0
+    lost: int = 0
+    sent_bytes: int = 0
+
+    def __add__(self, other: Synced) -> Synced:
+        return Synced(
+            self.touched + other.touched,
+            self.erased + other.erased,
+            self.lost + other.lost,
+            self.sent_bytes + other.sent_bytes,
+        )
+
+
+class TableSync:
+    """One sync of one table: its ids are merged part by part, then others are inserted.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        changes: what is known of its last sync.
+        replicas: how many there are.
+        states: whether optimizer states are reconciled.
+        look: what changed here.
+        ids: what changed in all replicas.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        table: int,
+        changes: ReplicaChanges,
+        replicas: int,
+        states: bool,
+        look: Changed,
+        ids: MergedIds,
+    ) -> None:
+        self.group, self.table, self.changes = group, table, changes
+        self.replicas, self.ids, self.states = replicas, ids.touched, states
+        self.spec = group.tables[table]
+        dim, self.dtype, width, self.scored, _, _ = _C.table_layout(group.handle, table)
+        self.width = width if states else 0
+        parts = StateColumns.of_layout(group.state_layout)
+        # The optimizer's own count of a row's updates comes last (csrc/common/optimizers.h).
+        has_own_step = states and group.state_layout >= 256
+        used = parts.of_columns * dim + parts.of_rows
+        self.own_step = dim + used - 1 if has_own_step else None
+        self.merge = ScoreMerge(self.spec)
+        #: Columns of the sums and of the maxima of an id.
+        self.columns = dim + self.width + 2
+        self.maxima = 1 + self.scored + (self.own_step is not None)
+        self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
+        self.known = ids.known
+        self._absent: list[dict[str, Tensor]] = []
+        self._erased = self._erase(ids.left)
+        n, device = self.ids.numel(), group.device
+        self.is_new, self.is_touched = torch.zeros((2, n), dtype=torch.bool, device=device)
+        self.is_touched[ids.own] = True
+        self.is_new[ids.own[: look.num_new]] = True
+        self.slots = self._find(look.slots, ids.own)
+        self.before: Tensor | None = None
+        if look.old_scores is not None:
+            self.before = torch.zeros_like(self.ids)
+            self.before[ids.own[look.num_new :]] = look.old_scores
+
+    def _erase(self, left: Tensor) -> int:
+        """Ids that leave; returns how many were here."""
+        if left.numel() == 0:
+            return 0
+        group, table = self.group, self.table
+        slots = find_slots(group, table, left)
+        slots = slots[slots >= 0]
+        first = sum(group.full_slots(t) for t in range(table))
+        _ops.erase_slots(group.counter_tensor, group.handle, slots + first)
+        self.changes.erased(slots)
+        return slots.numel()
+
+    def _find(self, own_slots: Tensor, own: Tensor) -> Tensor:
+        """Slots of the merged ids, -1 where an id is not here."""
+        slots = torch.empty_like(self.ids)
+        slots[own] = own_slots
+        others = (~self.is_touched).nonzero().flatten()
+        if others.numel():
+            slots[others] = find_slots(self.group, self.table, self.ids[others])
+        return slots
+
+    def keep(self, entries: dict[str, Tensor]) -> None:
+        """Entries that are not here and will be inserted."""
+        self._absent.append(entries)
+
+    def finish(self) -> Synced:
+        """Called when all parts are merged."""
+        return Synced(self.ids.numel(), self._erased, self._insert())
+
+    def _insert(self) -> int:
+        """Inserts what other replicas have; returns how many ids have no place in the end.
+
+        At the end of all: an id that is displaced has been read before.
+        """
+        ids = [batch["ids"] for batch in self._absent]
+        number = sum(part.numel() for part in ids)
+        if number:
+            group, table = self.group, self.table
+            target = Target(group, table, _TARGET_BYTES)
+            group.reserve(table, min(group.sizes()[table] + number, target.capacity))
+            self.changes.grew()
+            target = Target(group, table, _TARGET_BYTES)
+            for batch in self._absent:
+                if batch["ids"].numel():
+                    target.restore(batch, exact=False)
+        return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
+
+
+class Part:
+    """Some ids of a table on their way.
+
+    Args:
+        of: the table's sync.
+        own: which of its ids.
+    """
+
+    def __init__(self, of: TableSync, own: slice) -> None:
+        self.of, self._own = of, own
+        self.n = own.stop - own.start
+        self._slots = of.slots[own]
+
+    def fill(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
+        """Writes what this replica has.
+
+        Args:
+            sums: float32 ``[n, columns]``.
+            maxima: int64 ``[maxima, n]``.
+            added: int64 ``[n]``; None where scores do not add up.
+        """
+        of, there = self.of, self._slots >= 0
+        last_steps, scores = self._read(sums)
+        sums[:, -2] = there
+        sums[:, -1] = there & ~of.is_new[self._own]
+        maxima[0] = last_steps
+        maxima[0] &= _STEP_BITS
+        if of.own_step is not None:
+            maxima[-1] = sums[:, of.own_step]
+        if of.scored:
+            touched = of.is_touched[self._own]
+            before = torch.zeros_like(scores) if of.before is None else of.before[self._own]
+            highest = of.merge.highest_of(scores, before, touched)
+            maxima[1] = torch.where(there, highest, of.merge.lowest(self.n, there.device))
+            if added is not None:
+                added[:] = torch.where(there, of.merge.added(scores, before, touched), 0)
+
+    def _read(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Last steps and scores; rows and states go to the sums. Zeros where an id is not here."""
+        of = self.of
+        if of.dtype == torch.float32:
+            place = (of.group.handle, of.table)
+            return _ops.read_values(*place, self._slots, sums, of.states)
+        there = (self._slots >= 0).nonzero().flatten()
+        _, rows, last_steps, scores, states = _ops.read_slots(
+            of.group.handle, of.table, self._slots[there]
+        )
+        sums.zero_()
+        dim = of.spec.dim
+        sums[there, :dim] = numbers_of(rows, dim).to(torch.float32)
+        if of.states:
+            sums[there, dim:-2] = states
+        steps_of_all = last_steps.new_zeros(self.n)
+        steps_of_all[there] = last_steps
+        scores_of_all = scores.new_zeros(self.n if of.scored else 0)
+        if of.scored:
+            scores_of_all[there] = scores
+        return steps_of_all, scores_of_all
+
+    def write(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
+        """Merges, writes the ids that are here and keeps the others for later.
+
+        Args:
+            sums: over all replicas; overwritten. So the others.
+        """
+        of, spec = self.of, self.of.spec
+        ids = of.ids[self._own]
+
+        def initial(places: Tensor) -> Tensor:
+            return initial_rows(
+                ids[places],
+                spec.dim,
+                table=spec.name,
+                seed=spec.seed,
+                initializer=spec.initializer,
+                column_offset=spec.column_offset,
+            )
+
+        values = merged_values(sums, of.replicas, of.known[self._own], initial)
+        if of.own_step is not None:
+            values[:, of.own_step] = maxima[-1]
+        last_steps = maxima[0].to(torch.int32)
+        scores = of.merge.merged(maxima[1], added) if of.scored else ids[:0]
+        if of.dtype == torch.float32:
+            place = (of.group.counter_tensor, of.group.handle, of.table)
+            _ops.write_values(*place, self._slots, ids, values, last_steps, scores, of.states)
+        entries = {
+            "ids": ids,
+            "rows": stored_as(values[:, : spec.dim], of.dtype),
+            "last_steps": last_steps,
+        }
+        if of.states:
+            entries["states"] = values[:, spec.dim :]
+        if of.scored:
+            entries["scores"] = scores
+        there = (self._slots >= 0).nonzero().flatten()
+        if of.dtype != torch.float32:
+            self._overwrite({name: tensor[there] for name, tensor in entries.items()}, there)
+        if there.numel() == self.n:
+            of.changes.wrote(self._slots)
+            return
+        of.changes.wrote(self._slots[there])
+        absent = (self._slots < 0).nonzero().flatten()
+        of.keep({name: tensor[absent] for name, tensor in entries.items()})
+
+    def _overwrite(self, entries: dict[str, Tensor], there: Tensor) -> None:
+        """Writes entries of any type over those that are here."""
+        of, slots = self.of, self._slots[there]
+        group, table = of.group, of.table
+        states = entries["states"] if of.states else _ops.read_slots(group.handle, table, slots)[4]
+        _ops.overwrite_slots(
+            group.counter_tensor,
+            group.handle,
+            table,
+            slots,
+            entries["ids"],
+            entries["rows"],
+            entries["last_steps"],
+            entries.get("scores", slots[:0]),
+            states,
+        )
+
+
+def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[Part]]:
+    """All ids of all tables in parts that travel together.
+
+    Args:
+        tables: their syncs.
+        most_bytes: of the rows of one round.
+    """
+    some: list[Part] = []
+    taken = 0
+    for table in tables:
+        begin = 0
+        while begin < table.ids.numel():
+            room = (most_bytes - taken) // table.row_bytes
+            if room < 1 and some:
+                yield some
+                some, taken = [], 0
+                continue
+            end = min(table.ids.numel(), begin + max(1, room))
+            some.append(Part(table, slice(begin, end)))
+            taken += (end - begin) * table.row_bytes
+            begin = end
+    if some:
+        yield some
+
+
+def exchange(parts: Sequence[Part], wire: Wire) -> None:
+    """Brings parts together: all sums in one all-reduce, all maxima in one, all counts in one.
+
+    Args:
+        parts: the same ids in all replicas.
+        wire: to the other replicas.
+    """
+    device = parts[0].of.group.device
+    counted = [part.n if part.of.merge.adds else 0 for part in parts]
+    widths = [part.n * part.of.columns for part in parts]
+    sums = torch.empty(sum(widths), device=device)
+    heights = [part.n * part.of.maxima for part in parts]
+    maxima = torch.empty(sum(heights), dtype=torch.int64, device=device)
+    added = torch.empty(sum(counted), dtype=torch.int64, device=device)
+    matrices = [
+        (of_sums.view(part.n, -1), of_maxima.view(-1, part.n), of_added if count else None)
+        for part, count, of_sums, of_maxima, of_added in zip(
+            parts,
+            counted,
+            sums.split(widths),
+            maxima.split(heights),
+            added.split(counted),
+            strict=True,
+        )
+    ]
+    for part, own in zip(parts, matrices, strict=True):
+        part.fill(*own)
+    wire.reduce(sums)
+    wire.reduce(maxima, dist.ReduceOp.MAX)
+    wire.reduce(added)
+    for part, own in zip(parts, matrices, strict=True):
+        part.write(*own)
