@@ -1,6 +1,6 @@
 """Load on ``examples/serving/serve_http.py`` by wrk: a model behind HTTP, on the client's cores.
 
-    apt install wrk; pip install fastapi uvicorn
+    apt install wrk; pip install fastapi orjson 'uvicorn[standard]'
     python -m benchmarks serving_http --rate 500
 
 A request is one sample with ``--ids`` ids by a power law of a table of ``--rows`` rows of ``--dim``

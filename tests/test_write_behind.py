@@ -77,6 +77,37 @@ def test_memory_is_free_when_all_jobs_that_hold_it_are_done(tmp_path):
     assert handle.blocked_seconds > 0
 
 
+def test_copies_are_written_once_all_are_made(tmp_path):
+    """Up to half of the memory; what holds none is done at once."""
+    written = []
+    handle = SaveHandle(tmp_path, staging_bytes=10, threads=2)
+    for lane in "ab":
+        handle.defer(lambda lane=lane: written.append(f"open {lane}"), lane=lane)
+        handle.reserve(2)
+        handle.defer(lambda lane=lane: written.append(f"write {lane}"), 2, lane=lane)
+        handle.defer(lambda lane=lane: written.append(f"sync {lane}"), lane=lane)
+    _wait_until(lambda: len(written) == 2)
+    time.sleep(0.05)
+    assert sorted(written) == ["open a", "open b"]
+    handle.close()
+    handle.wait(60)
+    for lane in "ab":
+        own = [done for done in written if done.endswith(lane)]
+        assert own == [f"{what} {lane}" for what in ("open", "write", "sync")]
+    assert handle.staged_bytes == 4
+
+
+def test_copies_are_written_at_once_where_memory_runs_short(tmp_path):
+    written = []
+    handle = SaveHandle(tmp_path, staging_bytes=10, threads=2)
+    for number in range(3):
+        handle.reserve(3)
+        handle.defer(lambda number=number: written.append(number), 3, lane="a")
+    _wait_until(lambda: written == [0, 1, 2])  # though more may come
+    handle.close()
+    handle.wait(60)
+
+
 def test_after_an_error_only_what_must_be_done_is_done(tmp_path):
     done, go_on = [], threading.Event()
     handle = SaveHandle(tmp_path, threads=2)

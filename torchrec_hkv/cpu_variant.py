@@ -1,9 +1,8 @@
 """Loads the build of the extension that suits this CPU.
 
 A release wheel for CPUs has two builds of ``torchrec_hkv._C``: one for x86-64-v2, where Python
-finds
-it, and one for x86-64-v3 (AVX2) in the folder ``_v3``. Other builds of the package only have the
-first. Hash tables give bitwise equal results with both.
+finds it, and one for x86-64-v3 (AVX2) in the folder ``_v3``. Other builds of the package only have
+the first. Hash tables give bitwise equal results with both.
 """
 
 from __future__ import annotations

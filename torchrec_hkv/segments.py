@@ -1,8 +1,7 @@
 """Nested bags: ids in segments of samples, pooled at one of the two levels.
 
 The counterpart of HybridBackend's ``emb_segment_rank``. A sample may have several segments (the
-items
-of a basket, the sentences of a text) of several ids each. Tables pool the bags of a
+items of a basket, the sentences of a text) of several ids each. Tables pool the bags of a
 ``KeyedJaggedTensor``, which has one level of bags: this module makes one from either level.
 """
 

@@ -105,7 +105,7 @@ def test_files(log, tmp_path, capsys):
 BAD = {
     "--rows is 'many', but must be a whole number": ["--rows", "many"],
     "--rows is '0%', but must be a share": ["--rows", "0%"],
-    "The eviction is 'fifo', but must be of lru, lfu": ["--eviction", "fifo"],
+    "The eviction is 'fifo', but must be in lru, lfu": ["--eviction", "fifo"],
     "The eviction 'aged_lfu:x' must have a number of at least 0": ["--eviction", "aged_lfu:x"],
     "--admission is 'twice', but must be none": ["--admission", "twice"],
     "count is 1, but must be an integer from 2 to 65535": ["--admission", "frequency:1"],

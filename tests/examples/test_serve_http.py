@@ -36,6 +36,7 @@ def lists_of(features) -> dict:
 def test_served(run_ranks, tmp_path):
     pytest.importorskip("fastapi", reason="needs FastAPI")
     pytest.importorskip("uvicorn", reason="needs uvicorn")
+    pytest.importorskip("orjson", reason="needs orjson")
     pytest.importorskip("httpx", reason="needs httpx")
     from fastapi.testclient import TestClient
 

@@ -42,7 +42,7 @@ def refused(rank, world_size, device, folder):
     other = folder / "other"
     other.mkdir()
     (other / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="is no exported model and would be replaced"):
+    with pytest.raises(ValueError, match="is not an exported model, and would be replaced"):
         serving.export(model, other, inputs=batch_of(0))
     with pytest.raises(ValueError, match="the model has no EmbeddingBagCollection"):
         serving.export(torch.nn.Linear(2, 2), folder / "new", inputs=(torch.zeros(2, 2),))

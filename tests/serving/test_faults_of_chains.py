@@ -117,7 +117,7 @@ def another_model(rank, world_size, device, folder: Path) -> None:
     assert served.freshness().is_following
     with pytest.raises(ValueError, match="the model already follows"):
         serving.follow(served, folder / "other", every=None)
-    with pytest.raises(ValueError, match=r"deltas is .*, where no checkpoint of a DeltaWriter is"):
+    with pytest.raises(ValueError, match=r"deltas is .*, which has no checkpoint of a DeltaWriter"):
         serving.export(model, folder / "new", inputs=batch_of(0), deltas=folder / "chain")
     checkpoint.DeltaWriter(model.module.ebc, folder / "chain").write()
     assert follower.poll() == 0

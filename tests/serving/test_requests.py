@@ -62,3 +62,17 @@ def test_bad_requests(served):
         model(dense, 3, weighted)
     with pytest.raises(TypeError, match="an argument is a list, but must be a tensor"):
         model([1.0], features, weighted)
+
+
+def test_lists():
+    got = serving.KeyedIds.from_lists({"a": [[-(2**63), 2**63 - 1], []], "b": [[7], [True]]})
+    assert got.values.tolist() == [-(2**63), 2**63 - 1, 7, 1]
+    assert got.values.dtype == torch.int64
+    assert got.lengths.tolist() == [[2, 0], [1, 1]]
+    assert serving.KeyedIds.from_lists({"a": [[], []]}).values.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [2**63, -(2**63) - 1, 1.5, "7", None])
+def test_bad_ids_in_lists(bad):
+    with pytest.raises(ValueError, match=r"an id is .*, but must be an integer from -2\^63"):
+        serving.KeyedIds.from_lists({"a": [[1, bad, 2]]})

@@ -78,6 +78,8 @@ class CheckedTable:
         admission: as for the table.
         expire_after: as for the table.
         initial_capacity: as for the table.
+        hbm_bytes: as for the table.
+        deterministic: as for the table.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class CheckedTable:
         admission: Admission | None = None,
         expire_after: int | None = None,
         initial_capacity: int | None = None,
+        hbm_bytes: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         spec = TableSpec(
             "checked",
@@ -103,6 +107,8 @@ class CheckedTable:
             admission=admission,
             expire_after=expire_after,
             initial_capacity=initial_capacity,
+            hbm_bytes=hbm_bytes,
+            deterministic=deterministic,
         )
         self.table = HashTable(
             dim,
@@ -116,6 +122,8 @@ class CheckedTable:
             admission=admission,
             expire_after=expire_after,
             initial_capacity=initial_capacity,
+            hbm_bytes=hbm_bytes,
+            deterministic=deterministic,
         )
         self._watch(spec, device)
 
@@ -149,7 +157,7 @@ class CheckedTable:
             spec.initial_capacity,
         )
         assert self.table.capacity == self.model.num_slots
-        self.slots = self.table.num_slots
+        self.first_slots = self.slots = self.table.num_slots
         # Number of ids of the call in all tables of the group; None: the table has no group.
         self.ids_of_group: int | None = None
 

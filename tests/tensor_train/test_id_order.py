@@ -111,7 +111,7 @@ def test_refused():
         IdOrder(torch.tensor([0, 2, 2]))
     with pytest.raises(TypeError, match=r"rows must be a tensor of dtype torch\.int64"):
         IdOrder(torch.tensor([0.0]))
-    with pytest.raises(ValueError, match="values hold NaN"):
+    with pytest.raises(ValueError, match="values contain NaN"):
         IdOrder.by_value(torch.tensor([0.0, float("nan")]))
     with pytest.raises(ValueError, match=r"no id 3: it has 0 to 2"):
         IdOrder(torch.arange(3)).rows_of(torch.tensor([0, 3]))

@@ -1,8 +1,8 @@
-"""Checkpoints of sharded models: hash tables in files of their own, the rest by
-:mod:`torch.distributed.checkpoint`.
+"""Checkpoints of sharded models.
 
-What needs TorchRec is imported when it is first asked for: :mod:`torchrec_hkv.serving` reads
-checkpoints without it.
+Hash tables have files of their own. :mod:`torch.distributed.checkpoint` writes everything else.
+Modules that need TorchRec are imported on first use, because :mod:`torchrec_hkv.serving` reads
+checkpoints without TorchRec.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks must say alike in a collective call, refused where they don't."""
+"""Checks that all ranks pass the same arguments to a collective call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrec_hkv.collective import on_every_rank
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A path as one rank names it.
+    """A path on one rank.
 
     Attributes:
-        path: made absolute.
-        real: without symbolic links.
+        path: the absolute path.
+        real: the absolute path with symbolic links resolved.
     """
 
     path: str
@@ -25,12 +25,12 @@ class Folder:
 
     @classmethod
     def of(cls, path: Path) -> Folder:
-        """A path on this rank."""
+        """Creates it for a path on this rank."""
         return cls(os.path.abspath(path), os.path.realpath(path))
 
     def is_same(self, other: Folder) -> bool:
-        """Whether two ranks mean one folder. Hosts may reach it through links of their own, or by
-        other paths that are the same without links."""
+        """Whether two ranks name the same folder. A host may reach it through its own links, or by
+        another path that is the same once links are resolved."""
         return self.path == other.path or self.real == other.real
 
     def __repr__(self) -> str:
@@ -38,15 +38,15 @@ class Folder:
 
 
 def agreed(arguments: Callable[[], Mapping[str, Any]]) -> None:
-    """Compares what the ranks were given, before anything changes; a collective call.
+    """Compares the arguments of all ranks. Call it before anything changes; a collective call.
 
     Args:
-        arguments: checks this rank's arguments, and returns those that all ranks must have, by
-            what a message calls them; picklable.
+        arguments: a function that checks this rank's arguments and returns those that must be equal
+            on all ranks. Keys are the names used in error messages; values are picklable.
 
     Raises:
-        ValueError: a rank refused its arguments, or two ranks were given different ones; the same
-            on all ranks.
+        ValueError: a rank refused its arguments, or two ranks were given different ones. All ranks
+            raise the same error.
     """
     first, *others = on_every_rank(lambda: dict(arguments()))
     for rank, theirs in enumerate(others, start=1):

@@ -1,9 +1,9 @@
-"""A chain: a base, which is a whole checkpoint, and deltas, each holding what changed since the one
-before.
+"""A chain: a base, which is a complete checkpoint, and deltas, each with what changed since the
+previous one.
 
-All are folders of one folder, ``base-000000``, ``delta-000001`` and so on, numbered through. Each
-names the digest of the one before, and the folder's ``deltas.json`` names the newest, so that one
-that is lost, doubled, out of order or of another chain is told.
+They are folders in one folder, ``base-000000``, ``delta-000001`` and so on, with consecutive
+numbers. Each names the digest of its predecessor, and the file ``deltas.json`` names the newest.
+Checkpoints that are missing, duplicated, out of order or of another chain are found by this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import Choice, Fields, Integer, OrNull, Place, Text
 
-#: The file of a chain that names its newest checkpoint.
+#: Name of the file that names the newest checkpoint of a chain.
 NEWEST = "deltas.json"
 _LINK_FORMAT = "torchrec_hkv.chain"
 _NEWEST_FORMAT = "torchrec_hkv.deltas"
@@ -37,12 +37,12 @@ Kind = Literal["base", "delta"]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Where in a chain a checkpoint is.
+    """The position of a checkpoint in its chain.
 
     Attributes:
-        number: counted from 0, bases and deltas alike.
+        number: counted from 0, over bases and deltas.
         kind: ``"base"`` or ``"delta"``.
-        previous: digest of the checkpoint that a delta adds to; None for a base.
+        previous: digest of the checkpoint that a delta follows; None for a base.
     """
 
     number: int
@@ -51,19 +51,19 @@ class Link:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the checkpoint's folder."""
         return f"{self.kind}-{self.number:06d}"
 
     def write(self, folder: Path) -> None:
-        """Writes it to the folder of the checkpoint, and makes sure that it is on the disk."""
+        """Writes the link to the folder of the checkpoint and syncs it."""
         write_signed(folder / LINK, _LINK_FORMAT, _VERSION, dataclasses.asdict(self), mode="x")
 
     @classmethod
     def read(cls, folder: Path) -> Link:
-        """That of a checkpoint.
+        """Reads the link of a checkpoint.
 
         Raises:
-            ValueError: it is missing, damaged, or has an impossible value.
+            ValueError: it is missing or damaged, or has an impossible value.
         """
         path = folder / LINK
         try:
@@ -85,8 +85,8 @@ class Newest:
     """The newest checkpoint of a chain.
 
     Attributes:
-        number: its number.
-        digest: its digest.
+        number: number of the checkpoint.
+        digest: digest of the checkpoint.
     """
 
     number: int
@@ -100,11 +100,11 @@ _NEWEST = Fields({"number": _NUMBER, "digest": _DIGEST}, Newest)
 
 
 def digest_of(folder: Path) -> str:
-    """The digest of a checkpoint in a chain: of the files that name all of its others with their
-    checksums.
+    """The digest (SHA-256) of a checkpoint in a chain. It covers the two files that name all other
+    files with their checksums.
 
     Raises:
-        ValueError: one can't be read.
+        ValueError: one of the two can't be read.
     """
     total = hashlib.sha256()
     for name in (RECORD, LINK):
@@ -116,11 +116,11 @@ def digest_of(folder: Path) -> str:
 
 
 class Chain:
-    """The checkpoints of a chain, up to one of them.
+    """The checkpoints of a chain, up to a given one.
 
     Args:
-        root: the folder that they are in.
-        last: number of the last one that is wanted; None for the newest.
+        root: the folder of the chain.
+        last: number of the last checkpoint; None for the newest.
     """
 
     def __init__(self, root: Path, last: int | None = None) -> None:
@@ -128,14 +128,14 @@ class Chain:
 
     @classmethod
     def at(cls, path: Path) -> Chain | None:
-        """The chain that a path names: its own folder, or that of one of its checkpoints; None if
-        it names none."""
+        """The chain at a path, which is the folder of the chain or of one of its checkpoints. None
+        if there is no chain."""
         if (path / LINK).is_file():
             path = path.absolute()
             found = _NAME.fullmatch(path.name)
             if found is None:
                 raise ValueError(
-                    f"{path} is of a chain of deltas under another name: give it the name "
+                    f"{path} is a renamed checkpoint of a chain: rename it to "
                     f"{Link.read(path).name!r} again."
                 )
             return cls(path.parent, int(found[2]))
@@ -145,10 +145,10 @@ class Chain:
         return chain if (path / NEWEST).is_file() or chain.names() else None
 
     def names(self) -> dict[int, str]:
-        """The names of the folders by number, ascending.
+        """Names of the checkpoints' folders by number, ascending.
 
         Raises:
-            ValueError: two have the same number.
+            ValueError: two folders have the same number.
         """
         names: dict[int, str] = {}
         held = sorted(os.listdir(self._root)) if self._root.is_dir() else []
@@ -166,10 +166,10 @@ class Chain:
         return dict(sorted(names.items()))
 
     def newest(self) -> Newest | None:
-        """What the folder says is its newest checkpoint; None where it says nothing.
+        """The newest checkpoint according to ``deltas.json``; None if there is no such file.
 
         Raises:
-            ValueError: what it says is damaged.
+            ValueError: the file is damaged.
         """
         path = self._root / NEWEST
         try:
@@ -181,10 +181,11 @@ class Chain:
         return _NEWEST.read(content, Place(str(path)))
 
     def layers(self) -> list[tuple[Path, Record]]:
-        """The last checkpoint and those that it adds to, back to a base: folders and records.
+        """Folders and records of the last checkpoint and of its predecessors, back to a base.
 
         Raises:
-            ValueError: one is missing or another than it should be; the sentence names it.
+            ValueError: a checkpoint is missing, or is not the predecessor that the next one names;
+                the message names it.
         """
         names, newest = self.names(), self.newest()
         last = self._last
@@ -198,7 +199,7 @@ class Chain:
                 )
         self._check_there(names, last, newest)
         layers: list[tuple[Path, Record]] = []
-        wanted = None  # digest that the next one back must have
+        wanted = None  # digest that the predecessor must have
         for number in range(last, -1, -1):
             folder = self._folder(names, number, layers)
             link = Link.read(folder)
@@ -240,12 +241,12 @@ class Chain:
     # -- writing ----------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """The number after all that there are."""
+        """The number of the next checkpoint."""
         newest = self.newest()
         return 1 + max([*self.names(), -1 if newest is None else newest.number])
 
     def name_newest(self, link: Link, digest: str) -> None:
-        """Says which checkpoint is the newest, in one step of the file system."""
+        """Names the newest checkpoint in ``deltas.json``, atomically."""
         path = self._root / NEWEST
         unfinished = path.with_name(f".{NEWEST}.saving")
         content = dataclasses.asdict(Newest(link.number, digest))
@@ -255,7 +256,7 @@ class Chain:
         sync_folder(self._root)
 
     def clear(self) -> None:
-        """Removes what killed writers left."""
+        """Removes unfinished folders of killed writers."""
         for name in os.listdir(self._root) if self._root.is_dir() else []:
             found = _KILLED.fullmatch(name)
             if found is None:
@@ -268,7 +269,11 @@ class Chain:
                 shutil.rmtree(self._root / name, ignore_errors=True)
 
     def keep_bases(self, count: int) -> None:
-        """Removes the bases but for the newest ones, and the deltas that add to them."""
+        """Removes all but the newest bases, and the deltas of the removed ones.
+
+        Args:
+            count: number of bases to keep.
+        """
         names = self.names()
         bases = [number for number, name in names.items() if name.startswith("base")]
         if len(bases) <= count:

@@ -1,4 +1,4 @@
-"""A chain of deltas merged into a whole checkpoint, without a model."""
+"""Merges a chain of deltas into a complete checkpoint, without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.progress import Progress, advance, reported
 
-#: Memory that a merge takes.
+#: Default memory limit of a merge, in bytes.
 BATCH_BYTES = 512 << 20
 
 
@@ -30,26 +30,27 @@ def compact(
     batch_bytes: int = BATCH_BYTES,
     threads: int = 4,
 ) -> Path:
-    """Merges a base and deltas into a whole checkpoint, which loads as they do.
+    """Merges a base and its deltas into one complete checkpoint with the same contents.
 
-    It needs no model and no process group; where there is one, one rank calls it. The chain stays
-    as it is. Files that need no merge are linked, or copied to another file system.
+    Needs no model and no process group; with a process group, only one rank calls it. The chain is
+    not changed. Files that need no merge are linked, or copied to another file system.
 
     Args:
-        path: of a chain of deltas, or of the last delta to merge.
-        into: a folder for the checkpoint; an earlier checkpoint there is replaced. None: the chain
-            gets it as its new base, where ``path`` is the whole chain; nobody may write to it
-            meanwhile, and a :class:`DeltaWriter` that did is to be made anew.
-        batch_bytes: memory it may take, besides one byte for each slot of a table's shard.
-        threads: that verify files at the same time.
+        path: the folder of a chain, or of the last delta to merge.
+        into: the folder of the new checkpoint. An earlier checkpoint there is replaced. None adds
+            it to the chain as a new base; ``path`` must then name the whole chain or its newest
+            checkpoint. Nobody may write to the chain in the meantime. Afterwards, create a new
+            :class:`DeltaWriter` and call its ``resume()``.
+        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table's shard.
+        threads: number of threads that verify files.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ValueError: ``path`` is of no chain, a file of the chain is missing, damaged or another than
-            it should be, or there is something else where the checkpoint is written. Nothing is
-            written then.
+        ValueError: ``path`` is not of a chain, a file of the chain is missing, damaged or of
+            another chain, or ``into`` holds something other than a checkpoint. Nothing is written
+            then.
         OSError: writing failed; what was written is removed.
     """
     path, options = Path(path), FileOptions(batch_bytes, threads)
@@ -57,9 +58,10 @@ def compact(
     if chain is None:
         raise ValueError(f"There is no chain of deltas at {path}: name a DeltaWriter's folder.")
     layers = chain.layers()
-    if into is None and (newest := Chain(layers[0][0].parent).newest()) is not None:
+    if into is None:
         link = Link.read(layers[0][0])
-        if link.number != newest.number:
+        # The newest checkpoint may not be named in deltas.json, if its writer was killed before.
+        if link.number + 1 != Chain(layers[0][0].parent).next_number():
             raise ValueError(
                 f"{layers[0][0]} is not the newest checkpoint of its chain: pass into=."
             )
@@ -97,7 +99,7 @@ def _verify(layers: Layers, options: FileOptions, task: Progress) -> None:
         )
         for backend, saved, name in files_to_verify(layers, record.tables)
     ]
-    # Entries are read for their checksums, and where they are merged once more.
+    # Entries are read once for their checksums, and once more for the merge.
     of_tensors = sum(file.bytes for file in record.files.values())
     task.set_total(2 * sum(size for size, _ in jobs) - of_tensors)
     with ThreadPoolExecutor(options.threads) as pool:
@@ -139,7 +141,7 @@ def _write_table(layers: Layers, key: str, folder: Path, options: FileOptions) -
 
 
 def _link_tree(source: Path, to: Path) -> None:
-    """The files of a folder, which nobody changes in place, under other names."""
+    """Links the files of a folder into another one. Nobody changes these files in place."""
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source, to, copy_function=_link)
     sync_folder(to)

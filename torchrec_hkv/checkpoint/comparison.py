@@ -1,4 +1,4 @@
-"""How two saved tables differ, id by id, in bounded memory."""
+"""Compares two saved tables id by id, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Difference:
     """How the second of two tables differs from the first.
 
     Attributes:
-        before: ids of the first.
-        after: ids of the second.
-        came: ids of the second alone.
-        left: ids of the first alone.
-        changed: ids of both whose rows differ in some bit.
-        same: ids of both with equal rows.
-        states_changed: ids of both whose optimizer states differ; None where they can't be
-            compared: only one has them, or they lie in several columns.
-        steps_changed: ids of both whose last step or score differs.
-        largest: greatest difference of a value, of the rows that changed.
-        norm: L2 norm of all differences.
-        norm_before: L2 norm of all rows of both in the first.
-        most: the ids whose rows changed most, with the L2 norm of the change.
+        before: number of ids in the first table.
+        after: number of ids in the second table.
+        came: number of ids that only the second table has.
+        left: number of ids that only the first table has.
+        changed: number of common ids whose rows differ in at least one bit.
+        same: number of common ids with equal rows.
+        states_changed: number of common ids whose optimizer states differ. None if states can't be
+            compared: only one table has them, or they are spread over column shards.
+        steps_changed: number of common ids whose last step or score differs.
+        largest: largest difference of a value.
+        norm: L2 norm of all differences of rows.
+        norm_before: L2 norm of the rows of common ids in the first table.
+        most: ids whose rows changed most, each with the L2 norm of its change.
     """
 
     before: int = 0
@@ -52,12 +52,12 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both hold the same ids, rows, states, scores and steps."""
+        """Whether both tables hold the same ids, rows, states, scores and steps."""
         differences = (self.came, self.left, self.changed, self.states_changed, self.steps_changed)
         return not any(differences)
 
     def content(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The attributes as JSON values."""
         content = dataclasses.asdict(self)
         content["relative_change"] = self.norm / self.norm_before if self.norm_before else 0.0
         content["equal"] = self.is_equal
@@ -75,13 +75,14 @@ def compare(
     """Compares two tables.
 
     Args:
-        first: with files of its own.
-        second: also with files of its own; it has the same number of columns.
-        batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
-        show: how many of the ids that changed most are named.
+        first: a table that has files of its own.
+        second: another one.
+        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+            saved in deltas.
+        show: number of ids in :attr:`Difference.most`.
 
     Raises:
-        ValueError: rows are of different width, or a file can't be read.
+        ValueError: the tables have different numbers of columns, or a file can't be read.
     """
     if first.dim != second.dim:
         raise ValueError(
@@ -142,7 +143,7 @@ def _whole_states(table: SavedTable) -> bool:
 
 
 def _differs(old: Tensor, new: Tensor) -> Tensor:
-    """Which entries differ in some bit; of different types by value."""
+    """Which entries differ. Values of one dtype are compared bit by bit, others by value."""
     if old.dtype == new.dtype and old.is_floating_point():
         bits = torch.int32 if old.dtype.itemsize == 4 else torch.int16
         old, new = (tensor.contiguous().view(bits) for tensor in (old, new))

@@ -1,5 +1,5 @@
-"""Folders that :mod:`torch.distributed.checkpoint` wrote, which hold a ``state_dict``: recognised,
-and loaded into a sharded model."""
+"""Loads folders that :mod:`torch.distributed.checkpoint` wrote, with a ``state_dict``, into a
+sharded model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_dcp_folder(path: Path) -> bool:
     """Whether a folder holds a ``state_dict`` that :mod:`torch.distributed.checkpoint` saved.
 
     Raises:
-        ValueError: it is the part of a checkpoint that is such a folder.
+        ValueError: the folder is the ``tensors`` folder of a checkpoint.
     """
     if not (path / DCP_METADATA).is_file():
         return False
@@ -46,10 +46,10 @@ def is_dcp_folder(path: Path) -> bool:
 
 
 def refuse_dcp_folder(path: Path) -> None:
-    """Says what to do with a folder that :mod:`torch.distributed.checkpoint` wrote.
+    """Refuses a folder that :mod:`torch.distributed.checkpoint` wrote.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is such a folder; the message says how to load or convert it.
     """
     if is_dcp_folder(path):
         raise ValueError(
@@ -67,23 +67,23 @@ def load_dcp_folder(
     *,
     strict: bool,
 ) -> None:
-    """Loads such a folder into a model; a collective call.
+    """Loads a folder of :mod:`torch.distributed.checkpoint` into a model; a collective call.
 
-    What has the names and shapes of the model's ``state_dict`` is loaded as
-    :mod:`torch.distributed.checkpoint` does. A hash table takes the rows and states of a stock
-    table of its name, by row number or by the ids of a managed collision module.
+    Entries with the names and shapes of the model's ``state_dict`` are loaded by
+    :mod:`torch.distributed.checkpoint`. A hash table takes the rows and states of a stock table
+    with the same name. Its ids are row numbers, or the ids of a managed collision module.
 
     Args:
-        path: of the folder.
-        model: sharded.
-        optimizer: or None.
-        tables: of the model.
-        options: of the load.
-        strict: whether what the folder lacks is refused.
+        path: the folder.
+        model: the sharded model.
+        optimizer: the optimizer, or None.
+        tables: the tables of the model.
+        options: how to load.
+        strict: whether to refuse a folder that lacks tables or tensors of the model.
 
     Raises:
-        ValueError: the folder is damaged or doesn't match; nothing has changed then. Where a hash
-            table turns out too small, it is left empty.
+        ValueError: the folder is damaged or doesn't match the model; nothing has changed then. If
+            entries find no slot in a hash table, the table is empty afterwards.
     """
     load = _Load(path, model, optimizer, tables, options, strict=strict)
     with contextlib.ExitStack() as undo:
@@ -113,11 +113,11 @@ class _Load:
         self.bytes = 0
 
     def check(self, undo: contextlib.ExitStack) -> None:
-        """Refuses what doesn't match; reads no values of tensors."""
+        """Checks that the folder matches. Does not read values of tensors."""
         self._folder = DcpFolder(self._path)
         self._keys = Keys.of(self._folder, None, None)
         self._reader = CheckedReader(self._path, self._folder.metadata)
-        # Hash tables whose state is there as they give it; others come from stock tables.
+        # Hash tables that were saved as hash tables; the others come from stock tables.
         alike = [name for name in self._tables if self._has(f"{name}.occupied")]
         self._find_sources([name for name in self._tables if name not in alike])
         self._take_model(alike)
@@ -136,7 +136,7 @@ class _Load:
         self.bytes += sum(source.bytes for source in self._sources.values())
 
     def check_tensors(self) -> None:
-        """Refuses entries that are not what the metadata says; each is looked at by one rank."""
+        """Checks that entries are what the metadata describes. Each is checked by one rank."""
         wanted = on_every_rank(lambda: self._wanted)
         everybody = sorted({key for keys in wanted for key in keys})
         rank, ranks = 0, 1
@@ -152,8 +152,8 @@ class _Load:
         missing = [name for name in names if name not in found]
         if missing and self._strict:
             raise ValueError(
-                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. strict=False "
-                "leaves tables as they are that it lacks."
+                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. With "
+                "strict=False, missing tables stay unchanged."
             )
         for name in names:
             if name in found:
@@ -173,7 +173,7 @@ class _Load:
         if source.is_exact and source.entries > shard.num_embeddings:
             raise ValueError(
                 f"In {self._path}, table {source.name!r} has {source.entries} rows, but here "
-                f"num_embeddings is {shard.num_embeddings}: give it more."
+                f"num_embeddings is {shard.num_embeddings}: give it a larger one."
             )
         optimizer = table.planned.optimizer
         if source.optimizer is not None and layout_of(source.optimizer) != layout_of(optimizer):
@@ -185,7 +185,7 @@ class _Load:
             )
 
     def _take_model(self, alike: list[str]) -> None:
-        # A table's state is a copy of it, which is made where it is needed.
+        # The state of a hash table is a copy of the table, which is made only if needed.
         aside = contextlib.nullcontext() if alike else tables_with_files_aside()
         with aside:
             state = self._model.state_dict()
@@ -237,7 +237,7 @@ class _Load:
             )
 
     def _fill(self, name: str, clock: int, heads: dict[GroupLookup, dict[str, Tensor]]) -> None:
-        """Fills the shards of a table that this rank holds."""
+        """Fills this rank's shards of a table."""
         source, table = self._sources[name], self._tables[name]
         lookups = table.collection.group_lookups()
         rank = dist.get_rank() if dist.is_initialized() else 0

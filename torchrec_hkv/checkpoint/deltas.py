@@ -1,4 +1,4 @@
-"""A model saved again and again, each time no more than what changed."""
+"""Saves a model repeatedly, each time only what changed."""
 
 from __future__ import annotations
 
@@ -34,49 +34,52 @@ from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
 
 
 class DeltaWriter:
-    """Writes a base, which is a whole checkpoint, and then deltas to a folder.
+    """Writes a base, which is a complete checkpoint, and then deltas to a folder.
 
-    A delta holds the entries of hash tables that were looked up in training since the write before,
-    with rows, states, scores and steps, and the ids that left; all else, stock and Tensor-Train
-    tables among it, whole. :func:`load` of the folder gives the state of the newest write, and of
-    ``folder / "delta-000003"`` that one's, at any number of ranks.
+    A delta holds the entries of hash tables that training has looked up since the previous write
+    (rows, states, scores and steps) and the ids that left. It holds everything else completely:
+    stock tables, Tensor-Train tables, dense parameters and optimizers. :func:`load` of the folder
+    loads the newest write; :func:`load` of ``folder / "delta-000003"`` loads that write. Both work
+    on any number of ranks.
 
-    Training marks nothing and is as fast as without a writer. A rank keeps 9 bytes of host memory
-    for each slot of its hash tables, from the first write on.
+    Training does no extra work and is as fast as without a writer. From the first write on, a rank
+    uses 9 bytes of host memory for each slot of its hash tables.
 
-    The first write of a writer is a base, also where the folder holds a chain already: it goes on
-    with the next number. After :meth:`resume` it is a delta, where the model is sharded as the one
-    that wrote the chain. Where rows have changed without a lookup, as by :func:`load` or
-    :func:`import_rows`, the next delta holds the whole table.
+    The first write of a writer is a base. If the folder already holds a chain, the base gets the
+    next number. After :meth:`resume`, the first write is a delta if the number of ranks and the
+    sharding are those of the chain. If rows have changed without a lookup, for example by
+    :func:`load` or :func:`import_rows`, the next delta holds the whole table.
 
     Args:
-        model: sharded.
-        folder: that all ranks see; made if it doesn't exist.
+        model: a sharded model.
+        folder: a folder that all ranks see; created if it doesn't exist.
         optimizer: as for :func:`save`.
-        every_steps: calls of :meth:`step` from one write to the next; None to write on other terms.
-        every_seconds: the time from one write to the next, as rank 0 sees it; it may be some steps
-            more.
-        base_every: writes from one base to the next; None for one base only.
-        keep_bases: how many bases to keep; older ones and their deltas are removed when a new base
-            is written. None keeps all.
-        states: whether optimizer states of hash tables are written. What is loaded without can be
-            served; training goes on with new states.
-        row_dtype: ``torch.float16`` or ``torch.bfloat16``, which rows of 32 bits in hash tables are
-            rounded to, or ``torch.int8`` for codes of 8 bits with a scale a row; bases' and deltas'
-            alike. None: all bits.
-        compression: ``"zstd"`` compresses the entries of hash tables, by the package ``zstandard``,
-            which whoever loads them needs, too.
+        every_steps: number of calls of :meth:`step` from one write to the next; None: writes don't
+            depend on it.
+        every_seconds: seconds from one write to the next by rank 0's clock; a write may come some
+            steps later. None: writes don't depend on it.
+        base_every: number of writes from one base to the next; None: only the first write is a
+            base.
+        keep_bases: number of bases to keep. A new base removes older ones and their deltas. None
+            keeps all.
+        states: whether optimizer states of hash tables are written. Without them, what is loaded
+            can be served, but training starts with new states.
+        row_dtype: dtype of the saved rows of hash tables, in bases and deltas: ``torch.float16`` or
+            ``torch.bfloat16`` rounds rows of 32 bits; ``torch.int8`` saves codes of 8 bits and one
+            scale a row. None saves all bits.
+        compression: ``"zstd"`` compresses the entries of hash tables with the package
+            ``zstandard``. Loading them needs the package, too.
         batch_bytes: as for :func:`save`.
         threads: as for :func:`save`.
-        blocking: what :meth:`step` does, and :meth:`write` unless it is told: whether a write ends
-            when all is on the disk, or when all that it holds has been copied.
+        blocking: whether :meth:`step` returns when everything is on the disk (True), or when
+            everything has been copied (False). :meth:`write` has its own argument.
         staging_bytes: as for :func:`save`.
         device_staging_bytes: as for :func:`save`.
 
     Raises:
-        ValueError: a number is not positive, an option is another than above, the folder's path is
-            that of a file or a checkpoint, the optimizer is not keyed, or ``zstandard`` is needed
-            and not installed.
+        ValueError: a number is not positive, an option has another value than above, the folder is
+            a file or a checkpoint, the optimizer is not keyed, or ``zstandard`` is needed and not
+            installed.
     """
 
     def __init__(
@@ -124,10 +127,10 @@ class DeltaWriter:
         self._steps = 0  # since the last write
 
     def step(self) -> Path | SaveHandle | None:
-        """Counts a training step, and writes where it is the time to; every rank calls it.
+        """Counts a training step and writes if a write is due; a collective call.
 
         Returns:
-            What :meth:`write` gave, or None.
+            The result of :meth:`write`, or None if nothing was due.
         """
         self._steps += 1
         due = self._every_steps is not None and self._steps >= self._every_steps
@@ -136,17 +139,17 @@ class DeltaWriter:
         return self.write() if due else None
 
     def resume(self, *, allow_loss: bool | None = None) -> int:
-        """Loads the newest state of the folder, as :func:`load` does; a collective call.
+        """Loads the newest state of the folder like :func:`load`; a collective call.
 
-        The next write is a delta where it can add to the chain: on as many ranks and under the same
-        sharding, with the same ``states`` and ``row_dtype``, and where every entry found its place.
-        Else it is a base. Nobody else may write to the folder.
+        The next write is a delta if the number of ranks, the sharding, ``states`` and ``row_dtype``
+        are those of the chain, and every entry found a slot. Otherwise it is a base: a delta names
+        slots, and on other ranks entries are in other slots. Nobody else may write to the folder.
 
         Args:
             allow_loss: as for :func:`load`.
 
         Returns:
-            As :func:`load`.
+            Number of entries that found no slot, as :func:`load`.
 
         Raises:
             ValueError: as :func:`load`.
@@ -174,7 +177,8 @@ class DeltaWriter:
         return lost
 
     def _name_newest(self) -> tuple[Link, str]:
-        """The newest checkpoint of the chain; a writer may have been killed before it named it."""
+        """Names the newest checkpoint of the chain in ``deltas.json``, because a killed writer may
+        not have done it. Returns that checkpoint."""
         chain = Chain(self._root)
         chain.clear()
         folder, _ = chain.layers()[0]
@@ -183,25 +187,25 @@ class DeltaWriter:
         return last
 
     def write(self, *, base: bool = False, blocking: bool | None = None) -> Path | SaveHandle:
-        """Writes a delta, or a base; a collective call.
+        """Writes a delta or a base; a collective call.
 
-        A write that is killed or fails leaves the chain before it whole. After one that failed, the
-        next is a base.
+        If a write is killed or fails, the chain before it stays complete. After a failed write, the
+        next write is a base.
 
         Args:
-            base: write a base, although a delta would do.
-            blocking: whether the call ends when all is on the disk; None for the writer's own way.
-                Otherwise it ends when all has been copied, and threads write while training goes
-                on, as for :func:`save`. The next write waits for that.
+            base: writes a base even if a delta is possible.
+            blocking: True: the call returns when everything is on the disk. False: it returns when
+                everything has been copied, and threads write while training goes on, as for
+                :func:`save`; the next write waits for them. None: as the writer's ``blocking``.
 
         Returns:
-            Its folder, or a handle whose ``wait()`` gives it.
+            The folder of the checkpoint, or a handle whose ``wait()`` returns it.
 
         Raises:
             ValueError: a rank does not see the folder, the ranks were given different arguments, or
-                somebody else wrote to the folder; nothing is written.
-            RuntimeError: a rank could not write; ValueError where a value of a row is none of
-                ``row_dtype``.
+                somebody else wrote to the folder; nothing is written. Also if ``row_dtype`` can't
+                represent a value.
+            RuntimeError: a rank could not write.
         """
         blocking = self._blocking if blocking is None else blocking
         wait_for_saves()
@@ -284,8 +288,8 @@ class DeltaWriter:
 
 
 class _Timer:
-    """Says when a time has passed, as rank 0 sees it, asking it after ever more steps: ranks agree
-    a few times only from one write to the next."""
+    """Tells when a time has passed by rank 0's clock. Ranks must agree, which costs a collective
+    call, so the timer asks only a few times between two writes."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds

@@ -1,4 +1,4 @@
-"""Digests of the tables of a sharded model: to compare what two models hold."""
+"""Digests of the tables of a sharded model, to compare the contents of two models."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torchrec_hkv.sharding.state.names import named_tables
 
 
 def digest(model: nn.Module) -> dict[str, str]:
-    """A digest of each hash table's ids, rows, optimizer states, scores and last steps.
+    """Computes a digest of each hash table: of its ids, rows, optimizer states, scores and last
+    steps.
 
-    It is the same for the same entries, however a table is sharded and in whatever order its ids
-    came; a single bit of one value makes another. It tells chance from equality, not forgery. A
-    collective call that waits for the device. In a ``DMPCollection`` it is of the first replica.
+    The digest depends on the entries only, not on the sharding or on the order in which ids
+    arrived. A difference of one bit in one value changes it. It does not protect against forgery. A
+    collective call that waits for the device. In a ``DMPCollection`` it covers the first replica.
 
     Args:
         model: sharded.
 
     Returns:
-        By the full name of a table, such as ``"ebc.embedding_bags.user"``: the number of its
-        entries, ``-``, and 16 hexadecimal digits. Tables that are in the ``state_dict``, as those
-        with rows by number, have none.
+        Digests by the full names of tables, such as ``"ebc.embedding_bags.user"``. A digest is the
+        number of entries, ``-``, and 16 hexadecimal digits. Tables whose values are in the
+        ``state_dict``, such as stock tables, have no digest.
     """
     parts = on_every_rank(lambda: _local(model))
     sums: dict[str, list[int]] = {}
@@ -35,7 +36,7 @@ def digest(model: nn.Module) -> dict[str, str]:
 
 
 def _local(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """This rank's part, by full name."""
+    """Number of entries and sum of digests on this rank, by the full names of tables."""
     sums: dict[str, tuple[int, int]] = {}
     for name, table in named_tables(model).items():
         if not table.has_files or not table.collection.is_first_replica:

@@ -1,4 +1,4 @@
-"""Two folders change names in one step of the file system."""
+"""Exchanges the names of two folders in one atomic operation of the file system."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 #: ``AT_FDCWD`` and ``RENAME_EXCHANGE`` of Linux' renameat2(2).
 _FROM_HERE = -100
 _EXCHANGE = 2
-#: What a file system or a kernel answers that can't do it; EXDEV where layers lie over each other.
+#: Errors of file systems and kernels without this operation; EXDEV is that of overlay file systems.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Gives each of two paths what the other one named: nobody sees a moment without either.
+    """Exchanges what two paths name. At every moment both paths exist.
 
     Returns:
-        Whether it was done: not where the file system (NFS among them) or the C library can't.
+        False, and nothing has changed, if the file system (NFS, for example) or the C library does
+        not support it.
 
     Raises:
-        OSError: it can, but was refused, as where a path does not exist.
+        OSError: it is supported but failed, for example because a path does not exist.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

@@ -1,4 +1,4 @@
-"""Ids and rows of a saved table in files for other programs: .npy, Parquet, safetensors."""
+"""Exports ids and rows of a saved table to .npy, Parquet or safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields
 from torchrec_hkv.progress import advance, reported
 
-#: Formats by the ending of a file; ``.npy`` files come in a folder.
+#: Endings of the formats. ``.npy`` files are written to a folder.
 FORMATS = (".npy", ".parquet", ".safetensors")
 _TYPES = {
     torch.int64: ("<i8", "I64"),
@@ -27,7 +27,7 @@ _TYPES = {
     torch.float16: ("<f2", "F16"),
     torch.bfloat16: ("<u2", "BF16"),
 }
-#: Names in the files, by those in a saved table.
+#: Names of columns in exported files, by their names in a saved table.
 NAMES = {
     "ids": "id",
     "rows": "row",
@@ -46,22 +46,23 @@ def export_files(
     *,
     with_states: bool = False,
 ) -> dict[str, Any]:
-    """Writes ids and rows of a table; a file appears once it is whole.
+    """Writes ids and rows of a table. A file appears when it is complete.
 
     Args:
-        table: with files of its own.
-        into: ``NAME.parquet`` or ``NAME.safetensors``, which is replaced, or a folder for
-            ``id.npy``, ``row.npy`` and so on.
-        batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
-        with_states: whether optimizer states, scores and last steps are written, too, as far as
-            the table has them.
+        table: a table that has files of its own.
+        into: ``NAME.parquet`` or ``NAME.safetensors``, which is replaced if it exists, or a folder
+            for ``id.npy``, ``row.npy`` and so on.
+        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+            saved in deltas.
+        with_states: whether to write optimizer states, scores and last steps, too, if the table
+            has them.
 
     Returns:
-        ``ids``, ``dim``, and ``files``, the names of what was written.
+        ``table``, ``ids`` (their number), ``dim``, and ``files``, the names of the written files.
 
     Raises:
-        ValueError: the ending is of no format, pyarrow is not installed, or states of a table that
-            was saved in several columns are asked for.
+        ValueError: the ending is of no known format, pyarrow is needed and not installed, or states
+            of a table in column shards were asked for.
         OSError: writing failed.
     """
     path = Path(into)
@@ -104,7 +105,7 @@ def export_files(
 def _columns(
     table: SavedTable, first: dict[str, Tensor] | None, names: Sequence[str]
 ) -> dict[str, tuple[torch.dtype, int | None]]:
-    """Types and widths of what is written, by name."""
+    """Dtypes and widths of the columns to write, by name."""
     fields = {f.name: f for f in dequantised_fields(table.first_columns[0].fields)}
     columns: dict[str, tuple[torch.dtype, int | None]] = {"ids": (torch.int64, None)}
     for name in names:
@@ -117,7 +118,7 @@ def _columns(
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """A file beside one, which takes its place once all is written."""
+    """A temporary file that replaces the file at a path when everything is written."""
     unfinished = path.with_name(f".{path.name}.saving")
     unfinished.unlink(missing_ok=True)
     try:
@@ -131,7 +132,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 
 def _array(tensor: Tensor) -> numpy.ndarray:
-    """Bits of a tensor, as numpy has them."""
+    """A NumPy array with the bits of a tensor."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view("<u2")
     found = tensor.numpy()

@@ -1,4 +1,4 @@
-"""Saving and loading a sharded model, so that a killed save never costs the last good one."""
+"""Saves and loads sharded models. A killed save never damages the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_fil
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
-#: Host memory that a save or a load takes on a rank, and as much of its GPU's.
+#: Default memory limit of a save or a load on a rank, in bytes, on the host and on the GPU each.
 BATCH_BYTES = 96 << 20
-#: Threads of a rank that write or read files.
+#: Default number of threads of a rank that write or read files.
 THREADS = 4
 
 
@@ -79,42 +79,43 @@ def save(
     staging_bytes: int = STAGING_BYTES,
     device_staging_bytes: int | None = None,
 ) -> SaveHandle | None:
-    """Saves a model, and an optimizer, from all ranks; a collective call.
+    """Saves a model and an optimizer from all ranks; a collective call.
 
-    Hash tables are written to files of their own, with their optimizer states, scores, steps and
-    counts of ids that are not admitted, in bounded memory. All else, stock tables among it, goes
-    through :mod:`torch.distributed.checkpoint`. Everything is written to a folder beside ``path``
-    and renamed when it is whole.
+    Hash tables have files of their own, with optimizer states, scores, steps and counts of ids that
+    are not admitted. They are written in bounded memory. :mod:`torch.distributed.checkpoint` writes
+    everything else, stock tables included. The checkpoint is written to a folder beside ``path``,
+    which is renamed when it is complete.
 
     Args:
-        path: a folder that all ranks see; an earlier checkpoint there is replaced.
-        model: sharded.
-        optimizer: TorchRec's, of dense parameters and stock tables; learning rates of all others,
-            too.
-        batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
-        threads: of each rank, that write files at the same time.
-        blocking: whether the call ends when all is on the disk. Otherwise it ends when all has been
-            copied, and threads write while training goes on: what is saved is of the step of the
-            call, bit for bit. ``path`` names the checkpoint before until the save has ended.
-            Another save or load waits for that.
-        staging_bytes: with ``blocking=False``, host memory of each rank that copies may take
-            besides ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log
-            says so.
-        device_staging_bytes: with ``blocking=False``, memory of each rank's GPU that copies of hash
-            tables may take before they go to host memory. None: what is free, but for a tenth of
-            the GPU's memory.
+        path: a folder that all ranks see. An earlier checkpoint there is replaced.
+        model: a sharded model.
+        optimizer: TorchRec's optimizer. Saved are the states of dense parameters and stock tables,
+            and the learning rates of all parameters.
+        batch_bytes: memory limit for hash tables on each rank, on the host and on the device each.
+        threads: number of threads of each rank that write files.
+        blocking: True: the call returns when everything is on the disk. False: it returns when
+            everything has been copied, and threads write while training goes on. The content is
+            that of the step of the call, bit for bit. Until the save has ended, ``path`` names the
+            previous checkpoint, and other saves and loads wait.
+        staging_bytes: with ``blocking=False``, host memory limit for copies on each rank, in
+            addition to ``batch_bytes``. If they don't fit, the call waits for the disk and logs a
+            warning.
+        device_staging_bytes: with ``blocking=False``, limit of GPU memory for copies of hash
+            tables on each rank. Further copies go to host memory. None: the free memory less a
+            tenth of the GPU's memory.
 
     Returns:
-        With ``blocking=False`` a handle: ``wait()`` waits for the end and raises errors, ``done()``
-        and ``progress`` say how far it is. Else None.
+        None; with ``blocking=False`` a handle. Its ``wait()`` waits for the end and raises errors;
+        ``done()`` and ``progress`` tell how far the save is.
 
     Raises:
-        ValueError: ``path`` is something else than a checkpoint, there is something else where a
-            save writes first, a rank does not see the folder, the optimizer is not keyed, a number
-            is not positive, or the ranks were given different paths, or only some of them an
+        ValueError: ``path`` or a folder beside it that the save needs holds something other than a
+            checkpoint, a rank does not see the folder, the optimizer is not keyed, a number is not
+            positive, the ranks were given different paths, or only some ranks were given an
             optimizer. Nothing is written then.
         RuntimeError: a rank could not write. What was written is removed.
-        CheckpointException: likewise.
+        CheckpointException: :mod:`torch.distributed.checkpoint` could not write. What was written
+            is removed.
     """
     tables = named_tables(model)
 
@@ -146,9 +147,9 @@ class Saving:
     """A save that has begun on all ranks.
 
     Attributes:
-        handle: where it does not block.
-        last: what ends it once all is written, on all ranks; takes the process group of the ranks'
-            threads, or None for their calls' own.
+        handle: the handle of a non-blocking save, else None.
+        last: ends the save when everything is written; called on all ranks. Its argument is the
+            process group of the ranks' threads, or None in a blocking save.
     """
 
     handle: SaveHandle | None
@@ -157,9 +158,9 @@ class Saving:
 
 @contextlib.contextmanager
 def saving(place: Place, handle: SaveHandle | None = None) -> Iterator[Saving]:
-    """The folder that a save writes to, on all ranks; what a save that fails has written goes.
+    """Prepares the folder that a save writes to, on all ranks, and removes it if the save fails.
 
-    At the end :attr:`Saving.last` is done: at once, or by the thread of a save that does not block.
+    At the end :attr:`Saving.last` is called: at once, or by the thread of a non-blocking save.
     """
     try:
         token = on_leader(place.prepare)
@@ -188,7 +189,7 @@ def saving(place: Place, handle: SaveHandle | None = None) -> Iterator[Saving]:
 
 
 def _end(save: Saving, group: dist.ProcessGroup | None, error: BaseException | None) -> None:
-    """Ends a save on all ranks, unless one has met an error."""
+    """Ends a save on all ranks, unless one of them had an error."""
 
     def check() -> None:
         if error is not None:
@@ -208,17 +209,17 @@ def save_to(
     trackers: Trackers | None = None,
     link: Link | None = None,
 ) -> None:
-    """Saves within :func:`saving`: copies, or writes, all that the ranks hold.
+    """Writes (or copies, if the save is non-blocking) all contents. Call it within :func:`saving`.
 
     Args:
-        place: of the checkpoint.
-        model: sharded.
-        optimizer: or None.
-        tables: of the model.
-        options: of the files.
-        save: gets what ends the save.
+        place: the place of the checkpoint.
+        model: the sharded model.
+        optimizer: the optimizer, or None.
+        tables: the tables of the model.
+        options: how to write the files.
+        save: the save; its ``last`` is set.
         trackers: as for :func:`torchrec_hkv.checkpoint.tables.save_tables`.
-        link: where in a chain the checkpoint is; None where it is in none.
+        link: position in a chain; None for a single checkpoint.
     """
     save_id = on_leader(new_save_id)
     options = dataclasses.replace(options, save=save_id, handle=save.handle)
@@ -279,37 +280,39 @@ def load(
     """Loads what :func:`save` or a :class:`DeltaWriter` wrote; a collective call.
 
     Also loads a ``state_dict`` that :mod:`torch.distributed.checkpoint` saved, of a model with hash
-    tables or with stock ones; a hash table takes the rows and states of a stock table of its name.
+    tables or with stock tables. A hash table takes the rows and states of a stock table with the
+    same name.
 
-    The number of ranks and the sharding types may be others than those of the save. A hash table
-    takes its rows with their states, scores and steps, to the bit; counts of ids that are not
-    admitted come too where they are counted in the same way.
+    The number of ranks and the sharding types may differ from those of the save. Rows, states,
+    scores and steps of hash tables are restored bit for bit. Counts of ids that are not admitted
+    are restored if the table counts in the same way.
 
     Args:
-        path: as it was saved to. Of a chain of deltas the folder that all are in, for the newest
-            state, or the folder of a base or a delta, such as ``chain/delta-000003``, for its own.
-        model: with the tables of the saved one.
-        optimizer: of the same parameters as the saved one; fresh, or after some steps. It gets the
+        path: the path of the save. For a chain of deltas: the folder of the chain, for the newest
+            state, or the folder of a base or a delta, such as ``chain/delta-000003``, for the state
+            of that write.
+        model: a sharded model with the saved tables.
+        optimizer: an optimizer with the saved parameters; it may have made steps. It gets the
             saved learning rates, too.
-        allow_loss: whether ids may stay out where hash tables have too little room. An id stays out
-            where those in both of its buckets rank higher. False refuses such a load. None, the
-            default, allows it for tables of at least as many ``num_embeddings`` as were saved: of a
-            full table some ids find no place at another number of ranks.
-        strict: whether tables and tensors of the model that the checkpoint lacks are refused. False
-            leaves them as they are, as a checkpoint of tables alone needs, such as one that
-            ``torchrec-hkv convert`` made of a dump. What the model lacks is never loaded.
-        batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
-        threads: of each rank, that read files at the same time.
+        allow_loss: whether ids may be left out if hash tables have too little room. An id is left
+            out if all ids in its two buckets rank higher. False refuses such a load. None, the
+            default, allows it for tables whose ``num_embeddings`` is at least the saved one: in a
+            full table, some ids find no slot at another number of ranks.
+        strict: whether to refuse a checkpoint that lacks tables or tensors of the model. False
+            leaves these unchanged; a checkpoint of tables alone needs it, such as one that
+            ``torchrec-hkv convert`` made from a dump. What the model lacks is never loaded.
+        batch_bytes: memory limit for hash tables on each rank, on the host and on the device each.
+        threads: number of threads of each rank that read files.
 
     Returns:
-        How many entries of hash tables found no place, column shards counted each. Rank 0 warns,
-        with tables and numbers, unless it is 0.
+        Number of entries of hash tables that found no slot; each column shard counts. If it is not
+        0, rank 0 warns and names tables and numbers.
 
     Raises:
-        ValueError: there is no checkpoint, a file is damaged, it doesn't match the model or the
-            optimizer, or the ranks were given different arguments; nothing has changed then. Where
-            hash tables turn out too small although less than 95 % of them are needed, and ids may
-            not stay out, they are left empty.
+        ValueError: there is no checkpoint, a file is damaged, the checkpoint doesn't match the
+            model or the optimizer, or the ranks were given different arguments. Nothing has
+            changed then. Only if entries find no slot although a table is less than 95 % full, and
+            ids may not be left out, the hash tables are empty afterwards.
     """
     tables = named_tables(model)
 
@@ -367,25 +370,25 @@ def load(
 
 
 def check_blocking(blocking: bool, staging_bytes: int, device_staging_bytes: int | None) -> None:
-    """Refuses impossible values.
+    """Checks the arguments of a non-blocking save.
 
     Raises:
-        ValueError: the sentence names the value.
+        ValueError: a value is out of range; the message names it.
     """
     if not isinstance(blocking, bool):
         raise ValueError(f"blocking is {blocking!r}, but must be True or False.")
     check_staging(staging_bytes, device_staging_bytes)
 
 
-# The last process group of all ranks, and that of their threads of saves.
+# The default process group, and the group for the threads of its saves.
 _groups: list[dist.ProcessGroup] = []
-# A group that is held when the interpreter ends may abort it.
+# A group that still exists when the interpreter ends may abort it.
 atexit.register(_groups.clear)
 
 
 def thread_group() -> dist.ProcessGroup | None:
-    """A process group for threads of saves, so that they never meet collective calls of training; a
-    collective call. None without processes."""
+    """The process group for threads of saves; a collective call. A group of their own keeps their
+    collective calls apart from those of training. None without a process group."""
     if not dist.is_initialized():
         return None
     if not _groups or _groups[0] is not dist.group.WORLD:
@@ -394,10 +397,11 @@ def thread_group() -> dist.ProcessGroup | None:
 
 
 def read_saved(path: Path) -> Layers:
-    """What a path names: a checkpoint, a chain, or a checkpoint within a chain.
+    """Folders and records of the checkpoint at a path, which may be in a chain or be a chain.
 
     Raises:
-        ValueError: there is none, or a file of a chain is missing or another than it should be.
+        ValueError: there is no checkpoint, or a checkpoint of the chain is missing or of another
+            chain.
     """
     chain = Chain.at(path)
     if chain is not None:
@@ -409,7 +413,7 @@ def read_saved(path: Path) -> Layers:
 
 
 def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
-    """Reads this rank's share of all files that are needed."""
+    """Verifies this rank's share of all files."""
     folder, record = layers[0]
     known = [key for key in tables if key in record.tables]
     of_tables = _share(files_to_verify(layers, known))
@@ -440,7 +444,7 @@ def _tensor_files(names: list[str]) -> list[str]:
 
 
 def _share(items: list[Any]) -> list[Any]:
-    """This rank's share of what the ranks do together."""
+    """This rank's share of items that the ranks process together."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank() :: dist.get_world_size()]

@@ -1,4 +1,4 @@
-"""What a saved table holds, counted in one pass over ids, steps and scores."""
+"""Counts what a saved table holds, in one pass over ids, steps and scores."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance
 
 _U32 = (1 << 32) - 1
-#: Policies whose scores are counts of lookups, and which of their bits are.
+#: Policies whose scores count lookups, with a mask of the bits of the count.
 _COUNTS = {"lfu": (1 << 63) - 1, "aged_lfu": (1 << 63) - 1, "epoch_lfu": _U32}
 
 
 class Histogram:
-    """Numbers from 0, in classes that double: 0, 1, 2 to 3, 4 to 7, and so on."""
+    """Counts non-negative numbers in classes of doubling width: 0, 1, 2 to 3, 4 to 7 and so on."""
 
     def __init__(self) -> None:
         self._counts = torch.zeros(65, dtype=torch.int64)
 
     def add(self, values: Tensor) -> None:
-        """Counts values, int64, none negative."""
+        """Counts values: int64, not negative."""
         bits = torch.zeros_like(values)
         for shift in (32, 16, 8, 4, 2, 1):  # the position of the highest bit
             step = (values >> (bits + shift)) > 0
@@ -36,7 +36,7 @@ class Histogram:
         self._counts += torch.bincount(classes, minlength=65)
 
     def rows(self) -> list[dict[str, int]]:
-        """The classes that are not empty: ``from``, ``to`` and ``entries``."""
+        """The classes that are not empty, each with ``from``, ``to`` and ``entries``."""
         return [
             {"from": (1 << c) >> 1, "to": ((1 << c) - 1), "entries": int(self._counts[c])}
             for c in self._counts.nonzero().flatten().tolist()
@@ -48,13 +48,13 @@ class Found:
     """An entry of a table.
 
     Attributes:
-        shard: number of the shard of the first column that holds it.
-        slot: its slot there.
-        last_step: of its last training lookup.
-        age: steps of the table since then.
-        score: as the policy has it; None under LRU.
-        row: float values, all columns.
-        states: optimizer states beside it, of the first column's shard.
+        shard: index of the first column's shard that holds the entry.
+        slot: slot of the entry in this shard.
+        last_step: step of the last training lookup.
+        age: number of the table's steps since then.
+        score: score of the policy; None under LRU.
+        row: values of all columns.
+        states: optimizer states, of the first column's shard.
     """
 
     shard: int
@@ -67,7 +67,7 @@ class Found:
 
 
 def bytes_to_look_at(table: SavedTable) -> int:
-    """Bytes that :func:`look` reads."""
+    """Number of bytes that :func:`look` reads."""
     return sum(
         shard.entries * _look_bytes(part)
         for part in table.first_columns
@@ -85,12 +85,14 @@ def look(table: SavedTable, batch_bytes: int) -> dict[str, Any]:
     """Counts what a table holds.
 
     Args:
-        table: with files of its own.
-        batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
+        table: a table that has files of its own.
+        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+            saved in deltas.
 
     Returns:
-        By name: ``ids``, ``slots``, ``fill``, ``steps`` (the clock), ``ages`` and, where scores are
-        counts, ``counts`` (as :meth:`Histogram.rows`), and more; only types of JSON.
+        JSON values by name: ``ids``, ``slots``, ``fill``, ``steps`` (the clock), ``ages`` and more.
+        If scores are counts, also ``counts``. ``ages`` and ``counts`` are as
+        :meth:`Histogram.rows`.
     """
     ages, counts = Histogram(), Histogram()
     first = table.first_columns
@@ -139,7 +141,7 @@ def look(table: SavedTable, batch_bytes: int) -> dict[str, Any]:
 
 
 def _row(table: SavedTable) -> list[Part]:
-    """Shards that make up one row."""
+    """The shards that make up one row."""
     owners = min(part.owners for part in table.parts or ())
     return [part for part in table.parts or () if part.owners == owners]
 
@@ -149,11 +151,11 @@ def _ages(part: Part, last_steps: Tensor) -> Tensor:
 
 
 def find(table: SavedTable, id_: int, batch_bytes: int) -> Found | None:
-    """An id's entry; None where the table has none.
+    """Finds the entry of an id; None if the table does not have the id.
 
     Args:
-        table: with files of its own.
-        id_: int64.
+        table: a table that has files of its own.
+        id_: the id, an int64.
         batch_bytes: as for :func:`look`.
     """
     owner = int(owner_rank(torch.tensor([id_]), 1 << 16))

@@ -1,8 +1,8 @@
-"""Learning rates of an optimizer by parameter, as a checkpoint keeps them.
+"""Saves and restores the learning rates of an optimizer.
 
-TorchRec's ``state_dict`` of an optimizer has none, and most schedulers go on from the rate that
-they find in its groups. Groups differ from rank to rank and with the sharding; names of parameters
-don't.
+The ``state_dict`` of TorchRec's optimizers has no learning rates, but most schedulers continue from
+the rate in the parameter groups. Rates are saved by parameter name, because groups depend on the
+rank and on the sharding, and names don't.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torchrec_hkv.json_schema import Place
 
 
 def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
-    """What schedulers change, by the name of a parameter: numbers, and lists of them.
+    """The values that schedulers change (numbers and lists of numbers), by parameter name.
 
     Raises:
-        ValueError: one is no finite number, and can't be saved.
+        ValueError: a value is not a finite number and can't be saved.
     """
     return {
         name: RATES.read(
@@ -39,15 +39,16 @@ def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
 def check_learning_rates(
     optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]], file: Path
 ) -> None:
-    """Refuses what :func:`put_learning_rates` could not put into an optimizer.
+    """Checks that :func:`put_learning_rates` can put the values into an optimizer.
 
     Args:
-        optimizer: that is loaded.
+        optimizer: the optimizer to load into.
         saved: the learning rates of a checkpoint.
-        file: that they were read from.
+        file: the file that they were read from.
 
     Raises:
-        ValueError: the sentence names the file, the parameter, the value and what is allowed.
+        ValueError: it can't; the message names the file, the parameter, the value and what is
+            allowed.
     """
     for group, names in _groups(optimizer):
         name = next((name for name in names if name in saved), None)
@@ -61,8 +62,8 @@ def check_learning_rates(
 
 
 def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives groups what :func:`learning_rates` gave; parameters that are not there stay as they
-    are."""
+    """Puts the values of :func:`learning_rates` into the groups of an optimizer. Groups whose
+    parameters have no saved value stay unchanged."""
     for group, names in _groups(optimizer):
         known = next((saved[name] for name in names if name in saved), {})
         for key, value in known.items():
@@ -73,7 +74,7 @@ def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[st
                 group[key] = tuple(value) if isinstance(value, list) else value
     for _, leaf in leaves(optimizer):
         if isinstance(leaf, FusedOptimizer):
-            leaf.zero_grad()  # hands the rate to the kernel, which trains in the next backward
+            leaf.zero_grad()  # passes the rate to the kernel, which trains in the next backward
 
 
 def _groups(optimizer: KeyedOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:

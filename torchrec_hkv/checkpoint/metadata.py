@@ -1,8 +1,8 @@
-"""The metadata of :mod:`torch.distributed.checkpoint`, read without running what a file asks for.
+"""Reads the metadata of :mod:`torch.distributed.checkpoint` without running code that it names.
 
-It is a pickle, and unpickling calls whatever a pickle names. Here only the names that metadata of
-torch.distributed.checkpoint has are known, none of them is called while it is read, and the result
-is made of what passes all checks.
+Metadata is a pickle, and unpickling calls whatever a pickle names. This module accepts only the
+names that metadata of torch.distributed.checkpoint has, calls none of them while reading, and
+builds the result from values that passed all checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchrec_hkv.checkpoint.record import METADATA, TENSORS, FileRecord
 from torchrec_hkv.json_schema import Integer, Place, Text
 
-#: The file of a folder of :mod:`torch.distributed.checkpoint` that describes all others.
+#: Name of the metadata file in a folder of :mod:`torch.distributed.checkpoint`.
 DCP_METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _COUNT = Integer(0, 1 << 62)
@@ -37,7 +37,7 @@ _KEY = Text()
 
 @dataclasses.dataclass
 class _Named:
-    """Stands for an object of a pickle: what it was made of, and nothing that runs."""
+    """Stands for an object of a pickle. Stores its arguments and state and runs nothing."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -48,7 +48,7 @@ class _Named:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # Metadata has some as keys.
+    # Some are keys in the metadata.
     __hash__ = object.__hash__
 
 
@@ -69,7 +69,7 @@ _METADATA = (
 )
 _PATHS = ("PosixPath", "WindowsPath")
 _OBJECTS = _named(*_METADATA, "_StorageInfo", "Size", "_get_layout", *_PATHS)
-#: By module and name, as torch 2.11 to 2.14 and Python 3.10 to 3.14 write them.
+#: Stand-ins by module and name, as torch 2.11 to 2.14 and Python 3.10 to 3.14 write them.
 _KNOWN: dict[tuple[str, str], object] = {
     ("torch", "Size"): _OBJECTS["Size"],
     ("torch.serialization", "_get_layout"): _OBJECTS["_get_layout"],
@@ -85,14 +85,14 @@ _KNOWN: dict[tuple[str, str], object] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of metadata and no others."""
+    """An unpickler that accepts only the names that metadata has."""
 
     def __init__(self, data: bytes, file: str) -> None:
         super().__init__(io.BytesIO(data))
         self._file_name = file
 
     def _member(self, found: object, name: object) -> object:
-        """In the place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickles enumerations."""
+        """Replaces ``getattr``, by which Python 3.11.0 to 3.11.3 pickle enumerations."""
         stand_in: Any = _OBJECTS["_MEM_FORMAT_ENCODING"]
         if found is not stand_in or not isinstance(name, str):
             raise ValueError(
@@ -114,15 +114,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """The metadata of a checkpoint's tensors.
+    """Reads the metadata of a checkpoint's tensors.
 
     Args:
-        folder: of the checkpoint.
-        files: that the checkpoint's record names, by their paths in it.
+        folder: the folder of the checkpoint.
+        files: the files in the checkpoint's record, by their paths in the checkpoint.
 
     Raises:
-        ValueError: it is damaged, names what metadata has not, or contradicts itself or the record.
-            The sentence names the file.
+        ValueError: the metadata is damaged, names classes that metadata does not have, or
+            contradicts itself or the record. The message names the file.
     """
     sizes = {
         name.removeprefix(f"{TENSORS}/"): file.bytes
@@ -133,10 +133,10 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 
 def read_dcp_metadata(folder: Path) -> Metadata:
-    """The metadata of a folder that :mod:`torch.distributed.checkpoint` wrote.
+    """Reads the metadata of a folder that :mod:`torch.distributed.checkpoint` wrote.
 
     Raises:
-        ValueError: as :func:`read_metadata`; an entry may lie in any file of the folder.
+        ValueError: as :func:`read_metadata`, but an entry may be in any file of the folder.
     """
     sizes = {
         path.name: path.stat().st_size
@@ -148,7 +148,7 @@ def read_dcp_metadata(folder: Path) -> Metadata:
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """Sizes of the files that entries may lie in, by name, and how an error calls them."""
+    """Sizes of the files that entries may be in, by name, and their description in messages."""
 
     sizes: Mapping[str, int]
     told: str
@@ -211,7 +211,7 @@ def _metadata(content: object, place: Place, files: _Files) -> Metadata:
 
 
 def _state(value: object, name: str, place: Place) -> dict[Any, Any]:
-    """The attributes of an object of this name."""
+    """The attributes of an object, which must be of the class with the given name."""
     if type(value) is not _OBJECTS[name]:
         raise place.refuse(_what(value), f"a {name}")
     if value.state is None:  # has no attributes
@@ -264,7 +264,7 @@ def _size(value: object, place: Place) -> torch.Size:
 
 
 def _check_tiles(size: torch.Size, chunks: Sequence[ChunkStorageMetadata], place: Place) -> None:
-    """Refuses chunks that are not all of a tensor, each place of it once."""
+    """Checks that chunks cover a tensor and don't overlap."""
     filled = 0
     for i, chunk in enumerate(chunks):
         ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
@@ -321,7 +321,7 @@ def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
 
 
 def _check_apart(stored: Mapping[MetadataIndex, _StorageInfo], place: Place) -> None:
-    """Refuses two entries that have bytes of a file in common."""
+    """Checks that no two entries overlap in a file."""
     order = sorted(stored, key=lambda index: (stored[index].relative_path, stored[index].offset))
     end, file = 0, None
     for index in order:
@@ -342,7 +342,7 @@ def _shown(index: MetadataIndex) -> str:
 
 
 def _what(value: object) -> object:
-    """A value as an error shows it."""
+    """A value as messages show it."""
     if isinstance(value, _Named):
         return type(value).__name__
     shown = isinstance(value, (str, int, float, tuple, list, dict))

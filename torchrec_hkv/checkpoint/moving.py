@@ -1,4 +1,4 @@
-"""Sends what tables hold from the ranks that hold it to those that will, batch by batch."""
+"""Moves the contents of tables between ranks, batch by batch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 
-#: Entries that are sent at a time, and bytes of counts.
+#: Number of entries that are sent at a time, and of bytes of counts.
 BATCH = 1 << 16
 _COUNT_BYTES = 1 << 24
-#: What a row has once, whatever its columns.
+#: Optimizer states that a row has once, not for each column.
 _ROW_STATES = "optimizer_row_states"
 _HEAD = "table_state"
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How ranks send tensors.
+    """Sends tensors between ranks.
 
     Attributes:
-        pg: the ranks.
-        rank: this one.
-        device: that tensors are on while they are sent.
+        pg: the process group of the ranks.
+        rank: this rank.
+        device: device of tensors while they are sent.
     """
 
     pg: dist.ProcessGroup
@@ -42,13 +42,14 @@ class Wire:
 
     @classmethod
     def of(cls, collection: BackendCollection) -> Wire:
-        """That of a collection's ranks."""
+        """Creates it for the ranks of a collection."""
         pg = collection._env.process_group
         device = collection._device or torch.device("cpu")
         return cls(pg, dist.get_rank(pg), device)
 
     def send(self, tensors: dict[str, Tensor] | None, holder: int) -> dict[str, Tensor] | None:
-        """Tensors of a holder on every rank; None where the holder has none."""
+        """Sends the tensors of rank ``holder`` to all ranks. Returns them on every rank, or None if
+        the holder has none."""
         told: list[Any] = [None]
         if self.rank == holder and tensors is not None:
             told = [[(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]]
@@ -69,7 +70,7 @@ class Wire:
 
 
 def put_entries(load: EntriesLoad, shard: TableShard, entries: Mapping[str, Tensor]) -> None:
-    """Gives a shard entries with whole rows; it takes its own ids and columns."""
+    """Puts entries with whole rows into a shard, which takes its own ids and columns."""
     columns = slice(shard.column_offset, shard.column_offset + shard.dim)
     load.put(
         {
@@ -92,20 +93,20 @@ def move_entries(
     *,
     allow_loss: bool,
 ) -> int:
-    """Fills a table that is routed by hash with the entries of another; a collective call.
+    """Fills a table that is routed by hash with the entries of another one; a collective call.
 
     Args:
-        old: the table.
-        new: a fresh one, under another plan.
-        wire: of the ranks.
-        heads: gets what is said of the whole table, by lookup and key of a shard of this rank.
-        allow_loss: whether entries may find no place.
+        old: the table to read.
+        new: an empty table under another plan.
+        wire: sends tensors between the ranks.
+        heads: gets the ``table_state`` of the table, by the lookups and keys of this rank's shards.
+        allow_loss: whether entries may find no slot.
 
     Returns:
-        How many found none, over all ranks.
+        Number of entries that found no slot, over all ranks.
 
     Raises:
-        ValueError: entries found no place; the same on all ranks.
+        ValueError: entries found no slot. All ranks raise the same error.
     """
     rows = _by_rows(old)
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
@@ -131,7 +132,7 @@ def move_entries(
 
 
 def _by_rows(table: FoundTable) -> list[list[tuple[TableShard, int]]]:
-    """Shards with their ranks: by rows, in each of these by columns."""
+    """Shards with their ranks, grouped by row offsets and ordered by column offsets."""
     rows: dict[int, list[tuple[TableShard, int]]] = {}
     pairs = zip(table.state.shards, table.state.ranks, strict=True)
     for shard, rank in sorted(pairs, key=lambda p: (p[0].row_offset, p[0].column_offset)):
@@ -161,7 +162,8 @@ def _entries(
 
 
 def _joined(parts: list[dict[str, Tensor]], widths: list[int]) -> dict[str, Tensor]:
-    """Columns beside each other; what a row has once is a mean over columns, as in checkpoints."""
+    """Joins column shards. States that a row has once are averaged over columns, as in
+    checkpoints."""
     joined = dict(parts[0])
     for name, tensor in parts[0].items():
         if tensor.dim() == 2 and name != _ROW_STATES:
@@ -182,7 +184,7 @@ def _move_counts(
     loads: Mapping[str, EntriesLoad],
     wire: Wire,
 ) -> None:
-    """Shows the counts of ids that are not admitted to all ranks."""
+    """Sends the counts of ids that are not admitted to all ranks."""
     counts: dict[str, Tensor] = {}
     if holder == wire.rank:
         rest = given[shard.key].without_entries(shard.key)
@@ -199,7 +201,7 @@ def _move_counts(
 
 
 def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
-    """Gives the shards of a table the state of equal shards of another; a collective call."""
+    """Copies the states of a table's shards to equal shards of another table; a collective call."""
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
     everywhere = isinstance(new.state, ReplicatedState)
     targets = {
@@ -207,7 +209,7 @@ def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
         for shard, rank in zip(new.state.shards, new.state.ranks, strict=True)
     }
     for shard, rank in zip(old.state.shards, old.state.ranks, strict=True):
-        # Every rank takes a replicated table for its own.
+        # Every rank has a whole replicated table.
         holder = 0 if isinstance(old.state, ReplicatedState) else rank
         held = given[shard.key].export_table(shard.key) if holder == wire.rank else None
         state = wire.send(held, holder)
@@ -217,15 +219,15 @@ def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
 
 
 def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: Wire) -> None:
-    """Copies sharded tensors into others of the same sizes, in place; a collective call.
+    """Copies sharded tensors into tensors of the same sizes, in place; a collective call.
 
-    One value a row has other sizes where a table has other column shards: such values are averaged
-    over columns, and given to all of them.
+    States with one value a row change their size with the number of column shards. They are
+    averaged over column shards, and each new column shard gets the average.
 
     Args:
-        old: by name, on each rank those that it knows of.
-        new: likewise.
-        wire: of the ranks.
+        old: tensors to read, by name; each rank passes those that it has.
+        new: tensors to fill, by name; each rank passes those that it has.
+        wire: sends tensors between the ranks.
     """
     described = on_every_rank(
         lambda: (
@@ -260,7 +262,7 @@ def _parts(tensor: Tensor, wire: Wire) -> list[_Place]:
 
 
 def _local(tensor: Tensor | None) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Parts of a tensor on this rank, with their offsets."""
+    """Parts of a tensor on this rank, each with its offsets."""
     if tensor is None:
         return []
     if not isinstance(tensor, ShardedTensor):
@@ -290,7 +292,7 @@ def _move_tensor(
 def _copy_common(
     offsets: tuple[int, ...], part: Tensor, to: tuple[int, ...], target: Tensor
 ) -> None:
-    """Copies what two parts of a tensor have in common."""
+    """Copies the intersection of two parts of a tensor."""
     begin = [max(a, b) for a, b in zip(offsets, to, strict=True)]
     end = [
         min(a + m, b + n) for a, m, b, n in zip(offsets, part.shape, to, target.shape, strict=True)
@@ -311,7 +313,8 @@ def _move_row_values(
     after: int,
     wire: Wire,
 ) -> None:
-    """One value a row, stacked over column shards, of which there are more or fewer now."""
+    """Moves states with one value a row, which are stacked over column shards, to another number of
+    column shards."""
     whole = torch.zeros(before, device=wire.device)
     for offsets, sizes, holder in parts:
         mine = {"part": held[offsets]} if holder == wire.rank else None
@@ -323,11 +326,12 @@ def _move_row_values(
 
 
 def _common_rows(before: int, after: int) -> int:
-    """Rows of a table whose values are stacked over shards: of one of the two there is one."""
+    """Number of rows of a table whose values are stacked over column shards. Before or after there
+    is a single column shard."""
     rows = min(before, after)
     if before % rows or after % rows:
         raise ValueError(
-            f"{before} values, one a row and column shard, can't become {after}: plan a table with "
-            "one value of its optimizer a row in whole rows first."
+            f"{before} values, one for each row and column shard, can't become {after}: move the "
+            "table to a plan without column shards first."
         )
     return rows

@@ -1,4 +1,4 @@
-"""What a folder holds, without a model: a checkpoint, a chain of deltas, or a saved hash table."""
+"""Reads a checkpoint, a chain of deltas or a saved hash table without a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 
-#: Memory that a command takes.
+#: Default memory limit of a command, in bytes.
 BATCH_BYTES = 512 << 20
 
 
@@ -36,10 +36,10 @@ class SavedTable:
     """A table in a folder.
 
     Attributes:
-        name: its full name; of a saved hash table, its own.
-        backend: that it is on.
-        identity: what a table that loads it must have in common with it.
-        parts: its shards; None where its values are among the tensors.
+        name: full name of the table; for a saved hash table, its own name.
+        backend: name of the backend.
+        identity: properties that a table must share to load it.
+        parts: shards of the table; None if its values are among the tensors.
     """
 
     name: str
@@ -49,23 +49,23 @@ class SavedTable:
 
     @property
     def first_columns(self) -> list[Part]:
-        """The shards that hold the first column: each id once."""
+        """The shards that hold the first column. Together they hold each id once."""
         begin = min(part.columns.begin for part in self.parts or ())
         return [part for part in self.parts or () if part.columns.begin == begin]
 
     @property
     def entries(self) -> int:
-        """Ids that it holds."""
+        """Number of ids."""
         return sum(part.manifest.total_entries for part in self.first_columns)
 
     @property
     def dim(self) -> int:
-        """Columns of a row."""
+        """Number of columns of a row."""
         return max(part.columns.end for part in self.parts or ())
 
     @property
     def bytes(self) -> int:
-        """Of its files."""
+        """Size of the table's files."""
         return sum(
             (folder / name).stat().st_size
             for part in self.parts or ()
@@ -74,7 +74,7 @@ class SavedTable:
         )
 
     def entry_bytes(self) -> int:
-        """Of an entry with all of its columns."""
+        """Size of an entry with all of its columns."""
         by_columns = {
             part.columns: entry_bytes(dequantised_fields(part.fields)) for part in self.parts or ()
         }
@@ -84,13 +84,14 @@ class SavedTable:
         """Entries with whole rows, in bounded memory.
 
         Args:
-            names: of tensors besides ``ids``: ``rows``, ``states``, ``scores``, ``last_steps``.
-                Those that the table lacks are not there, and states of a table in several columns
-                neither.
-            batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
+            names: names of tensors besides ``ids``: ``rows``, ``states``, ``scores``,
+                ``last_steps``. Tensors that the table lacks are left out, and so are the states of
+                a table in column shards.
+            batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that
+                is saved in deltas.
 
         Yields:
-            Tensors by name, valid until the next ones.
+            Tensors by name, valid until the next iteration.
         """
         first = self.first_columns
         if all(part.columns.begin == 0 and part.columns.end == self.dim for part in first):
@@ -102,7 +103,7 @@ class SavedTable:
             yield self.collect(wanted, batch_bytes, owners)
 
     def ranges(self, batch_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of owner buckets whose entries fit into memory, each with one copy."""
+        """Ranges of owner buckets whose entries, and a copy of them, fit into memory."""
         counts = torch.zeros(OWNERS, dtype=torch.int64)
         for part in self.first_columns:
             counts += count_owners(part, batch_bytes)
@@ -111,9 +112,9 @@ class SavedTable:
     def collect(
         self, names: Sequence[str], batch_bytes: int, owners: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """All entries of some owner buckets, ascending by id, with whole rows.
+        """All entries of some owner buckets, in ascending order of ids, with whole rows.
 
-        An id that a shard of other columns lacks has its initial row there.
+        If a column shard lacks an id, its columns have the initial row.
         """
         parts = self.first_columns
         pieces = [
@@ -155,13 +156,13 @@ def initial_rows_of(part: Part, ids: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
-        path: as it was named.
+        path: the path that was opened.
         kind: ``"checkpoint"``, ``"chain"``, or ``"table"`` for what ``HashTable.save`` wrote.
-        layers: of a checkpoint or a chain; empty for a table.
-        tables: by name.
+        layers: folders and records of a checkpoint or a chain; empty for a table.
+        tables: tables by name.
     """
 
     path: Path
@@ -171,10 +172,10 @@ class Saved:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Saved:
-        """Reads what a folder says of itself.
+        """Opens a folder.
 
         Raises:
-            ValueError: it is none of these, or a file is damaged.
+            ValueError: it is none of these kinds, or a file is damaged.
         """
         path = Path(path)
         if not path.is_dir() and not Place(path).previous.is_dir():
@@ -207,10 +208,10 @@ class Saved:
         return cls(path, "table", (), {name: SavedTable(name, "hkv", manifest.table, (part,))})
 
     def table(self, name: str) -> SavedTable:
-        """A table by its full name, or by its own name where only one has it.
+        """A table by its full name, or by its own name if only one table has it.
 
         Raises:
-            ValueError: there is none, or there are several.
+            ValueError: there is no such table, or there are several.
         """
         if name in self.tables:
             return self.tables[name]
@@ -221,10 +222,13 @@ class Saved:
         raise ValueError(f"{self.path} {why}: name one of {sorted(found or self.tables)}.")
 
     def hash_table(self, name: str | None) -> SavedTable:
-        """A table with files of its own; None: the only one.
+        """A table that has files of its own.
+
+        Args:
+            name: name of the table; None for the only one.
 
         Raises:
-            ValueError: there is none, or there are several.
+            ValueError: there is no such table, or there are several.
         """
         if name is None:
             names = [table.name for table in self.tables.values() if table.parts is not None]
@@ -242,12 +246,12 @@ class Saved:
         return table
 
     def chain(self) -> list[tuple[Path, Link]]:
-        """The checkpoints of a chain, the first one first."""
+        """Folders and links of a chain, the oldest first."""
         if self.kind != "chain":
             return []
         return [(folder, Link.read(folder)) for folder, _ in reversed(self.layers)]
 
     @property
     def is_newest(self) -> bool:
-        """Whether the path is that of a whole chain."""
+        """Whether the path is the folder of a chain."""
         return (self.path / NEWEST).is_file()

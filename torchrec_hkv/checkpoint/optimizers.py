@@ -1,4 +1,4 @@
-"""The state of TorchRec's optimizers as :mod:`torch.distributed.checkpoint` can have it."""
+"""Converts the state of TorchRec's optimizers for :mod:`torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchrec.optim.keyed import (
 
 
 def check_optimizer(optimizer: KeyedOptimizer | None) -> None:
-    """Refuses optimizers whose states have no names.
+    """Checks that the states of an optimizer have names.
 
     Raises:
-        ValueError: it is none of TorchRec's.
+        ValueError: it is not a ``KeyedOptimizer``.
     """
     if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
         raise ValueError(
@@ -27,31 +27,33 @@ def check_optimizer(optimizer: KeyedOptimizer | None) -> None:
 
 
 def optimizer_state(optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """What there is to save or to load into, under ``"optimizer"``; nothing on a rank without any.
+    """The state to save or to load into, under the key ``"optimizer"``; empty on a rank without
+    state.
 
-    Parameters without a state, such as tables that SGD trains, are left out. They are not written,
-    but where a rank lacks some tensor of a checkpoint, ``torch.distributed.checkpoint`` reads its
-    own as in older formats, in which an empty mapping is an entry, and misses that.
+    Parameters without state, such as tables trained by SGD, are left out. They are never written,
+    but on a rank that lacks a tensor of the checkpoint, ``torch.distributed.checkpoint`` reads as
+    in older formats, where an empty mapping is an entry, and would miss that entry.
     """
     state = _without_empty(optimizer.state_dict())
     return {"optimizer": state} if state else {}
 
 
 def load_optimizer_state(optimizer: KeyedOptimizer, state: Mapping[str, Any]) -> None:
-    """Takes what :func:`optimizer_state` gave under ``"optimizer"``."""
+    """Loads what :func:`optimizer_state` returned under ``"optimizer"``."""
     optimizer.load_state_dict(_completed(state, optimizer.state_dict()))
 
 
 def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> Callable[[], None]:
-    """Makes the lazy states of dense optimizers, which TorchRec loads in place.
+    """Creates the states of dense optimizers that have not run a step yet. TorchRec loads states in
+    place, so they must exist.
 
     Args:
-        optimizer: of any of TorchRec's kinds.
-        saved: paths of the tensors that will be loaded. What has no state there stays without one:
-            it was saved before its first step.
+        optimizer: any ``KeyedOptimizer``.
+        saved: paths of the tensors that will be loaded. An optimizer without tensors among them
+            stays without state, because it was saved before its first step.
 
     Returns:
-        What takes the states away again.
+        A function that removes the created states again.
     """
     made: list[KeyedOptimizerWrapper] = []
 
@@ -75,7 +77,7 @@ def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> Callable[[], None]
 
 
 def leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[tuple[str, KeyedOptimizer]]:
-    """The optimizers that one is made of, with what stands before the names of their parameters."""
+    """The optimizers inside an optimizer, each with the prefix of its parameter names."""
     if isinstance(optimizer, CombinedOptimizer):
         for name, part in optimizer.optimizers:
             yield from leaves(part, _joined(prefix, name))
@@ -95,7 +97,7 @@ def _without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(loaded: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What was loaded, with the empty mappings of the whole."""
+    """The loaded state, completed by the empty mappings of the whole state."""
     return {
         key: _completed(loaded.get(key, {}), value) if isinstance(value, Mapping) else loaded[key]
         for key, value in whole.items()

@@ -1,4 +1,4 @@
-"""A checkpoint's folder, what is being saved beside it, and what was there before."""
+"""The folder of a checkpoint, and the folders beside it that a save uses."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.checkpoint.record import LINK, RECORD, TABLES, TENSORS
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 
-#: What a checkpoint has in its folder.
+#: Names in the folder of a checkpoint.
 _PARTS = frozenset({RECORD, TABLES, TENSORS, LINK})
-#: Begins the name of a file by which ranks see that they share the folder.
+#: Prefix of the file by which ranks check that they see the same folder.
 _TOKEN = ".seen-"
 
 
 class Place:
-    """Where a checkpoint is saved to.
+    """The place of a checkpoint.
 
     Args:
-        path: the folder that users name, or a symbolic link to it.
+        path: the folder of the checkpoint, or a symbolic link to it.
 
     Raises:
-        ValueError: nothing can stand beside it, or it is a link that leads to itself.
+        ValueError: the path has no name, so that no folder can be beside it, or it is a link that
+            leads to itself.
     """
 
     def __init__(self, path: Path) -> None:
         if path.name in ("", ".."):
             raise ValueError(f"'{path}' is no folder with a name of its own: name a new one.")
-        # A link stays and the folder that it names is replaced, on its own disk: to change names
-        # with the link itself would leave the old checkpoint there and stop the next save.
+        # The folder that a link names is replaced, on its own disk, and the link stays. Exchanging
+        # names with the link itself would leave the old checkpoint there and stop the next save.
         if path.is_symlink():
             try:
                 path = path.resolve()
@@ -41,13 +42,14 @@ class Place:
         self.previous = path.with_name(f".{path.name}.previous")
 
     def prepare(self) -> str:
-        """Clears what a killed save left, and makes the folder to save to.
+        """Removes what a killed save left, and creates the folder to save to.
 
         Returns:
-            A token, for :meth:`check_seen` and :meth:`remove_token`.
+            A token for :meth:`check_seen` and :meth:`remove_token`.
 
         Raises:
-            ValueError: there is something else than a checkpoint, or than what a save leaves.
+            ValueError: the path holds something other than a checkpoint, or a folder beside it
+                holds something other than what a save leaves.
         """
         if self.path.exists() and not (self.path / RECORD).is_file():
             raise ValueError(
@@ -64,10 +66,10 @@ class Place:
         return token
 
     def check_seen(self, token: str) -> None:
-        """Refuses a folder that this rank does not see as rank 0 made it.
+        """Checks that this rank sees the folder that rank 0 has created.
 
         Raises:
-            ValueError: it is another, such as one on a disk of another host.
+            ValueError: it does not, for example because the path is on another host's own disk.
         """
         if not (self.saving / token).exists():
             raise ValueError(
@@ -76,24 +78,24 @@ class Place:
             )
 
     def remove_token(self, token: str) -> None:
-        """To be called once all ranks have seen the folder."""
+        """Removes the token. Call it when all ranks have seen the folder."""
         (self.saving / token).unlink()
 
     def check_ours(self) -> None:
-        """Refuses to remove what no save has left.
+        """Checks that the folder to save to holds nothing but what a save writes.
 
         Raises:
-            ValueError: where a save writes first is a link, a file, or something else.
+            ValueError: it is a link or a file, or holds something else.
         """
         _check_ours(self.saving)
 
     def discard(self) -> None:
-        """Removes what a failed save has written. Checkpoints stay."""
+        """Removes what a failed save has written. Complete checkpoints stay."""
         shutil.rmtree(self.saving, ignore_errors=True)
 
     def commit(self) -> None:
-        """Puts what was saved in its place. At every moment a whole checkpoint is found: at the
-        path itself where the file system can exchange two folders, else by :meth:`newest`."""
+        """Moves the saved folder to the path. A complete checkpoint exists at every moment: at the
+        path itself if the file system can exchange two folders, else :meth:`newest` finds it."""
         if not (self.path.exists() and exchange(self.saving, self.path)):
             if self.path.exists():
                 shutil.rmtree(self.previous, ignore_errors=True)
@@ -104,7 +106,7 @@ class Place:
             shutil.rmtree(left, ignore_errors=True)
 
     def newest(self) -> Path:
-        """The last whole checkpoint: a save may have been killed between its two renames.
+        """The last complete checkpoint, also if a save was killed between its two renames.
 
         Raises:
             ValueError: there is none.
@@ -118,10 +120,10 @@ class Place:
 
 
 def _check_ours(left: Path) -> None:
-    """Refuses to remove what no save has left. Links are not followed.
+    """Checks that a path holds nothing but what a save leaves. Links are not followed.
 
     Raises:
-        ValueError: it is a link, a file, or a folder that holds something else.
+        ValueError: it is a link or a file, or a folder that holds something else.
     """
     if left.is_symlink():
         what = f"a symbolic link to {os.readlink(left)!r}"
@@ -135,7 +137,7 @@ def _check_ours(left: Path) -> None:
             return
         what = f"a folder that holds {others[0]!r}, which is not of a checkpoint"
     raise ValueError(
-        f"{left} is {what}, but a save needs that name for the time until it replaces the "
+        f"{left} is {what}, but a save writes to that name before it replaces the "
         "checkpoint: move it away, or save to a path of another name."
     )
 

@@ -1,4 +1,4 @@
-"""Learning rates as a checkpoint's record has them; knows nothing of TorchRec."""
+"""Schema of the learning rates in a checkpoint's record. Does not need TorchRec."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from torchrec_hkv.json_schema import Fields, Number, OrNull, Place, Schema
 
-#: What schedulers of torch.optim change in a group, and what they remember there.
+#: Values of a parameter group that schedulers of torch.optim change or store there.
 SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
 
 
 class _Rate(Schema):
-    """A number, or null; or a list of them."""
+    """A number or null, or a list of these."""
 
     allowed = "a finite number, null, or a list of these"
     _one = OrNull(Number())
@@ -24,5 +24,5 @@ class _Rate(Schema):
         return self._one.read(value, place)
 
 
-#: What a checkpoint's record has of a parameter.
+#: The values that a checkpoint's record has for a parameter.
 RATES = Fields({key: _Rate() for key in SCHEDULED}, optional=SCHEDULED)

@@ -1,4 +1,4 @@
-"""How :mod:`torch.distributed.checkpoint` reads a checkpoint: nothing that a file names is run."""
+"""Reads files of :mod:`torch.distributed.checkpoint` without running code that they name."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ UNREADABLE = (
 
 
 def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
-    """A value that torch.save wrote, if it is of classes that torch.load knows to be safe.
+    """Loads a value that torch.save wrote, if torch.load considers its classes safe.
 
     Args:
         data: the bytes that torch.save wrote.
-        what: the beginning of the error's sentence.
+        what: the beginning of error messages.
         kind: the type that the value must have; None for any.
 
     Raises:
-        ValueError: it can't be read, names other classes, or is of another kind.
+        ValueError: the value can't be read, names other classes, or has another type.
     """
     data.seek(0)
     try:
@@ -66,7 +66,8 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
 
 
 def refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
-    """Why torch.load refused it: the classes that it names, or else the first line of its error."""
+    """The error for a value that torch.load refused. It names unsafe classes, if there are any, or
+    else has the first line of torch.load's error."""
     named = _unsafe(data)
     if named:
         return ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.")
@@ -75,7 +76,7 @@ def refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
 
 
 def _unsafe(data: io.IOBase) -> list[str]:
-    """The names in it that torch.load(weights_only=True) refuses."""
+    """Names in the data that torch.load(weights_only=True) refuses."""
     data.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
@@ -84,7 +85,7 @@ def _unsafe(data: io.IOBase) -> list[str]:
 
 
 class FileSlice(io.RawIOBase):
-    """A part of an open file as a file of its own; the part is within the file."""
+    """A part of an open file, as a file. The part must lie within the file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
@@ -115,11 +116,11 @@ class FileSlice(io.RawIOBase):
 
 
 class CheckedReader(FileSystemReader):
-    """Reads tensors by metadata that was checked.
+    """Reads tensors according to checked metadata.
 
     Args:
         path: the folder of the tensors.
-        metadata: of :func:`torchrec_hkv.checkpoint.metadata.read_metadata`.
+        metadata: the result of :func:`torchrec_hkv.checkpoint.metadata.read_metadata`.
     """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -131,11 +132,10 @@ class CheckedReader(FileSystemReader):
         return self._metadata
 
     def check_tensors(self, keys: Iterable[str]) -> None:
-        """Refuses entries that are not the tensors that the metadata says, without reading their
-        values.
+        """Checks that entries are the tensors that the metadata describes, without reading values.
 
         Raises:
-            ValueError: the sentence names the file and the entry.
+            ValueError: an entry is not; the message names the file and the entry.
         """
         for key in keys:
             entry = self._metadata.state_dict_metadata[key]
@@ -171,14 +171,14 @@ class CheckedReader(FileSystemReader):
             )
 
     def check_value(self, key: str, value: object) -> None:
-        """Refuses an entry that is no tensor and not of the type that is needed.
+        """Checks the type of an entry that is not a tensor.
 
         Args:
-            key: of the entry.
-            value: that will be replaced by it.
+            key: key of the entry.
+            value: the value that the entry will replace; it has the needed type.
 
         Raises:
-            ValueError: the sentence names the file and the entry.
+            ValueError: the type differs; the message names the file and the entry.
         """
         info = self._metadata.storage_data[MetadataIndex(key)]
         path = Path(self.path) / info.relative_path
@@ -188,8 +188,8 @@ class CheckedReader(FileSystemReader):
 
 
 class CheckedPlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors as :func:`load_value` does, where torch's own planner
-    unpickles them."""
+    """Loads values other than tensors with :func:`load_value`; torch's own planner unpickles
+    them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = load_value(value, f"the entry {read_item.storage_index.fqn!r} is refused")
@@ -200,7 +200,7 @@ class CheckedPlanner(DefaultLoadPlanner):
 
 
 def _stored_bytes(data: io.IOBase) -> int:
-    """Bytes of the values in a file of torch.save."""
+    """Number of bytes of values in a file that torch.save wrote."""
     with zipfile.ZipFile(data) as archive:
         parts = (info.filename.split("/") for info in archive.infolist())
         sizes = (info.file_size for info in archive.infolist())

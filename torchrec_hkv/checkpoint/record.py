@@ -1,4 +1,4 @@
-"""The record of a checkpoint: tables, the folders of their shards, and checksums of all files."""
+"""The record of a checkpoint: its tables, their shards' folders, and checksums of all files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchrec_hkv.hash_table.files.manifest import CRC32, OWNERS, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, Place, Plain, Text
 
-#: Its file; the last that is written.
+#: Name of the record's file. It is written last.
 RECORD = "checkpoint.json"
-#: The file of a checkpoint in a chain of deltas that says where in the chain it is.
+#: Name of the file with the position of a checkpoint in its chain.
 LINK = "chain.json"
-#: Folders of a checkpoint: of tables that have files of their own, and of all else, which
+#: Folders of a checkpoint: for tables that have files of their own, and for everything else, which
 #: torch.distributed.checkpoint writes.
 TABLES, TENSORS = "tables", "tensors"
-#: Its file that names all others.
+#: The file of torch.distributed.checkpoint that names its other files.
 METADATA = f"{TENSORS}/.metadata"
 _FORMAT = "torchrec_hkv.checkpoint"
 _VERSION = 2
-#: Bytes of a folder's name that every file system has.
+#: Maximal length of a folder's name on all file systems, in bytes.
 _MOST_NAME_BYTES = 255
 
 
@@ -35,12 +35,12 @@ class TableShardRecord:
     """A shard of a table that has files of its own.
 
     Attributes:
-        folder: relative to the checkpoint's.
-        owners: first owner bucket of the ids that it was asked for, and the one past the last.
-        columns: its first column, and the one past the last.
-        entries: that its files hold.
-        crc32: checksum of what names its files, as :class:`torchrec_hkv.backends.saved.SavedFolder`
-            has it.
+        folder: path relative to the checkpoint's folder.
+        owners: range ``[first, end)`` of the owner buckets of its ids.
+        columns: range ``[first, end)`` of its columns.
+        entries: number of entries in its files.
+        crc32: checksum of the file that names its files
+            (:class:`torchrec_hkv.backends.saved.SavedFolder`).
     """
 
     folder: str
@@ -52,12 +52,12 @@ class TableShardRecord:
 
 @dataclasses.dataclass(frozen=True)
 class TableRecord:
-    """A table on a backend.
+    """A table of a backend.
 
     Attributes:
-        backend: its name.
-        identity: what a table that loads it must have in common with it.
-        shards: where it has files of its own; None where it is among the tensors.
+        backend: name of the backend.
+        identity: properties that a table must share to load it.
+        shards: its shards, if it has files of its own; None if its values are among the tensors.
     """
 
     backend: str
@@ -67,11 +67,11 @@ class TableRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """A file of the tensors.
+    """A file of :mod:`torch.distributed.checkpoint`.
 
     Attributes:
-        bytes: its size.
-        crc32: its checksum.
+        bytes: size of the file.
+        crc32: checksum of the file.
     """
 
     bytes: int
@@ -80,15 +80,16 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All that is to be known of a checkpoint.
+    """The record of a checkpoint.
 
     Attributes:
-        save: an id of the save, which all shards of tables have, too.
-        world_size: ranks that saved it.
+        save: id of the save; all shards of tables have the same.
+        world_size: number of ranks that saved the checkpoint.
         has_optimizer: whether an optimizer was saved.
-        learning_rates: what schedulers change, by the name of a parameter.
-        tables: by the part of their keys in a ``state_dict`` before ``.weight``.
-        files: of the tensors, by their path in the checkpoint.
+        learning_rates: values that schedulers change, by the names of parameters.
+        tables: tables by their full names, which are their keys in the ``state_dict`` without
+            ``.weight``.
+        files: files of :mod:`torch.distributed.checkpoint`, by their paths in the checkpoint.
     """
 
     save: str
@@ -99,16 +100,16 @@ class Record:
     files: dict[str, FileRecord]
 
     def write(self, folder: Path) -> None:
-        """Writes it, and makes sure that it is on the disk."""
+        """Writes the record to the folder of the checkpoint and syncs it."""
         content = dataclasses.asdict(self)
         write_signed(folder / RECORD, _FORMAT, _VERSION, content, mode="x")
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """The record of a checkpoint.
+        """Reads the record of a checkpoint.
 
         Raises:
-            ValueError: it is damaged, of another version, or has an impossible value.
+            ValueError: it is damaged or of another version, or has an impossible value.
         """
         path = folder / RECORD
         try:
@@ -126,12 +127,12 @@ class Record:
 
 
 def shard_folder(key: str, index: int) -> str:
-    """Where a shard of a table lies in a checkpoint.
+    """Path of a table's shard in a checkpoint.
 
     Args:
-        key: of the table. A long one's folder has its beginning and a digest, as the record has all
-            of it.
-        index: of the shard.
+        key: full name of the table. A name that is too long for a folder is cut and followed by a
+            digest; the record has the complete name.
+        index: index of the shard.
     """
     name = quote(key, safe="")
     if len(name) > _MOST_NAME_BYTES:
@@ -172,7 +173,7 @@ _RECORD = Fields(
 
 
 def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) -> None:
-    """Refuses folders of other tables, and shards that don't make up a table."""
+    """Checks that shards have their own folders and make up a table."""
     for index, shard in enumerate(shards):
         at, folder = place.at(index), shard_folder(key, index)
         if shard.folder != folder:
@@ -188,7 +189,7 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
                 .of("owners")
                 .refuse(list(other.owners), f"apart from those of shard {i}, {list(one.owners)}")
             )
-    # Apart from each other, they are the whole table where their areas add up to it.
+    # Disjoint shards make up the table if their areas add up to the table's.
     areas = ((s.owners[1] - s.owners[0]) * (s.columns[1] - s.columns[0]) for s in shards)
     width = max((shard.columns[1] for shard in shards), default=1)
     if sum(areas) != OWNERS * width:

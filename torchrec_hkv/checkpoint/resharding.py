@@ -1,4 +1,4 @@
-"""Moves the tables of a model to another plan of the same ranks, in memory."""
+"""Moves the tables of a model to another sharding plan on the same ranks, in memory."""
 
 from __future__ import annotations
 
@@ -28,29 +28,28 @@ from torchrec_hkv.sharding.state.names import joined, named_modules
 def reshard(
     model: DistributedModelParallel, plan: ShardingPlan, *, allow_loss: bool = False
 ) -> int:
-    """Moves tables to another plan of the same ranks, without a disk; a collective call.
+    """Moves tables to another sharding plan on the same ranks, without a disk; a collective call.
 
-    Rows, optimizer states, scores, steps and counts of hash tables, and values of all other tables
-    of the collections stay as they are, and so do learning rates. Collections whose plan is the
-    same are left alone. A collection is there twice while its tables move, so there must be memory
-    for that.
+    Keeps rows, optimizer states, scores, steps and counts of hash tables, the values of all other
+    tables of the collections, and learning rates. Collections whose plan is the same are not
+    touched. While the tables of a collection move, the collection exists twice in memory.
 
-    ``model.fused_optimizer`` is another one afterwards, as are the modules of the collections: take
-    it anew into schedulers and combined optimizers, and make train pipelines anew.
+    The modules of the collections and ``model.fused_optimizer`` are new objects afterwards. Create
+    schedulers, combined optimizers and train pipelines again from them.
 
     Args:
-        model: sharded by this package's sharders.
-        plan: of the same tables with the same backends and options, such as another
+        model: a model that this package's sharders sharded.
+        plan: a plan of the same tables with the same backends and options, such as another
             ``collective_plan`` of the unsharded model.
-        allow_loss: whether ids may stay out where a full hash table has other shards than before;
-            those of the lowest scores do.
+        allow_loss: whether ids of the lowest scores may be left out if the new shards of a full
+            hash table have no slot for them.
 
     Returns:
-        How many entries of hash tables found no place, column shards counted each.
+        Number of entries of hash tables that found no slot; each column shard counts.
 
     Raises:
-        ValueError: the plan is of other tables, backends or options, a table can't move, or ids
-            found no place; the model is as it was then.
+        ValueError: the plan has other tables, backends or options, a table can't move, or ids
+            found no slot. The model is unchanged then.
     """
     changed: dict[str, BackendCollection] = {}
 
@@ -88,14 +87,14 @@ def reshard(
 
 
 def _changed(model: DistributedModelParallel, plan: ShardingPlan) -> dict[str, BackendCollection]:
-    """The collections whose plan is another one, by their paths in the unsharded model."""
+    """The collections whose plan changes, by their paths in the unsharded model."""
     found = {
         path: module
         for path, module in named_modules(model)
         if isinstance(module, BackendCollection) and module.recipe is not None
     }
     unknown = sorted(set(plan.plan) - set(found))
-    # What else TorchRec shards stays as it is.
+    # Other modules that TorchRec shards stay as they are.
     missing = sorted(set(found) - set(plan.plan))
     if missing:
         raise ValueError(
@@ -144,7 +143,7 @@ def _check_kernels(table: str, old: ParameterSharding, new: ParameterSharding) -
 
 
 def _described(plan: Mapping[str, ParameterSharding]) -> dict[str, Any]:
-    """What a plan says of tables; equal where they lie alike."""
+    """A description of a plan's tables. Equal descriptions place tables alike."""
     return {
         name: (
             sharding.sharding_type,
@@ -162,7 +161,8 @@ def _described(plan: Mapping[str, ParameterSharding]) -> dict[str, Any]:
 
 
 def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_loss: bool) -> int:
-    """Puts all that a collection holds into another one; gives how many ids found no place."""
+    """Moves the contents of a collection to another one. Returns the number of ids that found no
+    slot."""
     wire = Wire.of(old)
     before, after = old.found_tables(), new.found_tables()
     lost = 0
@@ -177,8 +177,8 @@ def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_lo
             move_state(table, target, wire)
         else:
             raise ValueError(
-                f"Table {joined(path, name)!r} on backend {table.planned.backend!r} moves whole: "
-                "plan as many shards of it as there are."
+                f"Table {joined(path, name)!r} on backend {table.planned.backend!r} can only "
+                "move as a whole: plan the number of shards that it has now."
             )
     for lookup, of_keys in heads.items():
         lookup.entries_loaded(of_keys)
@@ -202,7 +202,7 @@ def _same_geometry(old: FoundTable, new: FoundTable) -> bool:
 
 
 def _weights(collection: BackendCollection) -> dict[str, Any]:
-    """Values of stock tables, and of those that show theirs as stock tables do."""
+    """Values of stock tables, and of tables that appear as stock tables in the ``state_dict``."""
     ours = {
         joined(collection.tables_attribute, name)
         for name, table in collection.found_tables().items()
@@ -216,7 +216,7 @@ def _weights(collection: BackendCollection) -> dict[str, Any]:
 
 
 def _states(collection: BackendCollection) -> dict[str, Any]:
-    """States of the optimizers of these, by parameter and name."""
+    """Optimizer states of these tables, by parameter and name of the state."""
     state = collection.fused_optimizer.state_dict()["state"]
     return {
         f"{parameter}/{name}": value
@@ -227,7 +227,7 @@ def _states(collection: BackendCollection) -> dict[str, Any]:
 
 
 def _replace(model: DistributedModelParallel, path: str, new: nn.Module) -> None:
-    """Puts a collection in the place of the one at a path of the unsharded model."""
+    """Replaces the collection at a path of the unsharded model."""
     wrapped = model._dmp_wrapped_module
     if not path:
         if isinstance(wrapped, BackendCollection):

@@ -1,4 +1,4 @@
-"""Rows of tables by id, over all ranks: out of any kind of table, and into any other."""
+"""Exports and imports rows of tables by id, over all ranks and for all kinds of tables."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.state.names import find_name, named_tables
 
-#: Rows of a batch.
+#: Default number of rows in a batch.
 BATCH = 1 << 16
 
 
 def export_rows(
     model: nn.Module, table: str, *, batch: int = BATCH
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All ids of a table and their rows, the same on every rank.
+    """Yields all ids and rows of a table, the same on every rank; a collective call.
 
-    Works for hash tables, Tensor-Train tables and stock ones, however they are sharded. An id that
-    a shard of other columns lacks has its initial row there. Every rank must iterate to the end: it
-    is a collective call. In a ``DMPCollection`` each group of ranks gets the rows of its replica,
-    and there are none of stock tables.
+    Works for hash tables, Tensor-Train tables and stock tables under any sharding. Every rank must
+    iterate to the end. If a column shard lacks an id, its columns have the initial row. In a
+    ``DMPCollection`` each group of ranks gets the rows of its replica, and stock tables are
+    refused.
 
     Args:
-        model: sharded.
-        table: its full name, which is its key in the ``state_dict`` without ``.weight``, or its own
-            name where no other table has it.
-        batch: ids to yield at a time, at most.
+        model: a sharded model.
+        table: full name of the table, which is its key in the ``state_dict`` without ``.weight``,
+            or its own name if no other table has it.
+        batch: maximal number of ids to yield at a time.
 
     Yields:
         Ids, int64 ``[n]``, and rows, float32 ``[n, embedding_dim]``, in host memory.
 
     Raises:
-        ValueError: there is no such table, several have that name, ranks name different ones, or
-            its rows can't be had by id.
+        ValueError: there is no such table, several have that name, ranks name different tables, or
+            the table can't be read by id.
     """
     part = _agreed(model, table, batch=batch)
     device = _wire_device()
@@ -79,33 +79,35 @@ def import_rows(
 ) -> int:
     """Sets rows of a table by id; a collective call.
 
-    Ids that a hash table has not are added to it as if they had been looked up once. Optimizer
-    states of the rows start anew. A Tensor-Train table needs all of its rows and gets the cores
-    nearest to them (TT-SVD) of the ranks that it has. For a dense table ``weight`` the batches are
+    A hash table gets ids that it lacks, as if they had been looked up once. Optimizer states of the
+    rows start from zero. A Tensor-Train table needs all of its rows; it gets the closest cores of
+    its ranks (TT-SVD). The batches of a dense table ``weight`` are
     ``[(torch.arange(len(weight)), weight)]``.
 
     Args:
-        model: sharded.
+        model: a sharded model.
         table: as for :func:`export_rows`.
-        batches: ids, int64 ``[n]``, and rows, ``[n, embedding_dim]``; all of them on every rank.
-        allow_loss: whether ids may find no place in a hash table; those of the lowest scores don't.
+        batches: ids, int64 ``[n]``, and rows, ``[n, embedding_dim]``. Every rank passes all of
+            them.
+        allow_loss: whether ids of the lowest scores may be left out if a hash table has no slot for
+            them.
 
     Returns:
-        How many ids found no place, column shards counted each.
+        Number of ids that found no slot; each column shard counts.
 
     Raises:
         ValueError: there is no such table, several have that name, or the ranks were given
-            different arguments; nothing has changed then. Ids or rows don't fit it, or there was no
-            place; what came before is in the table then.
+            different arguments; nothing has changed then. Also if ids or rows don't fit the table,
+            or ids found no slot; the table then has what came before.
     """
     part = _agreed(model, table, allow_loss=allow_loss)
 
     def run() -> int:
-        # An iterator that is read once serves one shard; a rank may hold several.
+        # A rank may hold several shards, but an iterator can be read only once.
         here = [shard for shards in part.rows for shard in shards if shard.is_here]
         checked = _checked(batches, part, table)
         if not here:
-            return sum(0 for _ in checked)  # it may be a collective call
+            return sum(0 for _ in checked)  # iterating may be a collective call
         kept = list(checked) if len(here) > 1 else checked
         return sum(part.put_rows(shard, kept) for shard in here)
 
@@ -120,7 +122,7 @@ def import_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """A shard of a table: its rank, how many columns it has, and what its table knows it by."""
+    """A shard of a table: its rank, its number of columns, and what identifies it in its table."""
 
     rank: int
     columns: int
@@ -133,10 +135,10 @@ class _Shard:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A table: shards by rows, in each of these by columns, and how to reach those of this rank."""
+    """A table: its shards, by rows and then by columns, and functions for those of this rank."""
 
     rows: Sequence[Sequence[_Shard]]
-    num_rows: int | None  # where ids are row numbers
+    num_rows: int | None  # None unless ids are row numbers
     ids: Callable[[_Shard, int], Iterator[Tensor]]
     rows_of: Callable[[_Shard, Tensor], Tensor]
     put_rows: Callable[[_Shard, Iterable[tuple[Tensor, Tensor]]], int]
@@ -144,7 +146,7 @@ class _Part:
 
 
 def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _Part:
-    """A table that all ranks name, of calls whose other arguments are the same on all, too."""
+    """The table of a call. All ranks must pass the same table and arguments."""
     found: list[_Part] = []
 
     def arguments() -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
 
 
 def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
-    """From row and column offsets."""
+    """Groups shards by their row offsets, and orders each group by column offsets."""
     rows: dict[int, list[_Shard]] = {}
     for row, _, shard in sorted(shards, key=lambda item: item[:2]):
         rows.setdefault(row, []).append(shard)
@@ -283,7 +285,7 @@ def _broadcast(
 def _broadcast_ids(
     ids: Tensor | None, rank: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor | None:
-    """None where the holder has no more."""
+    """Broadcasts ids from the rank that holds them. Returns None if it has no more."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ids
     count = torch.tensor([-1 if ids is None else ids.numel()], device=device)

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint that have files of their own: one folder a shard."""
+"""Tables of a checkpoint that have files of their own, one folder for each shard."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from torchrec_hkv.warn import warn
 
 
 def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
-    """What a checkpoint's record says of a table; the same on every rank."""
+    """The entry of a table in a checkpoint's record; the same on every rank."""
     backend = registry.get(table.planned.backend)
     first = table.state.shards[0]
     identity = backend.identity(first, table.planned.optimizer)
     return TableRecord(table.planned.backend, identity, shards)
 
 
-#: Change trackers of the shards of a rank, by their folders in a checkpoint; None where a backend
-#: has none.
+#: Change trackers of a rank's shards, by the shards' folders in a checkpoint. None for shards of
+#: backends without change trackers.
 Trackers = dict[str, Any]
 
 
@@ -45,20 +45,19 @@ def save_tables(
     options: FileOptions,
     trackers: Trackers | None = None,
 ) -> dict[str, str]:
-    """Writes the shards that this rank holds, all of one moment; in a ``DMPCollection`` those of
-    the first replica.
+    """Writes this rank's shards; in a ``DMPCollection``, those of the first replica.
 
-    Calls of other threads that change these tables wait meanwhile.
+    All shards are of the same moment: calls of other threads that change the tables wait.
 
     Args:
-        folder: of the checkpoint.
-        tables: of the model.
-        options: of the files.
-        trackers: what changed since the last call with them is saved alone; those that lack are
-            added. None: whole tables.
+        folder: the folder of the checkpoint.
+        tables: the tables of the model.
+        options: how to write the files.
+        trackers: change trackers. Only what changed since their last call is saved. Missing
+            trackers are added. None saves whole tables.
 
     Returns:
-        Their backends, by the paths of their folders in the checkpoint.
+        Names of the shards' backends, by the paths of the shards in the checkpoint.
 
     Raises:
         OSError: writing failed.
@@ -70,7 +69,7 @@ def save_tables(
 
 
 def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
-    """The lookups of tables that have files, each once."""
+    """The lookups of tables that have files, without duplicates."""
     rank = _rank()
     lookups: dict[int, GroupLookup] = {}
     for table in tables.values():
@@ -116,7 +115,7 @@ def _save_tables(
 
 
 def _saved_bytes(tables: Mapping[str, FoundTable], rank: int) -> int:
-    """Of all entries that a rank holds."""
+    """Bytes of all entries on a rank."""
     return sum(
         table.collection.group_lookups()[shard.key].saved_bytes(shard.key)
         for table in tables.values()
@@ -133,17 +132,18 @@ def see_tables(
     options: FileOptions,
     trackers: Trackers,
 ) -> bool:
-    """Has trackers count what changes from now on in shards that have just been loaded.
+    """Makes trackers record changes from now on, after the tables have been loaded.
 
     Args:
-        folder: of the checkpoint.
-        record: of it.
-        tables: of the model.
-        options: of later saves with these trackers.
-        trackers: get those of this rank's shards.
+        folder: the folder of the loaded checkpoint.
+        record: its record.
+        tables: the tables of the model.
+        options: options of later saves with these trackers.
+        trackers: replaced by the trackers of this rank's shards.
 
     Returns:
-        False where later saves can't add to the checkpoint: its shards are others.
+        False if later saves can't be deltas of the checkpoint, because its shards differ from those
+        of the model.
     """
     rank = _rank()
     trackers.clear()
@@ -170,11 +170,11 @@ def see_tables(
 
 
 def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:
-    """What folders hold, and makes sure that their names are on the disk.
+    """Reads what the written folders hold, and syncs their parent folders.
 
     Args:
-        folder: of the checkpoint.
-        names: of :func:`save_tables`, once all is written.
+        folder: the folder of the checkpoint.
+        names: the result of :func:`save_tables`. All files must have been written.
     """
     saved = {}
     for name, backend in names.items():
@@ -188,11 +188,11 @@ def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFold
 def records_of(
     tables: Mapping[str, FoundTable], saved: Mapping[str, SavedFolder]
 ) -> dict[str, TableRecord]:
-    """What a checkpoint's record says of its tables.
+    """The entries of tables in a checkpoint's record.
 
     Args:
-        tables: of the model.
-        saved: what :func:`saved_folders` gave, on all ranks.
+        tables: the tables of the model.
+        saved: the results of :func:`saved_folders` of all ranks.
     """
     records = {}
     for key, table in tables.items():
@@ -215,10 +215,10 @@ def records_of(
 def check_tables(
     folder: Path, records: Mapping[str, TableRecord], tables: Mapping[str, FoundTable]
 ) -> None:
-    """Refuses tables that are not those of a checkpoint.
+    """Checks that the tables of a model match those of a checkpoint.
 
     Raises:
-        ValueError: one sentence naming the table, what is saved and what is needed.
+        ValueError: they don't; the message names the table, what is saved and what is needed.
     """
     for key, table in tables.items():
         here = _record_of(table, None)
@@ -244,24 +244,24 @@ def check_tables(
                     f"{saved.identity.get(what)!r} and here {own!r}."
                 )
         if (saved.shards is None) == table.has_files:
-            shown = "by id" if saved.shards is not None else "by row number, as dense tables"
+            kinds = ["by row number, as in a dense table", "by id"]
+            there, here_ = kinds if saved.shards is None else reversed(kinds)
             raise ValueError(
-                f"In the checkpoint {folder}, table {key!r} has its rows {shown}, and here it is "
-                "the other way round: convert it with torchrec_hkv.checkpoint.export_rows and "
-                "import_rows."
+                f"In the checkpoint {folder}, table {key!r} has its rows {there}, and here "
+                f"{here_}: convert it with torchrec_hkv.checkpoint.export_rows and import_rows."
             )
 
 
-#: Folders of checkpoints and their records, the newest first: where a checkpoint holds only what
-#: changed of a table since the one before, it is followed by that.
+#: Folders of checkpoints and their records, the newest first. A delta is followed by its
+#: predecessor; the last one is a base or a single checkpoint.
 Layers = Sequence[tuple[Path, Record]]
 
 
 def files_to_verify(layers: Layers, keys: Iterable[str]) -> list[tuple[str, SavedShard, str]]:
-    """Backend, shard and name of all files of tables.
+    """Backend, shard and name of each file of the tables.
 
     Raises:
-        ValueError: a folder is damaged, or not the one that the checkpoint was saved with.
+        ValueError: a folder is damaged, or is not the one that was saved with the checkpoint.
     """
     files = []
     for key in keys:
@@ -273,7 +273,8 @@ def files_to_verify(layers: Layers, keys: Iterable[str]) -> list[tuple[str, Save
 
 
 def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedShard, SavedFolder]]:
-    """A shard's folders and what they say, from the newest to the first that is whole."""
+    """Folders of a shard and their contents, from the newest back to one that holds the whole
+    shard."""
     newest = layers[0][1].tables[key]
     for folder, record in layers:
         table = record.tables.get(key)
@@ -284,8 +285,8 @@ def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedS
             != [(s.owners, s.columns) for s in newest.shards or []]
         ):
             raise ValueError(
-                f"{folder} is of another model than {layers[0][0]}: its table {key!r} is another, "
-                "or in other shards."
+                f"{folder} is of another model than {layers[0][0]}: its table {key!r} has other "
+                "properties or other shards."
             )
         shard = table.shards[index]
         saved = SavedShard(folder / shard.folder, shard.owners)
@@ -301,7 +302,7 @@ def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedS
 
 
 def saved_shards(layers: Layers, key: str) -> list[SavedShard]:
-    """All shards of a table, with the folders that they are in."""
+    """All shards of a table, each with its folders in the layers."""
     shards = []
     for index in range(len(layers[0][1].tables[key].shards or [])):
         first, *earlier = [saved for saved, _ in _shard_layers(layers, key, index)]
@@ -311,7 +312,7 @@ def saved_shards(layers: Layers, key: str) -> list[SavedShard]:
 
 
 def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, record: Record) -> None:
-    """Refuses the folder of another save, or of another shard of this one."""
+    """Checks that a folder was saved with this checkpoint, as this shard."""
     where = f"{folder} is not what the checkpoint was saved with"
     if held.save != record.save:
         raise ValueError(
@@ -333,7 +334,7 @@ def open_tables(
     tables: Mapping[str, FoundTable],
     options: FileOptions,
 ) -> list[GroupLoad]:
-    """The loads of all groups of tables that this rank holds.
+    """Opens the saved tables for each group of tables on this rank.
 
     Raises:
         ValueError: a folder is damaged.
@@ -359,26 +360,27 @@ def open_tables(
 
 @dataclasses.dataclass(frozen=True)
 class GroupLoad:
-    """The load of the tables of a group.
+    """A load of the tables of one group.
 
     Attributes:
-        load: of the backend.
-        tables: full names of tables, by the keys of shards.
+        load: the backend's load.
+        tables: full names of tables, by the keys of their shards.
     """
 
     load: TablesLoad
     tables: Mapping[str, str]
 
     def run(self) -> list[tuple[str, Placed]]:
-        """Loads; returns full names of tables, and what became of the entries of each shard."""
+        """Loads the tables. Returns, for each shard, the full name of its table and the number of
+        entries that were loaded and lost."""
         return [(self.tables[key], placed) for key, placed in self.load.run().items()]
 
 
 def warn_of_losses(placed: Mapping[str, Placed]) -> None:
-    """Warns of entries that found no place, once for all tables.
+    """Warns once about all entries that found no slot.
 
     Args:
-        placed: by the full name of a table, over all ranks.
+        placed: numbers of entries over all ranks, by the full names of tables.
     """
     parts = [
         f"{held.lost} of {held.entries} ({100 * held.lost / held.entries:.2f} %) of table {name!r}"

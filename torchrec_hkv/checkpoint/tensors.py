@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint, by :mod:`torch.distributed.checkpoint`: all but tables with files of
-their own."""
+"""Saves and loads the tensors of a checkpoint with :mod:`torch.distributed.checkpoint`: everything
+but tables that have files of their own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PIECE = 16 << 20
 
 
 class _WriteBehindFiles(FileSystem):
-    """Files that the thread of a save writes."""
+    """Files that the threads of a non-blocking save write."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle
@@ -60,9 +60,9 @@ def save_tensors(folder: Path, state: dict[str, Any], handle: SaveHandle | None 
     """Saves a state; a collective call.
 
     Args:
-        folder: to write to.
-        state: of :mod:`torch.distributed.checkpoint`.
-        handle: of a save that does not block: all has been copied when the call returns.
+        folder: the folder to write to.
+        state: a state for :mod:`torch.distributed.checkpoint`.
+        handle: handle of a non-blocking save. Everything has been copied when the call returns.
 
     Raises:
         CheckpointException: a rank could not write.
@@ -76,7 +76,7 @@ def save_tensors(folder: Path, state: dict[str, Any], handle: SaveHandle | None 
 
 
 def local_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes that this rank holds of the tensors in a state."""
+    """Size of this rank's parts of the tensors in a state, in bytes."""
     return sum(
         part.numel() * part.element_size()
         for value in flat("", state).values()
@@ -92,10 +92,10 @@ def _local_parts(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_savable(state: Mapping[str, Any]) -> None:
-    """Refuses values that a load would refuse: those of classes that it does not know.
+    """Checks that a load will accept all values: it refuses values of unknown classes.
 
     Raises:
-        ValueError: the sentence names the value's place and class.
+        ValueError: it will not; the message names the value's place and class.
     """
     for key, value in flat("", state).items():
         if isinstance(value, torch.Tensor):
@@ -110,11 +110,11 @@ class TensorsLoad:
     """Loads tensors into a model and an optimizer.
 
     Args:
-        folder: of the checkpoint.
-        model: sharded.
-        optimizer: or None.
-        strict: whether tensors that the checkpoint lacks are refused; otherwise they stay as they
-            are.
+        folder: the folder of the checkpoint.
+        model: the sharded model.
+        optimizer: the optimizer, or None.
+        strict: whether to refuse a checkpoint that lacks tensors of the model; if not, these stay
+            unchanged.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class TensorsLoad:
         self._reader: CheckedReader | None = None
 
     def check(self, files: Mapping[str, FileRecord]) -> None:
-        """Refuses what doesn't match, before anything changes; a collective call.
+        """Checks that the tensors match, before anything changes; a collective call.
 
         Args:
-            files: that the checkpoint's record names.
+            files: the files in the checkpoint's record.
 
         Raises:
-            ValueError: one sentence naming the tensor, what is saved and what is needed, or the
-                file and the value in it that is impossible.
+            ValueError: they don't match, or a file is damaged. The message names the tensor, what
+                is saved and what is needed, or the file and the impossible value in it.
         """
         with contextlib.ExitStack() as undo:
             wanted = on_every_rank(lambda: self._check_own(files, undo))
-            # Each entry is looked at by one rank.
+            # Each entry is checked by one rank.
             everybody = sorted({key for keys in wanted for key in keys})
             rank, ranks = 0, 1
             if dist.is_initialized():
@@ -151,7 +151,7 @@ class TensorsLoad:
             undo.pop_all()
 
     def _check_own(self, files: Mapping[str, FileRecord], undo: contextlib.ExitStack) -> list[str]:
-        """What this rank loads; gives the names of the tensors."""
+        """Checks what this rank loads. Returns the names of its tensors."""
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
         wanted = self._wanted(metadata, "model", self._state["model"])
@@ -171,7 +171,7 @@ class TensorsLoad:
         return tensors
 
     def _wanted(self, metadata: Metadata, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is loaded of a state, by its name in the checkpoint."""
+        """The values to load, by their names in the checkpoint."""
         leaves = flat(prefix, state)
         if self._strict:
             return leaves
@@ -180,11 +180,11 @@ class TensorsLoad:
 
     @property
     def bytes(self) -> int:
-        """That this rank loads."""
+        """Size of the tensors that this rank loads."""
         return local_bytes(self._state)
 
     def run(self) -> None:
-        """Loads; a collective call."""
+        """Loads the tensors; a collective call."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
         dcp.load(self._state, storage_reader=self._reader, planner=planner)
         advance(self.bytes)
@@ -194,7 +194,7 @@ class TensorsLoad:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and checksum of a file, read in pieces."""
+    """Computes size and checksum of a file, which is read in pieces."""
     crc32 = size = 0
     buffer = bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
@@ -205,15 +205,15 @@ def file_record(path: Path) -> FileRecord:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """Size of a file in bytes; 0 if there is no such file."""
     return path.stat().st_size if path.is_file() else 0
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
-    """Reads a file.
+    """Reads a file and compares its size and checksum with the record.
 
     Raises:
-        ValueError: it is not as recorded.
+        ValueError: they differ, or the file can't be read.
     """
     try:
         size = os.stat(path).st_size
@@ -231,10 +231,10 @@ def verify_file(path: Path, record: FileRecord) -> None:
 
 
 def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
-    """Refuses tensors that a folder lacks, or has of another shape or dtype.
+    """Checks that a folder has all tensors to load, with the same shapes and dtypes.
 
     Raises:
-        ValueError: the sentence names the tensor, what is saved and what is needed.
+        ValueError: it does not; the message names the tensor, what is saved and what is needed.
     """
     saved = metadata.state_dict_metadata
     missing = [key for key in wanted if key not in saved]
@@ -243,7 +243,7 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
             f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
             f"{missing[0]!r}: load it into what it was saved from."
         )
-    # World sizes first: at another one most shapes differ too.
+    # World sizes first: with another one, most shapes differ too.
     for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
         entry, value = saved[key], wanted[key]
         is_tensor = isinstance(entry, TensorStorageMetadata)
@@ -276,7 +276,7 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
 
 
 def flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of nested mappings, by their path."""
+    """The leaves of nested mappings, by their paths."""
     leaves: dict[str, Any] = {}
     for key, value in state.items():
         path = f"{prefix}.{key}"

@@ -1,4 +1,4 @@
-"""Reads all of a folder, and says which of its files are not what they should be."""
+"""Reads all files of a folder and reports damaged ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torchrec_hkv.checkpoint.record import Record
 from torchrec_hkv.checkpoint.tables import Layers, files_to_verify
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 
-#: A file, its size, and what reads it.
+#: A file, its size in bytes, and the function that verifies it.
 Job = tuple[Path, int, Callable[[], None]]
 
 
 def verify(saved: Saved, options: FileOptions) -> list[str]:
-    """Reads all files of a folder: sizes, checksums, that ids stand where they may and once.
+    """Reads all files of a folder. Verifies sizes and checksums, that each id occurs once, and that
+    it is in one of its own buckets.
 
     Args:
         saved: a checkpoint, a chain up to one of its checkpoints, or a saved hash table.
-        options: of the files.
+        options: how to read the files.
 
     Returns:
-        A sentence for each file that is damaged.
+        One sentence for each damaged file.
     """
     jobs = _jobs(saved, options)
     damage: list[str] = []

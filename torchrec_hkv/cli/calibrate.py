@@ -5,12 +5,10 @@
     torchrun --nproc_per_node 2 -m torchrec_hkv.cli calibrate
 
 Times tables of each backend and of TorchRec's fused kernel, in about a minute. They take up to 16
-GiB
-of a GPU, or 2 GiB of host memory. Nothing else should run on the device. Planners read the file in
-its default place: the path in TORCHREC_HKV_CALIBRATION, else ~/.cache/torchrec_hkv/. Their argument
-`calibration` names another file. Under torchrun, rank 0 measures the tables, and the exchange
-between
-the ranks is measured, too.
+GiB of a GPU, or 2 GiB of host memory. Nothing else should run on the device. Planners read the file
+in its default place: the path in TORCHREC_HKV_CALIBRATION, else ~/.cache/torchrec_hkv/. Their
+argument `calibration` names another file. Under torchrun, rank 0 measures the tables, and the
+exchange between the ranks is measured, too.
 """
 
 from __future__ import annotations

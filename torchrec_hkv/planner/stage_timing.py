@@ -277,8 +277,7 @@ class _Clock:
             torch.cuda._sleep(_HIDING_CYCLES)
         if ranks > 1:
             # All ranks start together, on a GPU in device time. Otherwise the wait of the first
-            # rank
-            # would be counted as the exchange.
+            # rank would be counted as the exchange.
             dist.all_reduce(torch.ones(1, device=device), group=group)
         self.mark()
 

@@ -1,6 +1,6 @@
-"""Replays logs of ids through hash tables on a CPU: which rows and policy reach which hit rate.
+"""Replays logs of ids through hash tables on a CPU, to find hit rates by rows and policy.
 
-Knows the backend ``hkv`` and its tables, and what the planner asks of a table; nothing of sharding.
+Uses the backend ``hkv``, its tables and the planner's id frequencies; independent of sharding.
 """
 
 from torchrec_hkv.replay.log import Ids, Log, LogError, Part

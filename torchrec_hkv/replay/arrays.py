@@ -1,4 +1,4 @@
-"""Logs of integers as they lie in memory: ``.npy``, ``.npz``, and int64 without any header."""
+"""Logs of binary integers: ``.npy``, ``.npz``, and int64 without a header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from torchrec_hkv.replay.log import Ids, Log, LogError, Part, check_file
 
-#: Samples that are read at a time.
+#: Number of samples to read at a time.
 PART_SAMPLES = 1 << 20
 
 
@@ -21,12 +21,12 @@ class ArrayLog(Log):
     """Integer arrays by name; a row of each is a sample.
 
     Args:
-        name: of the file.
-        arrays: of one dimension, or of two: then each column of it is a column, ``name_0`` and so
-            on. Others, and those that are not of integers, are left out.
+        name: name of the file.
+        arrays: integer arrays of one dimension, or of two: then each of their columns is a column,
+            ``name_0`` and so on. Other arrays are ignored.
 
     Raises:
-        LogError: the arrays are of different lengths.
+        LogError: the arrays have different lengths.
     """
 
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -60,7 +60,7 @@ class ArrayLog(Log):
 
 
 def int64_tensor(values: np.ndarray) -> torch.Tensor:
-    """Integers of any width as int64 of one's own; those of uint64 with the same bits."""
+    """Copies integers of any width to int64; uint64 keeps its bits."""
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         values = values.astype(np.uint64).view(np.int64)
     return torch.from_numpy(np.array(values, dtype=np.int64, order="C"))
@@ -72,21 +72,21 @@ def read_npy(path: Path) -> Log:
     The file is mapped, not read as a whole.
 
     Raises:
-        LogError: it is no such file.
+        LogError: the file has another format.
     """
     check_file(path)
     try:
         array = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
-        raise LogError(f"{path} is no .npy file of numbers: {error}.") from None
+        raise LogError(f"{path} is not a .npy file of numbers: {error}.") from None
     return ArrayLog(str(path), {"ids" if array.ndim == 1 else "": array})
 
 
 def read_npz(path: Path) -> Log:
-    """Arrays of integers by name, as ``numpy.savez`` writes them; they are read as a whole.
+    """Arrays of integers by name, as ``numpy.savez`` writes them. They are read into memory.
 
     Raises:
-        LogError: it is no such file.
+        LogError: the file has another format.
     """
     check_file(path)
     try:
@@ -96,16 +96,16 @@ def read_npz(path: Path) -> Log:
         raise (
             error
             if isinstance(error, LogError)
-            else LogError(f"{path} is no .npz file of arrays: {error}.")
+            else LogError(f"{path} is not a .npz file of arrays: {error}.")
         ) from None
 
 
 class RawLog(Log):
-    """Int64 in the machine's byte order, one after the other, in one column ``ids``.
+    """A sequence of int64 in the machine's byte order, as the column ``ids``.
 
     Args:
-        name: for errors.
-        path: of the file; None for the standard input.
+        name: name of the log in messages.
+        path: path of the file. None: the standard input.
     """
 
     columns = ("ids",)
@@ -126,13 +126,13 @@ class RawLog(Log):
     def _parts(self, file: BinaryIO) -> Iterator[Part]:
         while data := _read(file, 8 * PART_SAMPLES):
             if len(data) % 8:
-                raise LogError(f"{self.name} ends within an id: its bytes are no multiple of 8.")
+                raise LogError(f"{self.name} ends within an id: its size is not a multiple of 8.")
             values = int64_tensor(np.frombuffer(data, dtype=np.int64))
             yield Part(values.numel(), {"ids": Ids(values)})
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
-    """So many bytes, or all that are left: a pipe gives fewer at a time."""
+    """Reads this many bytes, or all that are left, because a pipe may return fewer at a time."""
     parts = []
     while size and (data := file.read(size)):
         parts.append(data)

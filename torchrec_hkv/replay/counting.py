@@ -1,4 +1,4 @@
-"""How often ids come: all of them, or those of a sample and the most frequent ones."""
+"""Counts the lookups of ids: of all ids, or of a sample and the most frequent ids."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torchrec_hkv.hash_table import HashTable, table_memory
 from torchrec_hkv.hash_table.available_memory import host_memory
 from torchrec_hkv.replay.sample import Sample
 
-#: Ids that the most frequent ones are chosen from, of how many lookups one is looked at (a prime,
-#: as logs repeat after so many lookups as a request has), and how many of those an id needs.
+#: Number of candidates for the most frequent ids; the stride of the lookups that are counted (a
+#: prime, because logs repeat with the number of lookups of a request); and the counted lookups that
+#: a frequent id needs.
 _HOT_ROWS, _HOT_STRIDE, _HOT_COUNT = 1 << 16, 17, 64
 _HOT_CALL = 1 << 12
 _FIRST_ROWS = 1 << 16
 
 
 def growing_table(name: str, share: float = 1.0) -> HashTable:
-    """A table that counts ids and grows as long as there is memory.
+    """A table that counts ids. It grows within its share of the memory.
 
     Args:
-        name: of the table.
-        share: of half the host's available memory, which it may take.
+        name: name of the table.
+        share: share of half the host's available memory that the table may take.
     """
     slot = table_memory(_FIRST_ROWS, 1, 0, "lfu").bytes // _FIRST_ROWS + 1
     capacity = max(int(host_memory()[0] / 2 * share) // slot, _FIRST_ROWS)
@@ -30,11 +31,11 @@ def growing_table(name: str, share: float = 1.0) -> HashTable:
 
 
 class IdCounter:
-    """The lookups of each id in the sample, and hits if no id ever had to leave.
+    """Counts the lookups of each id in the sample, and the hits of a table that never evicts.
 
     Args:
-        table: whose ids they are.
-        share: of half the host's available memory.
+        table: name of the replayed table.
+        share: share of half the host's available memory.
     """
 
     def __init__(self, table: str, share: float = 1.0) -> None:
@@ -42,7 +43,7 @@ class IdCounter:
         self._counts = growing_table(table, share)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Counts the ids of a step; returns which had come before, bool ``[n]``.
+        """Counts the ids of a step. Returns which ids were seen before, bool ``[n]``.
 
         Args:
             ids: int64 ``[n]``.
@@ -50,25 +51,25 @@ class IdCounter:
         return self._counts.find_or_insert_slots(ids)[1]
 
     def check(self) -> None:
-        """Refuses what it could not count.
+        """Checks that all ids were counted.
 
         Raises:
-            ValueError: there are more ids than memory for them.
+            ValueError: the memory is too small for the ids.
         """
         counters = self._counts.counters()
         if counters["evicted"] or counters["refused"]:
             raise ValueError(
-                f"Table {self.table!r} has more than {counters['size']:,} different ids, which is "
-                "what there is memory to count: replay a sample of them."
+                f"Table {self.table!r} has more than {counters['size']:,} different ids, more "
+                "than fit into memory: replay a sample of them."
             )
 
     @property
     def distinct(self) -> int:
-        """Different ids so far."""
+        """Number of distinct ids so far."""
         return self._counts.size
 
     def entries(self) -> tuple[Tensor, Tensor]:
-        """Ids, and the lookups of each, int64 ``[n]``."""
+        """The ids and the number of lookups of each, int64 ``[n]`` both."""
         parts = [(entries.ids, entries.scores) for entries in self._counts.export()]
         empty = torch.empty(0, dtype=torch.int64)
         return (
@@ -78,8 +79,8 @@ class IdCounter:
 
 
 class FrequentIds:
-    """The most frequent ids of a log, of which a sample has one or hasn't: counted in a share of
-    all lookups."""
+    """Counts the most frequent ids of a log in a share of all lookups, because a sample of ids may
+    lack them."""
 
     def __init__(self) -> None:
         self._counts = HashTable(1, _HOT_ROWS, eviction="lfu", name="frequent")
@@ -97,15 +98,15 @@ class FrequentIds:
         for call in looked_at.split(_HOT_CALL):
             if call.numel() == 0:
                 continue
-            # A training lookup, in which a new id always gets a place.
+            # A training lookup always inserts a new id.
             self._counts.group.find_or_insert(call, torch.tensor([0, call.numel()]), 1)
         self._seen += looked_at.numel()
 
     def entries(self, lookups: int) -> tuple[Tensor, Tensor]:
-        """Ids that are frequent for sure, and the lookups to be expected of each, float64.
+        """Ids that are certainly frequent, and the expected number of lookups of each, float64.
 
         Args:
-            lookups: of the whole log.
+            lookups: number of lookups in the whole log.
         """
         parts = [
             (part.ids, part.scores) for part in self._counts.export_if(score_at_least=_HOT_COUNT)
@@ -122,14 +123,14 @@ def frequencies(
     lookups: int,
     bounds: tuple[int, int],
 ) -> IdFrequencies:
-    """The histogram of a log's ids.
+    """Builds the histogram of a log's ids.
 
     Args:
-        counter: of the ids in the sample.
+        counter: counter of the ids in the sample.
         sample: the ids that were counted.
-        frequent: counts the most frequent ids apart; None where all ids were counted.
-        lookups: of the whole log.
-        bounds: the lowest and the highest id.
+        frequent: counter of the most frequent ids, or None if all ids were counted.
+        lookups: number of lookups in the whole log.
+        bounds: lowest and highest id.
     """
     ids, counts = counter.entries()
     if frequent is None:
@@ -139,7 +140,7 @@ def frequencies(
     others = counts[~torch.isin(ids, hot)]
     histogram: list[tuple[int, float]] = []
     if others.numel():
-        # All lookups are known: what frequent ids have not is that of the others.
+        # The number of all lookups is known, so the other ids have the remaining ones.
         left = lookups - float(hot_counts.sum())
         scale = max(left * sample.rate / float(others.sum()), 0.5)
         for number, each in IdFrequencies.of_counts(others).histogram:

@@ -1,4 +1,4 @@
-"""Parts of a log, as the steps of a table see them."""
+"""Splits the parts of a log into steps of a table."""
 
 from __future__ import annotations
 
@@ -19,48 +19,61 @@ class Steps:
     """Successive steps of a table.
 
     Attributes:
-        first: the number of the first step.
-        ids: int64 ``[n]``, of all steps.
-        groups: int64 ``[n]``, see :func:`groups_of`; None where all ids are replayed.
-        ends: where the ids of each step end.
+        first: number of the first step.
+        ids: int64 ``[n]``, ids of all steps.
+        groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
+            replayed.
+        ends: end of each step in ``ids``.
+        whole: the same steps with all ids of the log, for a sample that wants them. None otherwise.
     """
 
     first: int
     ids: Tensor
     groups: Tensor | None
     ends: list[int]
+    whole: Steps | None = None
 
 
 class Feed:
-    """Makes steps of the parts of a log.
+    """Splits the parts of a log into steps.
 
     Args:
-        columns: that look the table up.
+        columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
+        keeps_whole: whether the steps of a sample have all ids, too.
     """
 
-    def __init__(self, columns: Sequence[str], sample: Sample, batch_size: int) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        sample: Sample,
+        batch_size: int,
+        *,
+        keeps_whole: bool = False,
+    ) -> None:
         self._columns = tuple(columns)
         self._sample = sample
         self._batch_size = batch_size
         self._samples = 0
-        self._ids = torch.empty(0, dtype=torch.int64)
-        self._groups = None if sample.is_all else self._ids
+        self._begun = _Begun(None if sample.is_all else torch.empty(0, dtype=torch.int64))
+        self._whole = _Begun(None) if keeps_whole and not sample.is_all else None
         self.frequent = None if sample.is_all else FrequentIds()
         self.windows = None if sample.is_all else Windows(sample)
         self.lookups = 0
         self.bounds: tuple[int, int] | None = None
 
     def steps(self, part: Part) -> Steps:
-        """The steps that end within a part, with what the part before left of the first.
+        """Returns the steps that end within a part. The first may begin in an earlier part.
 
         Args:
-            part: the one after the last that was given.
+            part: the next part of the log.
         """
         ids = self._merged([part.columns[name] for name in self._columns])
         self._see(ids.values)
-        values, samples, groups = ids.values, ids.samples, None
+        all_values = values = ids.values
+        all_samples = samples = ids.samples
+        groups = None
         if self.windows is not None:
             bits = mixed(values)
             counted = self.windows.counted.taken(bits)
@@ -73,33 +86,25 @@ class Feed:
         first = self._samples // self._batch_size
         self._samples += part.num_samples
         count = self._samples // self._batch_size - first
-        # Where the steps end, in samples of this part.
+        # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
-        ends = bounds if samples is None else torch.searchsorted(samples, bounds)
-        return self._cut(first, values, groups, ends)
+        steps = self._begun.cut(first, values, groups, _ends(samples, bounds))
+        if self._whole is None:
+            return steps
+        whole = self._whole.cut(first, all_values, None, _ends(all_samples, bounds))
+        return dataclasses.replace(steps, whole=whole)
 
     def last(self) -> Steps:
-        """The step that the log ended in, if it did."""
-        empty = torch.empty(0, dtype=torch.int64)
-        ends = torch.zeros(1 if self._ids.numel() else 0, dtype=torch.int64)
-        groups = None if self._groups is None else empty
-        return self._cut(self._samples // self._batch_size, empty, groups, ends)
-
-    def _cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
-        """Adds what was left, and leaves what is beyond the last step."""
-        before = self._ids.numel()
-        if before:
-            ids = torch.cat([self._ids, ids])
-            groups = None if groups is None else torch.cat([self._groups, groups])
-        stops = (ends + before).tolist()
-        used = stops[-1] if stops else 0
-        self._ids = ids[used:].clone()
-        self._groups = None if groups is None else groups[used:].clone()
-        return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
+        """The last step, if the log ended within one."""
+        first = self._samples // self._batch_size
+        steps = self._begun.last(first)
+        if self._whole is None or not steps.ends:
+            return steps
+        return dataclasses.replace(steps, whole=self._whole.last(first, always=True))
 
     def _merged(self, columns: list[Ids]) -> Ids:
-        """Ids of all columns by step, in a step column after column; each with its step's begin."""
+        """Ids of all columns, ordered by step, then by column, with the begin of each step."""
         if len(columns) == 1:
             return columns[0]
         samples = torch.cat(
@@ -122,3 +127,37 @@ class Feed:
         self.bounds = low, high
         if self.frequent is not None:
             self.frequent.see(ids)
+
+
+def _ends(samples: Tensor | None, bounds: Tensor) -> Tensor:
+    """Ends of steps among ids, from the ends in samples."""
+    return bounds if samples is None else torch.searchsorted(samples, bounds)
+
+
+class _Begun:
+    """Cuts parts into steps, and keeps the beginning of the next step.
+
+    Args:
+        groups: int64 ``[0]``, or None if ids have no groups.
+    """
+
+    def __init__(self, groups: Tensor | None) -> None:
+        self._ids, self._groups = torch.empty(0, dtype=torch.int64), groups
+
+    def cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
+        """Prepends the remainder of the last part, and keeps the remainder of this part."""
+        before = self._ids.numel()
+        if before:
+            ids = torch.cat([self._ids, ids])
+            groups = None if groups is None else torch.cat([self._groups, groups])
+        stops = (ends + before).tolist()
+        used = stops[-1] if stops else 0
+        self._ids = ids[used:].clone()
+        self._groups = None if groups is None else groups[used:].clone()
+        return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
+
+    def last(self, first: int, *, always: bool = False) -> Steps:
+        """The remainder as a step; none if it has no ids, except with ``always``."""
+        empty = torch.empty(0, dtype=torch.int64)
+        ends = torch.zeros(1 if always or self._ids.numel() else 0, dtype=torch.int64)
+        return self.cut(first, empty, None if self._groups is None else empty, ends)

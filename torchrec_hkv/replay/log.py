@@ -1,4 +1,4 @@
-"""What a log of ids is: samples in order of time, read a part at a time."""
+"""Logs of ids: samples in order of time, read in parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class LogError(ValueError):
-    """What is wrong with a log, in one sentence."""
+    """A log can't be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Part:
     """Successive samples of a log.
 
     Attributes:
-        num_samples: how many.
-        columns: ids by the name of their column.
+        num_samples: number of samples.
+        columns: ids by column name.
     """
 
     num_samples: int
@@ -46,10 +46,10 @@ class Log(abc.ABC):
     """Samples in order of time; each has an id, none, or several in each column.
 
     Attributes:
-        name: for errors.
-        columns: those that can be read as ids.
-        default_columns: those that are tables where nothing was said.
-        is_repeatable: whether it can be read more than once.
+        name: name of the log in messages.
+        columns: columns that can be read as ids.
+        default_columns: columns that are replayed by default.
+        is_repeatable: whether the log can be read more than once.
     """
 
     name: str
@@ -62,20 +62,20 @@ class Log(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
-        """The log from its beginning.
+        """Yields the parts of the log from its beginning.
 
         Args:
-            columns: those to read.
+            columns: columns to read.
 
         Raises:
             LogError: the log is damaged.
         """
 
     def check(self, columns: Sequence[str]) -> None:
-        """Refuses columns that the log lacks.
+        """Checks that the log has columns.
 
         Raises:
-            LogError: the sentence names those that it has.
+            LogError: a column is missing. The message names those of the log.
         """
         for column in columns:
             if column not in self.columns:
@@ -86,7 +86,7 @@ class Log(abc.ABC):
 
 
 class JoinedLog(Log):
-    """Logs one after the other, such as the files of successive days."""
+    """Several logs in sequence, such as the files of successive days."""
 
     def __init__(self, logs: Sequence[Log]) -> None:
         self._logs = tuple(logs)
@@ -109,11 +109,11 @@ class JoinedLog(Log):
 
 
 class SortedLog(Log):
-    """A log that is not in order of time, sorted by a column; all of it is held in memory.
+    """A log that is sorted by a column, in memory.
 
     Args:
-        log: has one id a sample in every column that is read.
-        by: the column; equal values keep their order.
+        log: a log with one id for each sample in every column that is read.
+        by: column to sort by. Samples with equal values keep their order.
     """
 
     def __init__(self, log: Log, by: str) -> None:
@@ -174,12 +174,12 @@ class WithoutMissing(Log):
 
 
 def check_file(path: Path) -> None:
-    """Refuses a path that is no file.
+    """Checks that a path is a file.
 
     Raises:
-        LogError: it is not there, or a folder.
+        LogError: the path does not exist, or is a folder.
     """
     if not path.exists():
         raise LogError(f"There is no log {path}.")
     if not path.is_file():
-        raise LogError(f"{path} is no file.")
+        raise LogError(f"{path} is not a file.")

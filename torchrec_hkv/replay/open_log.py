@@ -1,4 +1,4 @@
-"""The reader of a log, by its name."""
+"""Opens logs by the names of their files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def open_log(
     sort_by: str | None = None,
     missing: int | None = None,
 ) -> Log:
-    """A log of one file or of several, one after the other.
+    """Opens a log of one file, or of several in sequence.
 
     Args:
-        paths: of files, of folders of Parquet files (in the order of their names), or ``-``, the
-            standard input.
-        format: one of :data:`FORMATS`. None: by the ending of the name; what is left is text, and
-            Criteo's where the first line looks like it.
-        separator: of text; see :class:`torchrec_hkv.replay.TextLog`.
-        header: of text; see :class:`torchrec_hkv.replay.TextLog`.
-        sort_by: a column with times, where the log is not in their order.
-        missing: an id that stands for none.
+        paths: paths of files, of folders of Parquet files (in the order of their names), or ``-``
+            for the standard input.
+        format: one of :data:`FORMATS`. None: by the suffix of the name; other files are text, or
+            Criteo's if the first line looks like it.
+        separator: separator in text; see :class:`torchrec_hkv.replay.TextLog`.
+        header: whether text has a header; see :class:`torchrec_hkv.replay.TextLog`.
+        sort_by: a column with times, if the log is not in order of time.
+        missing: an id that stands for a missing id.
 
     Raises:
         LogError: a log can't be read, or needs a package that is missing.
@@ -78,7 +78,7 @@ def _open(path: str, format: str | None, separator: str | None, header: bool | N
     if format in ("text", "criteo"):
         return TextLog(file, separator, header, criteo=format == "criteo")
     if separator is not None or header is not None:
-        raise LogError(f"A separator or a header is for text, but {path} is of format {format!r}.")
+        raise LogError(f"Separators and headers are for text, but {path} is of format {format!r}.")
     if file is None or format == "int64":
         return RawLog("the standard input" if file is None else path, file)
     return {"npy": read_npy, "npz": read_npz, "parquet": ParquetLog}[format](file)

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class ParquetLog(Log):
-    """Columns of integers or texts, and of lists of these.
+    """A log of columns of integers or texts, or of lists of these.
 
-    A null is an id that is missing; a list has several ids, or none, for its sample. Texts count by
-    64 bits that follow from their bytes.
+    A null is a missing id. A list holds any number of ids of its sample. Texts are hashed to 64
+    bits.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        LogError: pyarrow is not installed, or the file is none.
+        LogError: pyarrow is not installed, or the file is not Parquet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class ParquetLog(Log):
         try:
             schema = parquet.read_schema(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise LogError(f"{path} is no Parquet file: {_line(error)}.") from None
+            raise LogError(f"{path} is not a Parquet file: {_line(error)}.") from None
         self.columns = tuple(field.name for field in schema if _is_ids(field.type))
 
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:

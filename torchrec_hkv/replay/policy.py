@@ -1,4 +1,4 @@
-"""What a replayed table does with ids when it is full, and which ids it takes."""
+"""Policies of replayed tables: eviction, admission and expiry."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import typing
 
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.hash_table import Admission, AgedLFU, MinFrequency, Probability, TableSpec
+from torchrec_hkv.hash_table.eviction import name_of
 
-#: Policies that need more than ids.
+#: Policies that need more input than ids.
 _NEED_SCORES = ("customized",)
-#: The name of an AgedLFU, before its c.
+#: Name of ``AgedLFU``, followed by its ``c``.
 _AGED = "aged_lfu"
-#: Policies whose epochs the user sets.
+#: Policies with epochs.
 EPOCHS = ("epoch_lru", "epoch_lfu")
 
 
 def evictions() -> tuple[str, ...]:
-    """The names of the policies that ``HKVOptions`` takes and that ids alone decide."""
+    """Names of the policies of ``HKVOptions`` that need only ids."""
     hint = typing.get_type_hints(HKVOptions)["eviction"]
     return tuple(name for name in _literals(hint) if name not in _NEED_SCORES)
 
 
 def parse_eviction(text: str) -> str | AgedLFU:
-    """A policy by its name, or ``aged_lfu:C`` for ``AgedLFU(c=C)``.
+    """Parses the name of a policy, or ``aged_lfu:C`` for ``AgedLFU(c=C)``.
 
     Raises:
-        ValueError: there is none of that name, or C is no number of at least 0.
+        ValueError: the name is unknown, or C is not a number of at least 0.
     """
     name, _, c = text.partition(":")
     if name == _AGED and c:
@@ -38,7 +39,7 @@ def parse_eviction(text: str) -> str | AgedLFU:
             ) from None
     if text not in evictions():
         raise ValueError(
-            f"The eviction is {text!r}, but must be of {', '.join(evictions())}, {_AGED}:C."
+            f"The eviction is {text!r}, but must be in {', '.join(evictions())}, {_AGED}:C."
         )
     return text
 
@@ -52,13 +53,13 @@ def _literals(hint: object) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Admission, for a table of any number of rows.
+    """Admission of a table with any number of rows.
 
     Attributes:
-        count: of a :class:`MinFrequency`; 0 for none.
-        entries: that it counts; None: twice the rows, where there is no sketch.
-        sketch_bytes: of its sketch; None: it counts exactly.
-        probability: of a :class:`Probability`; 0 for none.
+        count: ``count`` of a :class:`MinFrequency`, or 0.
+        entries: its ``entries``. None: twice the rows, if there is no sketch.
+        sketch_bytes: its ``sketch_bytes``, or None to count exactly.
+        probability: ``p`` of a :class:`Probability`, or 0.
     """
 
     count: int = 0
@@ -80,8 +81,8 @@ class Rule:
         """The admission of a table.
 
         Args:
-            rows: of the table.
-            rate: share of its ids that are replayed, which take so much of what counts them.
+            rows: rows of the table.
+            rate: share of the ids that are replayed. Entries and sketches are scaled by it.
         """
         if self.probability:
             return Probability(self.probability)
@@ -95,13 +96,13 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a table chooses among ids.
+    """The eviction, admission and expiry of a table.
 
     Attributes:
         eviction: one of :func:`evictions`, or an :class:`AgedLFU`.
-        rule: of admission.
-        expire_after: steps after which an id that was not looked up is forgotten. None: never.
-        epoch_samples: samples of an epoch, for the policies that have epochs. None for the others.
+        rule: admission.
+        expire_after: steps without a lookup after which an id expires. None: never.
+        epoch_samples: samples in an epoch, for policies with epochs, else None.
     """
 
     eviction: str | AgedLFU
@@ -110,11 +111,11 @@ class Policy:
     epoch_samples: int | None = None
 
     def spec(self, rows: int, rate: float = 1.0) -> TableSpec:
-        """A table of one column that follows the policy.
+        """Creates a table of one column with this policy.
 
         Args:
-            rows: of the table as it is to be used.
-            rate: share of its ids that are replayed, which have so many of its rows.
+            rows: rows of the table in training.
+            rate: share of the ids that are replayed. The rows are scaled by it.
         """
         return TableSpec(
             name="replay",
@@ -126,7 +127,7 @@ class Policy:
         )
 
     def options(self, rows: int) -> HKVOptions:
-        """The options of a table that follows the policy."""
+        """The options of a table with this policy."""
         return HKVOptions(
             eviction=self.eviction,
             admission=self.rule.admission(rows),
@@ -134,7 +135,8 @@ class Policy:
         )
 
     def code(self, rows: int) -> str:
-        """:meth:`options` as Python, with what differs from the defaults, and the eviction."""
+        """:meth:`options` as Python code, with the eviction and the values that differ from the
+        defaults."""
         options, default = self.options(rows), HKVOptions()
         told = [
             f"{field.name}={getattr(options, field.name)!r}"
@@ -150,8 +152,13 @@ class Policy:
         )
 
     @property
+    def ages(self) -> bool:
+        """Whether counts age."""
+        return name_of(self.eviction) == "aged_lfu"  # type: ignore[arg-type]
+
+    @property
     def eviction_text(self) -> str:
-        """What :func:`parse_eviction` reads."""
+        """The text that :func:`parse_eviction` parses."""
         if isinstance(self.eviction, AgedLFU):
             return f"{_AGED}:{self.eviction.c:g}"
         return self.eviction

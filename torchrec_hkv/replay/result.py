@@ -1,4 +1,4 @@
-"""What a replay tells: hit rates over rows, for each table and policy."""
+"""Results of a replay: hit rates over rows, for each table and policy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from torchrec_hkv.replay.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A table of so many rows, over the whole log.
+    """The result of a table with a number of rows, over the whole log.
 
     Attributes:
-        rows: of the table.
+        rows: rows of the table.
         hit_rate: share of lookups whose id was in the table when its step began.
-        error: that the hit rate may be off by, since only a sample of the ids was replayed: two
-            standard errors. 0 where all ids were.
-        evicted: ids that had to leave.
-        returned: ids placed that had been placed before.
-        refused: lookups that found no place.
-        unadmitted: lookups whose id was not admitted.
-        expired: ids that left for their age.
-        size: ids at the end.
-        bytes: of the table: rows, optimizer states, index, and what its policy counts.
+        error: two standard errors of the hit rate if a sample of the ids was replayed, else 0.
+        evicted: ids that were evicted.
+        returned: evicted ids that were inserted again.
+        refused: lookups of ids that found no slot.
+        unadmitted: lookups of ids that were not admitted.
+        expired: ids that expired.
+        size: ids in the table at the end.
+        bytes: bytes of the table: rows, optimizer states, index, and the counts of its policy.
     """
 
     rows: int
@@ -45,8 +44,8 @@ class Curve:
     """Hit rates of a policy over rows.
 
     Attributes:
-        policy: how the table chooses among ids.
-        points: by rows, ascending.
+        policy: policy of the table.
+        points: results, by ascending rows.
     """
 
     policy: Policy
@@ -54,7 +53,8 @@ class Curve:
 
     @property
     def knee(self) -> Point:
-        """From which on one more row gains less than the rows up to the last point do on average.
+        """The point from which on one more row gains less than the average row up to the last
+        point.
 
         It is the point that lies farthest above the straight line from no rows to the last point.
         """
@@ -64,7 +64,7 @@ class Curve:
         )
 
     def rows_for(self, target: float) -> int | None:
-        """Rows that the hit rate needs, interpolated; None where the last point has less.
+        """Rows that reach a hit rate, interpolated, or None if the last point is below it.
 
         Args:
             target: hit rate, above 0.
@@ -81,11 +81,11 @@ class Curve:
         return None
 
     def at(self, rows: float) -> float:
-        """The hit rate with so many rows, interpolated by their logarithm.
+        """The hit rate of a number of rows, interpolated over its logarithm.
 
         Args:
-            rows: more than the last point has count as that; fewer than the first has give in
-                proportion.
+            rows: number of rows. Above the last point its hit rate is returned; below the first
+                point the hit rate is proportional to the rows.
         """
         counts = [point.rows for point in self.points]
         at = bisect.bisect_left(counts, rows)
@@ -100,14 +100,14 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What was learned of a table.
+    """The results of a table.
 
     Attributes:
-        name: of the table.
-        lookups: of the whole log.
-        distinct: different ids; of a sample an estimate.
-        unlimited_hit_rate: with a row for every id.
-        frequencies: how often ids come.
+        name: name of the table.
+        lookups: lookups in the whole log.
+        distinct: number of distinct ids; an estimate if a sample was replayed.
+        unlimited_hit_rate: hit rate with a row for each id.
+        frequencies: histogram of the ids.
         curves: one for each policy.
     """
 
@@ -119,12 +119,12 @@ class Replayed:
     curves: tuple[Curve, ...]
 
     def curve_of(self, policy: Policy) -> Curve:
-        """The curve of a policy that was replayed."""
+        """The curve of a replayed policy."""
         return next(curve for curve in self.curves if curve.policy == policy)
 
     def frequencies_with(self, curve: Curve) -> IdFrequencies:
-        """The frequencies, with the share of lookups that find a row by a curve: of those that find
-        one where each id has a row."""
+        """The frequencies, with a curve's hit rates as shares of the hit rate with a row for each
+        id."""
         most = self.unlimited_hit_rate
         if most <= 0:
             return self.frequencies
@@ -136,7 +136,8 @@ class Replayed:
         return dataclasses.replace(self.frequencies, shares=tuple(shares))
 
     def meeting(self, target: float) -> list[tuple[Curve, int]]:
-        """Policies that reach a hit rate, with the rows that each needs, the fewest first.
+        """Policies that reach a hit rate, with the rows that each needs, in ascending order of
+        rows.
 
         Args:
             target: hit rate, above 0.
@@ -147,5 +148,5 @@ class Replayed:
 
     @property
     def best(self) -> Curve:
-        """The policy of the highest hit rates, on average over the points."""
+        """The policy with the highest hit rate, averaged over the points."""
         return max(self.curves, key=lambda curve: sum(point.hit_rate for point in curve.points))

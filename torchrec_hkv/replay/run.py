@@ -21,10 +21,10 @@ from torchrec_hkv.replay.sample import Sample
 from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting
 from torchrec_hkv.replay.windows import corrected, uncrowded
 
-#: Rows of a table that a sample must leave: with fewer, hit rates are off by more than .005
+#: Smallest number of rows of a sampled table. With fewer rows, hit rates are off by more than .005
 #: (docs/guide/replay.md).
 LEAST_SAMPLED_ROWS = 500
-#: Work of counting an id, in that of replaying it in one table.
+#: Work of counting an id, relative to replaying it in one table.
 _COUNTING = 1.5
 
 
@@ -33,12 +33,12 @@ class TableSettings:
     """A table to replay.
 
     Attributes:
-        columns: of the log that look it up.
+        columns: columns of the log whose ids the table looks up.
         rows: numbers of rows to try.
-        policies: to try.
-        dim: of its rows.
-        state_width: float32 values of optimizer state a row.
-        element_bytes: of a value of a row.
+        policies: policies to try.
+        dim: columns of a row.
+        state_width: float32 values of optimizer state of a row.
+        element_bytes: bytes of a value of a row.
     """
 
     columns: tuple[str, ...]
@@ -60,14 +60,15 @@ def replay(
 ) -> dict[str, Replayed]:
     """Replays a log.
 
-    Each step of the log is one training lookup of each table, by the kernels that train it.
+    Each step of the log is one training lookup of each table, by the same kernels as in training.
 
     Args:
         log: samples in order of time.
-        tables: by name.
-        sample: share of the ids to replay; of these all lookups, in tables of so many rows less.
-        batch_size: samples of a step, over all ranks.
-        threads: of the replay. None: torch's.
+        tables: tables to replay, by name.
+        sample: share of the ids to replay, with all their lookups, in tables with this share of the
+            rows.
+        batch_size: samples in a step, over all ranks.
+        threads: number of threads. None: torch's.
         progress: called with the number of samples so far.
 
     Raises:
@@ -93,7 +94,8 @@ def replay(
             for name, table in tables.items()
         ]
         lanes = _lanes(running, workers)
-        # Threads of their own for separate tables: torch's wait for each other in every call.
+        # Separate tables use threads of their own, because torch's threads wait for each other in
+        # each call.
         torch.set_num_threads(1)
         with ThreadPoolExecutor(len(lanes)) as pool:
             samples = 0
@@ -139,7 +141,8 @@ class _Running:
         share: float,
     ) -> None:
         self.name, self._table, self._sample = name, table, sample
-        self.feed = Feed(table.columns, sample, batch_size)
+        ages = any(policy.ages for policy in table.policies)
+        self.feed = Feed(table.columns, sample, batch_size, keeps_whole=ages)
         self.counted = CountedIds(IdCounter(name, share / 2), sample)
         settings = [Setting(policy, rows) for policy in table.policies for rows in table.rows]
         parts = min(workers, len(settings))
@@ -186,7 +189,7 @@ class _Running:
         )
 
     def _points(self, counted: Sequence[tuple[Setting, Counts]]) -> tuple[Point, ...]:
-        """Of one policy."""
+        """The curve of one policy."""
         points = [self._point(setting, counts) for setting, counts in counted]
         if self.feed.windows is not None:
             rows = [point.rows for point in points]
@@ -240,7 +243,7 @@ class _Running:
 
 
 def _lanes(running: Sequence[_Running], workers: int) -> list[list[tuple[int, _Seeing]]]:
-    """What each thread does, by the work that it is."""
+    """Divides tables among threads by their work."""
     work: list[tuple[float, int, _Seeing]] = []
     for at, one in enumerate(running):
         work.append((_COUNTING, at, one.counted))
@@ -255,7 +258,7 @@ def _lanes(running: Sequence[_Running], workers: int) -> list[list[tuple[int, _S
 
 
 def _ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:
-    """Reads parts in a thread while others are replayed."""
+    """Reads parts in a thread while earlier parts are replayed."""
     ready: queue.Queue[Part | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
 

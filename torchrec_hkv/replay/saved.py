@@ -1,4 +1,4 @@
-"""Replays as JSON, and what follows from them: rows of tables under a budget."""
+"""Replay results as JSON, and the rows of tables under a budget."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Capacity:
     """Rows chosen for a table.
 
     Attributes:
-        rows: for ``num_embeddings``.
-        bytes: of the table.
-        hit_rate: expected.
-        policy: that reaches it.
+        rows: value for ``num_embeddings``.
+        bytes: bytes of the table.
+        hit_rate: expected hit rate.
+        policy: policy with this hit rate.
     """
 
     rows: int
@@ -50,18 +50,18 @@ class Capacity:
 
     @property
     def options(self) -> HKVOptions:
-        """For the table's constraint."""
+        """Options for the table's constraint."""
         return self.policy.options(self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedLog:
-    """What a replay of a log told of its tables.
+    """The results of replaying a log.
 
     Attributes:
         batch_size: samples of a step.
         sample: share of the ids that was replayed.
-        tables: by name.
+        tables: results by table name.
     """
 
     batch_size: int
@@ -70,26 +70,26 @@ class ReplayedLog:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ReplayedLog:
-        """What ``torchrec-hkv replay --out`` wrote.
+        """Reads the file that ``torchrec-hkv replay --out`` wrote.
 
         Raises:
             OSError: the file can't be read.
-            ValueError: it is something else; the sentence names the key and what is allowed.
+            ValueError: the file has another format. The message names the key and what is allowed.
         """
         file = os.fspath(path)
         return cls.of(parse_json(file, Path(path).read_bytes()), file)
 
     @classmethod
     def of(cls, content: object, file: str = "the replay") -> ReplayedLog:
-        """From what :meth:`content` gives.
+        """Creates a log from the result of :meth:`content`.
 
         Raises:
-            ValueError: as :meth:`read` says.
+            ValueError: as in :meth:`read`.
         """
         return _LOG.read(content, Place(file))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes what :meth:`read` reads.
+        """Writes a file for :meth:`read`.
 
         Raises:
             OSError: the file can't be written.
@@ -97,7 +97,7 @@ class ReplayedLog:
         replace_text(Path(path), json.dumps(self.content()) + "\n")
 
     def content(self) -> dict[str, Any]:
-        """For JSON."""
+        """The results as a dictionary for JSON."""
         tables = {}
         for name, table in self.tables.items():
             seen = table.frequencies
@@ -127,21 +127,21 @@ class ReplayedLog:
         *,
         sharding_types: Sequence[str] | None = None,
     ) -> dict[str, ParameterConstraints]:
-        """Constraints of hash tables for the planner, by table.
+        """Constraints of hash tables for the planner, by table name.
 
-        Each has the frequencies of the log's ids, with the hit rates that were measured, and the
-        policy that is best. Without a budget the planner chooses rows, and how many of them lie in
-        HBM, for the memory that there is: it needs a ``num_embeddings`` of the most rows that a
+        Each constraint has the frequencies of the log's ids, the measured hit rates, and the best
+        policy. Without a budget the planner chooses the number of rows, and how many of them are in
+        HBM, to fit the memory. Then set ``num_embeddings`` to the largest number of rows that a
         table may have, such as :attr:`Replayed.distinct`.
 
         Args:
-            max_bytes: of all tables together: rows are those of :meth:`capacities`. None: the
-                planner chooses.
-            importance: as :meth:`capacities` takes it.
-            sharding_types: that the planner chooses among; None: all.
+            max_bytes: budget for all tables together, in bytes; rows are then those of
+                :meth:`capacities`. None: the planner chooses the rows.
+            importance: argument of :meth:`capacities`.
+            sharding_types: sharding types for the planner to choose from. None: all.
 
         Raises:
-            ValueError: as :meth:`capacities` says, or ``importance`` has no effect.
+            ValueError: as in :meth:`capacities`, or ``importance`` is given without ``max_bytes``.
         """
         if max_bytes is None and importance is not None:
             raise ValueError(
@@ -167,14 +167,14 @@ class ReplayedLog:
     def capacities(
         self, max_bytes: int, importance: Mapping[str, float] | None = None
     ) -> dict[str, Capacity]:
-        """The rows of each table that together miss the fewest lookups within a budget.
+        """Divides a budget among the tables so that the fewest lookups miss.
 
-        A byte goes where it saves most lookups. Rows are between those that were replayed, and each
-        table has at least the fewest and at most the most of those.
+        Each byte goes to the table in which it saves most lookups. The rows of a table are between
+        the smallest and the largest number that was replayed.
 
         Args:
-            max_bytes: of all tables together.
-            importance: of a miss of a table; 1 where none is given.
+            max_bytes: bytes of all tables together.
+            importance: weight of a miss, by table name; 1 by default.
 
         Raises:
             ValueError: the budget is too small for the fewest rows, or a table is unknown.
@@ -224,7 +224,7 @@ def _between(low: Capacity, high: Capacity, share: float) -> Capacity:
 
 
 def _hull(table: Replayed) -> list[Capacity]:
-    """Of all policies the points that are best for their bytes, so that each byte more gains less
+    """The best points of all policies for their bytes (concave hull): each further byte gains less
     than the one before."""
     points = sorted(
         (
@@ -234,7 +234,7 @@ def _hull(table: Replayed) -> list[Capacity]:
         ),
         key=lambda point: (point.bytes, -point.hit_rate),
     )
-    # The fewest rows, by the policy that is best there.
+    # Start with the smallest number of rows, under the policy that is best there.
     fewest = min(point.rows for point in points)
     start = max((p for p in points if p.rows == fewest), key=lambda point: point.hit_rate)
     hull = [start]

@@ -1,14 +1,15 @@
-"""Real tables on a CPU that see the steps of a log."""
+"""Tables on a CPU that replay the steps of a log."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table import AgedLFU, TableGroup
+from torchrec_hkv.replay.aging import SampledAging
 from torchrec_hkv.replay.counting import IdCounter, growing_table
 from torchrec_hkv.replay.feed import Steps
 from torchrec_hkv.replay.policy import EPOCHS, Policy
@@ -17,11 +18,11 @@ from torchrec_hkv.replay.sample import GROUPS, Sample
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A table that is replayed.
+    """Settings of a replayed table.
 
     Attributes:
-        policy: how it chooses among ids.
-        rows: that it has.
+        policy: eviction, admission and expiry.
+        rows: number of rows.
     """
 
     policy: Policy
@@ -30,13 +31,13 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a replayed table counted, of the ids in the sample.
+    """Counts of a replayed table, for the ids in the sample.
 
     Attributes:
-        counters: those of :meth:`TableGroup.counters`.
-        misses_of_groups: int64 ``[GROUPS]``, by the group of the id; empty where all ids are
+        counters: result of :meth:`TableGroup.counters`.
+        misses_of_groups: int64 ``[GROUPS]``, misses by the id's group; empty if all ids are
             replayed.
-        distinct_placed: different ids that have ever had a place; None where all have.
+        distinct_placed: number of distinct ids that have ever had a slot, or None if all have.
     """
 
     counters: dict[str, int]
@@ -45,17 +46,17 @@ class Counts:
 
 
 class ReplayedTables:
-    """Tables that see the same ids, each by its own setting.
+    """Tables that replay the same ids with different settings.
 
     Args:
-        name: of the table that they stand for.
-        settings: of the tables.
-        sample: the ids that are replayed.
+        name: name of the table.
+        settings: settings of the tables.
+        sample: the ids to replay.
         batch_size: samples of a step.
-        share: of half the host's memory, for what remembers which ids had a place.
+        share: share of half the host's memory, for recording which ids have had a slot.
 
     Raises:
-        ValueError: there is no memory for them.
+        ValueError: there is not enough memory.
     """
 
     def __init__(
@@ -75,7 +76,15 @@ class ReplayedTables:
             )
             for setting in settings
         ]
+        aged = [] if sample.is_all else [at for at, it in enumerate(settings) if it.policy.ages]
+        for at in aged:
+            if specs[at].eviction == "adaptive":
+                specs[at] = dataclasses.replace(specs[at], eviction=AgedLFU())
         self._group = TableGroup(specs, list(range(len(specs))), None, device="cpu", state_dim=0)
+        self._aging = [
+            SampledAging(self._group, at, settings[at].policy.eviction, settings[at].rows)
+            for at in aged
+        ]
         self._epoch_samples = [
             setting.policy.epoch_samples
             for setting in settings
@@ -83,7 +92,7 @@ class ReplayedTables:
         ]
         count = 0 if sample.is_all else GROUPS
         self._misses = torch.zeros(len(specs), count, dtype=torch.int64)
-        # Without admission every id gets a place when it first comes.
+        # Without admission every id gets a slot at its first lookup.
         self._placed = {
             at: growing_table(f"{name}: placed", share / len(specs))
             for at, spec in enumerate(specs)
@@ -91,9 +100,10 @@ class ReplayedTables:
         }
 
     def see(self, steps: Steps) -> None:
-        """Training lookups of steps, one call each."""
+        """Runs the training lookups of steps, one call for each step."""
         tables, begin, all_before, all_after = len(self.settings), 0, [], []
         looks = not self._sample.is_all or bool(self._placed)
+        whole = list(_split(steps.whole)) if self._aging and steps.whole is not None else []
         for number, end in enumerate(steps.ends, start=steps.first):
             if self._epoch_samples:
                 self._group.set_epoch(number * self._batch_size // self._epoch_samples[0])
@@ -102,7 +112,11 @@ class ReplayedTables:
             begin = end
             if looks:
                 all_before.append(self._group.find(ids, offsets, 1).view(tables, -1))
+            for aging in self._aging:
+                aging.begin_step()
             slots = self._group.find_or_insert(ids, offsets, 1)
+            for aging in self._aging:
+                aging.end_step(whole[number - steps.first])
             if self._placed:
                 all_after.append(slots.view(tables, -1))
         if not all_before:
@@ -116,7 +130,7 @@ class ReplayedTables:
             placed.find_or_insert_slots(steps.ids[(slots >= 0) & ~found[at]])
 
     def counts(self) -> list[Counts]:
-        """Of each setting."""
+        """Counts of each setting."""
         return [
             Counts(
                 counters,
@@ -129,12 +143,20 @@ class ReplayedTables:
         ]
 
 
+def _split(steps: Steps) -> Iterator[Tensor]:
+    """The ids of each step."""
+    begin = 0
+    for end in steps.ends:
+        yield steps.ids[begin:end]
+        begin = end
+
+
 def missed_of_groups(found: Tensor, groups: Tensor | None) -> Tensor:
-    """Misses of each group, int64 ``[GROUPS]``; where there are no groups, ``[1]``.
+    """Misses of each group, int64 ``[GROUPS]``, or ``[1]`` without groups.
 
     Args:
-        found: bool ``[n]``, whether an id was there.
-        groups: int64 ``[n]``, of the ids.
+        found: bool ``[n]``, whether each id was in the table.
+        groups: int64 ``[n]``, groups of the ids.
     """
     if groups is None:
         return (~found).sum().unsqueeze(0)
@@ -142,11 +164,11 @@ def missed_of_groups(found: Tensor, groups: Tensor | None) -> Tensor:
 
 
 class CountedIds:
-    """Counts ids, and hits if none ever had to leave.
+    """Counts ids, and hits of a table that never evicts.
 
     Args:
-        counter: of the ids in the sample.
-        sample: those ids.
+        counter: counter of the ids in the sample.
+        sample: the ids to count.
     """
 
     def __init__(self, counter: IdCounter, sample: Sample) -> None:
@@ -154,7 +176,7 @@ class CountedIds:
         self.misses = torch.zeros(1 if sample.is_all else GROUPS, dtype=torch.int64)
 
     def see(self, steps: Steps) -> None:
-        """Lookups of steps."""
+        """Counts the lookups of steps."""
         begin, found = 0, []
         for end in steps.ends:
             found.append(self.counter.count(steps.ids[begin:end]))

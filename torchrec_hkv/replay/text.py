@@ -1,7 +1,7 @@
-"""Logs as text: CSV and its relatives, one id a line, and Criteo's files.
+"""Logs as text: CSV and similar formats, one id a line, and Criteo's files.
 
-A line is a sample, a field an id. Fields are read by numpy, all lines of a block at a time: the
-bytes at the same place of every field together.
+A line is a sample, a field an id. Fields are parsed by numpy, for all lines of a block at once:
+byte by byte, over all fields.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _SEPARATORS = ("\t", "::", ",", ";", "|", " ")
 _NEWLINE, _RETURN, _QUOTE, _MINUS, _PLUS = b'\n\r"-+'
 _INTEGER = re.compile(r"[-+]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-#: A label, counts and ids, in Criteo's order.
+#: Fields of Criteo: a label, counts and ids.
 _CRITEO = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
-#: Of a number, rounded up to eights.
+#: Most digits of a number, rounded up to a multiple of eight.
 _MOST_DIGITS = 24
-#: Of FNV-1a, which gives 64 bits for a text.
+#: Constants of FNV-1a, a 64-bit hash.
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the lines of a log are to be read.
+    """The format of the lines of a log.
 
     Attributes:
-        separator: between fields.
-        names: of the fields.
-        has_header: whether the first line has the names.
-        kinds: of the fields that can be ids.
-        defaults: fields that are tables where nothing was said.
+        separator: separator of fields.
+        names: names of the fields.
+        has_header: whether the first line holds the names.
+        kinds: kinds of the fields that can be ids.
+        defaults: fields that are replayed by default.
     """
 
     separator: bytes
@@ -56,23 +56,22 @@ class Layout:
 
 
 class TextLog(Log):
-    """Lines of fields.
+    """A log of lines with fields.
 
-    Integers are ids as they are. Other texts count by 64 bits that follow from their bytes. An
-    empty field is an id that is missing.
+    Integers are ids. Other texts are hashed to 64 bits. An empty field is a missing id.
 
     Args:
-        path: of the file, gzipped where its name ends with ``.gz``; None for the standard input.
-        separator: between fields. None: the first of tab, ``::``, comma, semicolon, bar and space
-            that is in the first line.
-        header: whether the first line has the names of columns. None: it has where none of its
-            fields is a number. Without names columns are ``0``, ``1``, ..., and ``ids`` where there
-            is one.
-        criteo: the fields are those of Criteo's click logs, whose ids are hexadecimal.
-        block: bytes that are read at a time.
+        path: path of the file, compressed if its name ends with ``.gz``. None: the standard input.
+        separator: separator of fields. None: the first of tab, ``::``, comma, semicolon, bar and
+            space that the first line contains.
+        header: whether the first line holds the names of columns. None: True if none of its fields
+            is a number. Without a header the columns are ``0``, ``1``, ..., or ``ids`` if there is
+            only one.
+        criteo: whether the fields are those of Criteo's click logs, with hexadecimal ids.
+        block: number of bytes to read at a time.
 
     Raises:
-        LogError: there is no such file, or it holds nothing.
+        LogError: the file does not exist or is empty.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class TextLog(Log):
         return _Reading(self.name)
 
     def _read(self) -> Iterator[bytes]:
-        """Blocks of whole lines."""
+        """Yields blocks of whole lines."""
         with self._opened() as file:
             rest = b""
             while data := file.read(self._block):
@@ -145,7 +144,7 @@ class TextLog(Log):
         return self._path.open("rb")
 
     def _seen(self, block: bytes, separator: str | None, header: bool | None) -> Layout:
-        """What the first lines look like."""
+        """Finds the format from the first lines."""
         lines = [line.decode(errors="replace") for line in block.splitlines()[:1000]]
         if separator is None:
             separator = next((mark for mark in _SEPARATORS if mark in lines[0]), ",")
@@ -197,7 +196,7 @@ class TextLog(Log):
         return Part(len(begins), ids)
 
     def _fields(self, data: np.ndarray, line: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where each field of each line begins and ends: ``[lines, fields]`` of each."""
+        """Begin and end of each field of each line, ``[lines, fields]`` each."""
         separator = np.frombuffer(self._layout.separator, dtype=np.uint8)
         is_end = data == separator[0]
         for at, byte in enumerate(separator[1:], start=1):
@@ -217,7 +216,7 @@ class TextLog(Log):
             wrong = int(np.flatnonzero(counts != count)[0])
             raise LogError(
                 f"{self.name}: line {line + wrong} has {counts[wrong]} fields, but must have "
-                f"{count}, as the first line has."
+                f"{count}, as the first line."
             )
         begins = np.empty_like(ends)
         begins[0] = 0
@@ -237,7 +236,7 @@ class TextLog(Log):
 
 
 class _Reading:
-    """Makes one sentence of what goes wrong while a file is read."""
+    """Turns errors during the read of a file into a :class:`LogError`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -256,7 +255,7 @@ def _criteo_layout() -> Layout:
 
 
 def looks_like_criteo(path: Path) -> bool:
-    """Whether the first line has Criteo's fields."""
+    """Whether the first line looks like Criteo's."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             fields = file.readline(4096).rstrip(b"\r\n").split(b"\t")
@@ -271,7 +270,7 @@ def looks_like_criteo(path: Path) -> bool:
 
 
 def _trimmed(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fields without quotes around them and the carriage return of a line's end."""
+    """Strips quotes around fields and the carriage return at the end of a line."""
     begin, end = begin.copy(), end.copy()
     last = data[np.maximum(end - 1, 0)]
     end -= (end > begin) & (last == _RETURN)
@@ -281,7 +280,7 @@ def _trimmed(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.n
 
 
 def _digits(data: np.ndarray, base: int) -> np.ndarray:
-    """The value of each byte as a digit, at least 128 where it is none; behind as many zeros as a
+    """The value of each byte as a digit, or at least 128 for other bytes, after as many zeros as a
     number has digits at most."""
     digits = np.zeros(_MOST_DIGITS + len(data), dtype=np.uint8)
     shown = digits[_MOST_DIGITS:]
@@ -299,9 +298,9 @@ def _digits(data: np.ndarray, base: int) -> np.ndarray:
 def _numbers(
     data: np.ndarray, digits: np.ndarray, begin: np.ndarray, end: np.ndarray, base: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of fields as int64, and which fields are none that 64 bits hold.
+    """Parses fields as int64, and returns which fields are not numbers of 64 bits.
 
-    Unsigned numbers from 2^63 on become the int64 of the same bits. Eight digits are read at a
+    Unsigned numbers from 2^63 on become the int64 with the same bits. Eight digits are parsed at a
     time, as one integer of which each byte is a digit.
     """
     first = data[np.minimum(begin, len(data) - 1)]
@@ -313,7 +312,7 @@ def _numbers(
     values = np.zeros(len(begin), dtype=np.uint64)
     for place in range(-(-min(int(length.max(initial=0)), most) // 8)):
         word = eights[end + (_MOST_DIGITS - 8 * (place + 1))]
-        # The digits of the field are the upper bytes; a shift by 64 leaves nothing.
+        # The digits of the field are the upper bytes; a shift by 64 gives 0.
         lower = (64 - 8 * np.clip(length - 8 * place, 0, 8)).astype(np.uint64)
         word = (word >> lower) << lower if lower.any() else word
         word[lower == 64] = 0
@@ -329,21 +328,22 @@ def _numbers(
 
 
 def _joined_digits(word: np.ndarray, base: int) -> np.ndarray:
-    """The number of eight digits, the first in the lowest byte."""
+    """Combines eight digits to a number. The first digit is in the lowest byte."""
     for bits, mask in ((8, 0x0F0F0F0F0F0F0F0F), (16, 0x00FF00FF00FF00FF), (32, 0x0000FFFF0000FFFF)):
-        # Each lane of so many bits and its neighbour, the lower one times what the upper counts to.
+        # Adds neighbouring lanes of this many bits, after multiplying the lower by the upper's
+        # range.
         factor = np.uint64((base ** (bits // 8) << bits) + 1)
         word = ((word & np.uint64(mask)) * factor) >> np.uint64(bits)
     return word & np.uint64(0xFFFFFFFF)
 
 
 def hashed_texts(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """64 bits for the bytes of each text, as int64.
+    """Hashes the bytes of each text to int64.
 
     Args:
-        data: uint8, the bytes of all.
-        begin: where each text begins.
-        end: where it ends.
+        data: uint8, bytes of all texts.
+        begin: begin of each text.
+        end: end of each text.
     """
     length = end - begin
     values = np.full(len(begin), _FNV_BASIS, dtype=np.uint64)

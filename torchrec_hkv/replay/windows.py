@@ -1,9 +1,9 @@
-"""Different ids in windows of the log, and what they say of a sample's misses.
+"""Counts distinct ids in windows of the log, and corrects the misses of a sample by them.
 
-The misses of a table follow from how often ids come back after how long, and that is what the
-numbers of different ids in windows of many lengths say. By chance a sample may have too many ids
-that come back after some time. A larger sample, whose ids are only counted, tells by how much; a
-regression of misses on these numbers, over groups of ids, tells what it means for the misses.
+The misses of a table depend on the distribution of reuse distances, and so do the numbers of
+distinct ids in windows of many lengths. A sample may by chance contain too many ids that return
+after some time. A larger sample, whose ids are only counted, shows by how much. A regression of
+misses on these numbers, over groups of ids, gives the effect on the misses.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.replay.counting import growing_table
 from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of
 
-#: Ids that are counted, for each that is replayed.
+#: Number of counted ids for each replayed id.
 _TIMES = 16
-#: Lookups of a window.
+#: Lookups in a window.
 _SMALL, _LARGE = (1 << 13, 1 << 16, 1 << 19), (1 << 22, 1 << 25, 1 << 28)
 _LEAST_CELLS, _MOST_CELLS = 1 << 6, 1 << 25
 _ODD = -7046029254386353131
-#: Of the regression, whose numbers are much alike for neighbouring lengths.
+#: Regularisation of the regression, because neighbouring lengths have similar numbers.
 _RIDGE = 1e-3
 
 
 class Windows:
-    """Counts different ids in windows, over all ids and over the groups of a sample.
+    """Counts distinct ids in windows, over all ids and over the groups of a sample.
 
-    Lookups are no help: a single id may have a large share of them, and none of the misses.
+    Numbers of lookups would not do, because one id may have a large share of the lookups and no
+    miss.
 
     Args:
         sample: the ids that are replayed.
-        small: lookups of windows that begin anew in each part of the log.
-        large: lookups of windows over several parts.
+        small: lookups in windows that lie within one part of the log.
+        large: lookups in windows over several parts.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Windows:
         self._large = [_Large(length, self.counted) for length in (*large, None)]
 
     def see(self, bits: Tensor, at: Tensor, sampled: Tensor, length: int) -> None:
-        """A part of the log.
+        """Counts a part of the log.
 
         Args:
-            bits: int64 ``[n]``, of the ids that are counted, by :func:`mixed`.
-            at: int64 ``[n]``, ascending, their positions among all lookups of the part.
-            sampled: int64 ``[m]``, ascending, which of them are replayed.
-            length: lookups of the part.
+            bits: int64 ``[n]``, hashes of the counted ids by :func:`mixed`.
+            at: int64 ``[n]``, ascending, positions of the counted ids in the part.
+            sampled: int64 ``[m]``, ascending, indices of the replayed ids among the counted ones.
+            length: number of lookups in the part.
         """
         ours, places = bits[sampled], at[sampled]
         for small in self._small:
@@ -66,10 +67,10 @@ class Windows:
 
     @functools.cached_property
     def covariates(self) -> tuple[Tensor, Tensor]:
-        """Different ids in windows of each length, when the log has ended.
+        """Distinct ids in windows of each length, after the end of the log.
 
         Returns:
-            float64 ``[numbers, GROUPS]`` of the sample's groups, and ``[numbers]`` of all ids.
+            float64 ``[numbers, GROUPS]`` for the sample's groups, and ``[numbers]`` for all ids.
         """
         for window in self._large:
             window.close()
@@ -79,10 +80,10 @@ class Windows:
         return of_groups, torch.tensor(of_all, dtype=torch.float64)
 
     def crowding(self, rows: int) -> float:
-        """The logarithm of how many times its share of different ids the sample has.
+        """Logarithm of the sample's number of distinct ids over its expected share.
 
         Args:
-            rows: different ids of the windows that are meant: as many as a table has rows.
+            rows: rows of a table; windows with about as many distinct ids are used.
         """
         of_groups, of_all = self.covariates
         ratios = (of_groups.sum(1) / (self.sample.rate * of_all)).clamp(min=1e-9).log()
@@ -96,7 +97,7 @@ class Windows:
 
 
 class _Small:
-    """Windows within a part."""
+    """Windows that lie within one part."""
 
     def __init__(self, length: int, counted: Sample) -> None:
         self._length = length
@@ -111,7 +112,7 @@ class _Small:
         taken = cells.view(number, self._cells).count_nonzero(dim=1)
         self.counted += float(_distinct(taken, self._cells).sum())
         self.number += number
-        # Of several lookups of an id in a window one counts.
+        # An id counts once in a window.
         keys, order = (ours ^ (places // self._length * _ODD)).sort()
         is_first = torch.ones(keys.numel(), dtype=torch.bool)
         is_first[1:] = keys[1:] != keys[:-1]
@@ -120,7 +121,7 @@ class _Small:
 
 
 class _Large:
-    """Windows over several parts; a length of None is one window over the whole log."""
+    """Windows over several parts. With a length of None, one window covers the whole log."""
 
     def __init__(self, length: int | None, counted: Sample) -> None:
         self._length, self._seen = length, 0
@@ -161,7 +162,7 @@ class _Large:
         self.of_groups += torch.bincount(groups_of(ours[is_new]), minlength=GROUPS)
 
     def close(self) -> None:
-        """The window ends."""
+        """Ends the window."""
         if self._taken is None or self._ids is None or not self._is_open:
             return
         self._is_open = False
@@ -173,28 +174,28 @@ class _Large:
 
 
 def _cells(lookups: float) -> int:
-    """A power of two, about twice the lookups."""
+    """Number of cells: a power of two, about twice the lookups."""
     return 1 << max(min(int(2 * lookups), _MOST_CELLS), _LEAST_CELLS).bit_length() - 1
 
 
 def _distinct(taken: Tensor, cells: int) -> Tensor:
-    """Different ids that take so many of the cells (linear counting)."""
+    """Number of distinct ids, estimated from the number of occupied cells (linear counting)."""
     return -cells * torch.log1p(-taken.double().clamp(max=cells - 0.5) / cells)
 
 
 def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, float]:
-    """Misses of all ids, as a share of lookups, and their standard error.
+    """Estimates the misses of all ids, as a share of lookups, with the standard error.
 
     Args:
-        misses: ``[GROUPS]``, of the sample's groups.
-        windows: that saw the same ids.
-        lookups: of the whole log.
+        misses: ``[GROUPS]``, misses of the sample's groups.
+        windows: windows that counted the same ids.
+        lookups: lookups in the whole log.
     """
     rate, larger = windows.sample.rate, windows.counted.rate
     of_groups, of_all = windows.covariates
     misses = misses.double()
     centred = of_groups - of_groups.mean(1, keepdim=True)
-    # A number may be the same for all groups, or another's double.
+    # Numbers may be constant over groups, or multiples of each other.
     scale = centred.norm(dim=1, keepdim=True).clamp(min=1e-9)
     centred = centred / scale
     shifted = misses - misses.mean()
@@ -203,7 +204,8 @@ def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, fl
     missing = (rate * of_all - of_groups.sum(1)) / scale.squeeze(1)
     total = float(misses.sum() + slopes @ missing)
     fitted = slopes @ centred
-    # What the numbers don't explain is as uncertain as the sample, what they do as the larger one.
+    # The unexplained part has the sample's uncertainty, the explained part that of the larger
+    # sample.
     unexplained = float(((shifted - fitted) ** 2).sum()) * GROUPS / (GROUPS - len(centred))
     explained = float((fitted**2).sum()) * GROUPS / (GROUPS - 1) * rate / larger
     variance = unexplained * (1 - rate) + explained * (1 - larger)
@@ -211,14 +213,14 @@ def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, fl
 
 
 def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows) -> list[float]:
-    """Hit rates of a policy's tables, if the sample had no more and no fewer ids than its share.
+    """Corrects hit rates of a policy's tables for a sample with more or fewer ids than its share.
 
-    Where it has some more, its tables are as tables of some fewer rows would be for all ids.
+    A sample with more ids makes its tables behave like tables with fewer rows.
 
     Args:
-        hit_rates: of the tables.
-        rows: of the tables, ascending.
-        windows: that saw the same ids.
+        hit_rates: hit rates of the tables.
+        rows: rows of the tables, ascending.
+        windows: windows that counted the same ids.
     """
     if len(rows) < 2:
         return list(hit_rates)
@@ -231,7 +233,7 @@ def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows)
     told = []
     for at, (hit_rate, count) in enumerate(zip(hit_rates, rows, strict=True)):
         crowding = windows.crowding(count)
-        # The tables that are wanted have more rows where it is crowded.
+        # Interpolate at more rows if the sample has more ids than its share.
         towards = at if crowding > 0 else at - 1
         slope = slopes[min(max(towards, 0), len(slopes) - 1)]
         told.append(min(max(hit_rate + max(slope, 0.0) * crowding, 0.0), 1.0))

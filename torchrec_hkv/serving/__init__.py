@@ -1,6 +1,6 @@
 """Serving of trained models: read-only tables, and the model's forward as one program.
 
-:func:`export` runs where the model was trained. All else needs neither TorchRec nor FBGEMM.
+:func:`export` needs TorchRec. Everything else needs neither TorchRec nor FBGEMM.
 """
 
 from __future__ import annotations

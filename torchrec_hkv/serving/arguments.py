@@ -19,9 +19,9 @@ from torchrec_hkv.serving.sources import SavedModel, Source, TrainedModel
 from torchrec_hkv.serving.tracing import describe_inputs
 from torchrec_hkv.sharding.state.names import find_name
 
-#: A row format for all tables, or one by table.
+#: A row format for all tables, or row formats by table.
 Rows = RowFormat | Mapping[str, RowFormat]
-#: What unknown ids get.
+#: The row of unknown ids: ``"initial"``, ``"zero"`` or numbers.
 Unknown = str | Sequence[float] | Tensor
 
 _TRAINED_AS: dict[torch.dtype, RowFormat] = {
@@ -33,18 +33,18 @@ _TRAINED_AS: dict[torch.dtype, RowFormat] = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Arguments of an export, as the caller gave them.
+    """Arguments of an export, unchecked.
 
     Attributes:
-        model: with the tables.
-        folder: to write to.
-        rows: row formats.
+        model: the model.
+        folder: the folder to write.
+        rows: row formats of tables.
         inputs: positional arguments of the model's forward.
-        kwargs: its keyword arguments.
-        unknown: what unknown ids get.
-        checkpoint: folder of a checkpoint to read from; None: the model itself.
-        deltas: folder of a chain that has just been written; None: none.
-        memory_bytes: of rows that are held in memory.
+        kwargs: keyword arguments of the model's forward.
+        unknown: rows of unknown ids.
+        checkpoint: folder of a checkpoint to read from, or None to read from the model.
+        deltas: folder of a chain that has just been written, or None.
+        memory_bytes: memory for ids and rows of a table, in bytes.
         package: whether to compile a package for C++.
     """
 
@@ -65,10 +65,10 @@ class Choices:
     """What an export writes, by full name of a table.
 
     Attributes:
-        source: of rows, cores and dense tensors.
-        rows: formats of tables that are written as rows; all others are written as cores.
+        source: source of rows, cores and dense tensors.
+        rows: row formats of the tables that are written as rows. Other tables are written as cores.
         unknown: ``"initial"``, ``"zero"`` or a row.
-        memory_bytes: of rows that are held in memory.
+        memory_bytes: memory for ids and rows of a table, in bytes.
     """
 
     source: Source
@@ -81,20 +81,20 @@ class Choices:
         """Checks arguments.
 
         Raises:
-            TypeError: inputs hold something that can't be exported.
-            ValueError: an argument is impossible.
+            TypeError: ``inputs`` contain a value that can't be exported.
+            ValueError: an argument is invalid.
         """
         if not tables:
             raise ValueError(
-                "the model has no EmbeddingBagCollection and no EmbeddingCollection: torch.export "
-                "alone exports it."
+                "the model has no EmbeddingBagCollection and no EmbeddingCollection: use "
+                "torch.export instead."
             )
         if given.memory_bytes < 1:
             raise ValueError(f"memory_bytes is {given.memory_bytes}, but must be at least 1.")
         target = given.folder
         if (target.exists() or target.is_symlink()) and not (target / MANIFEST).is_file():
             raise ValueError(
-                f"{target} is no exported model and would be replaced by one: name a folder that "
+                f"{target} is not an exported model, and would be replaced: name a folder that "
                 "doesn't exist."
             )
         _check_inputs(given.inputs, given.kwargs)
@@ -112,7 +112,7 @@ class Choices:
             elif source.has_cache(table):
                 raise ValueError(
                     f"table {table.name!r} has a cache, whose rows its cores lack: export it as "
-                    f"rows, as by rows={{{table.config.name!r}: 'fp32'}}."
+                    f"rows, for example rows={{{table.config.name!r}: 'fp32'}}."
                 )
             unknown[table.name] = _checked_unknown(table, of_unknown.get(table.name, "initial"))
         return cls(source, rows, unknown, given.memory_bytes)
@@ -126,8 +126,8 @@ def _source(given: Arguments, tables: Sequence[ModelTable]) -> Source:
     if given.checkpoint is not None:
         if given.deltas is not None:
             raise ValueError(
-                "deltas and checkpoint are both given: a base of a chain knows its place in it, "
-                "so leave deltas out."
+                "deltas and checkpoint are both given, but a checkpoint knows its own chain: leave "
+                "deltas out."
             )
         return SavedModel(given.checkpoint, tables)
     if given.deltas is None:
@@ -135,7 +135,7 @@ def _source(given: Arguments, tables: Sequence[ModelTable]) -> Source:
     newest = Chain(Path(given.deltas)).newest()
     if newest is None:
         raise ValueError(
-            f"deltas is {os.fspath(given.deltas)!r}, where no checkpoint of a DeltaWriter is: "
+            f"deltas is {os.fspath(given.deltas)!r}, which has no checkpoint of a DeltaWriter: "
             "write one first."
         )
     return TrainedModel(given.model, newest.digest)

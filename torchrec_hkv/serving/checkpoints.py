@@ -1,4 +1,4 @@
-"""Reads checkpoints and deltas for serving: rows by id, and dense tensors. Needs no TorchRec."""
+"""Reads rows by id and dense tensors from checkpoints and deltas, without TorchRec."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PIECE = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Entries of some columns of a table.
+    """Entries of a range of columns of a table.
 
     Attributes:
-        begin: the first column.
+        begin: first column.
         ids: int64 ``[n]``.
         rows: float32 ``[n, columns]``.
-        left: ids whose slots hold others now.
+        left: ids whose slots now hold other ids.
     """
 
     begin: int
@@ -48,13 +48,13 @@ class Columns:
 
 
 class Checkpoint:
-    """A checkpoint, or a delta: its folder, and what it says of its tables.
+    """A checkpoint or a delta, and its description of tables.
 
     Args:
-        folder: of one checkpoint.
+        folder: folder of one checkpoint.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the checkpoint is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,28 +64,28 @@ class Checkpoint:
             _check_file(folder / name, file.bytes, file.crc32)
         self._metadata = read_metadata(folder, self.record.files)
         self._reader = CheckedReader(folder / TENSORS, self._metadata)
-        #: Whether it holds changes only.
+        #: Whether it is a delta.
         self.is_delta = (folder / LINK).is_file() and Link.read(folder).kind == "delta"
 
     def has_files(self, table: str) -> bool:
-        """Whether a table is in files of its own, and in a delta its changes only."""
+        """Whether a table has files of its own, of which a delta holds only changes."""
         record = self.record.tables.get(table)
         return record is not None and record.shards is not None
 
     def manifest(self, table: str) -> Manifest:
-        """What the first shard of a table says, which has files of its own."""
+        """Spec of a table with files of its own, from its first shard."""
         return self._manifest(self.record.tables[table].shards[0])
 
     def width(self, table: str) -> int:
-        """Columns of a table that has files of its own."""
+        """Columns of a table with files of its own."""
         return max(shard.columns[1] for shard in self.record.tables[table].shards)
 
     def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids and float32 rows of a whole table that has files of its own.
+        """Yields ids and float32 rows of a whole table with files of its own.
 
         Raises:
-            ValueError: a file is damaged or missing; what came before must not be used then. A
-                table whose columns are sharded has ids in some shards of them only.
+            ValueError: a file is damaged or missing, or column shards of a table hold different
+                ids. Discard the batches that were yielded before.
         """
         shards = self.record.tables[table].shards
         begins = sorted({shard.columns[0] for shard in shards})
@@ -93,7 +93,7 @@ class Checkpoint:
             for shard in shards:
                 yield from self._batches(shard)
             return
-        # Joined in memory: shards of columns hold the same ids, in their own order.
+        # Column shards hold the same ids in different orders, so they are joined in memory.
         first, *others = [_joined(part) for part in self.columns(table)]
         rows = torch.zeros(first.ids.numel(), max(shard.columns[1] for shard in shards))
         for part in (first, *others):
@@ -107,7 +107,7 @@ class Checkpoint:
         yield first.ids, rows
 
     def columns(self, table: str) -> list[list[Columns]]:
-        """Entries of a table in memory: for each range of columns, those of its shards."""
+        """Entries of a table in memory, for each range of columns."""
         by_begin: dict[int, list[Columns]] = {}
         for shard in sorted(self.record.tables[table].shards, key=lambda its: its.columns[0]):
             manifest = self._manifest(shard)
@@ -130,10 +130,10 @@ class Checkpoint:
         return list(by_begin.values())
 
     def changes(self, table: str) -> tuple[list[Columns], Tensor]:
-        """What changed in a table that has files of its own.
+        """Changes of a table with files of its own.
 
         Returns:
-            Entries of each range of columns, and ids that left the table.
+            Changed entries of each range of columns, and the ids that left the table.
         """
         parts = [_joined(part) for part in self.columns(table)]
         first = parts[0]
@@ -160,7 +160,7 @@ class Checkpoint:
     # -- tensors ----------------------------------------------------------------------------------
 
     def has_tensor(self, name: str) -> bool:
-        """Whether there is such a tensor of the model's ``state_dict``."""
+        """Whether a tensor of the model's ``state_dict`` is there."""
         entry = self._metadata.state_dict_metadata.get(f"model.{name}")
         return isinstance(entry, TensorStorageMetadata)
 
@@ -168,17 +168,17 @@ class Checkpoint:
         """Size and dtype of a tensor of the model's ``state_dict``.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no tensor of that name.
         """
         if not self.has_tensor(name):
             raise ValueError(f"{self._folder} has no tensor {name!r}: it is of another model.")
         return self._metadata.state_dict_metadata[f"model.{name}"]
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of the model's ``state_dict``, in host memory.
+        """Reads tensors of the model's ``state_dict`` to host memory.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: a tensor is missing.
         """
         wanted: dict[str, Tensor] = {}
         for name in names:
@@ -204,7 +204,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
 
 
 def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of some ids is among others, and whether it is."""
+    """Positions of wanted ids in ``ids``, and whether each is there."""
     if ids.numel() == 0:
         return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
     ascending, order = ids.sort()

@@ -1,4 +1,4 @@
-"""The folder of an exported model: written beside its place, and put there in one step."""
+"""Writes the folder of an exported model beside the old one, then replaces it in one step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torchrec_hkv.hash_table.files.manifest import sync_folder
 
 
 class ExportFolder:
-    """Where an export writes.
+    """The folder that an export writes.
 
     Args:
-        target: the folder of the model.
+        target: the folder of the model after the export.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = target.absolute()
-        #: To write to.
+        #: The folder to write to.
         self.path = self._target.with_name(f".{self._target.name}.saving")
         self._locks: list[int] = []
 
     def open(self) -> None:
-        """Makes the folder, empty, for this process alone.
+        """Creates the folder, empty, and locks it for this process.
 
         Raises:
-            ValueError: another process exports to the same place.
+            ValueError: another process exports to the same folder.
         """
         while not self._locks:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -38,22 +38,22 @@ class ExportFolder:
             except BlockingIOError:
                 os.close(folder)
                 raise ValueError(
-                    f"another process exports to {self._target}: wait until it has ended, or name "
+                    f"another process exports to {self._target}: wait for its end, or name "
                     "another folder."
                 ) from None
-            # The other process may have ended meanwhile, and put what it wrote in its place.
+            # The other process may have finished meanwhile and renamed its folder.
             if self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(folder)):
                 self._locks.append(folder)
             else:
                 os.close(folder)
-        for left in self.path.iterdir():  # by a killed export
+        for left in self.path.iterdir():  # left by a killed export
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def replace(self) -> None:
-        """Puts the folder in the place of an earlier one, or of none. An earlier one is there at
-        every moment, where the file system can exchange two folders."""
+        """Moves the folder to its final path. If the file system can exchange two folders, an
+        earlier model is readable at every moment."""
         sync_folder(self.path)
-        if self._target.exists():  # which gets the name of what was written, and is removed
+        if self._target.exists():  # the exchange gives the earlier model this name; it is removed
             before = os.open(self._target, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(before, fcntl.LOCK_EX)
             self._locks.append(before)
@@ -67,7 +67,8 @@ class ExportFolder:
         sync_folder(self._target.parent)
 
     def close(self) -> None:
-        """Removes what is left, of a failed export or of the model before; lets others export."""
+        """Removes the remains of a failed export or of the earlier model, and unlocks the
+        folder."""
         if self._locks:
             shutil.rmtree(self.path, ignore_errors=True)
         while self._locks:

@@ -1,8 +1,8 @@
-"""Keeps a served model as new as a chain of deltas.
+"""Applies the deltas of a chain to a served model.
 
-A version of a model never changes. A delta makes the next one: its rows and the ids it erased are a
-layer over the tables' files, and dense parameters are copied. The model then takes that version in
-one step; calls that run go on with the one that they began with.
+A version of a model is immutable. A delta creates the next version: its rows and erased ids form a
+layer over the tables' files, and dense parameters are copied. The model then switches to that
+version in one step. Running calls finish with the version that they started with.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ def follow(
 ) -> Follower:
     """Applies what a ``DeltaWriter`` writes while the model serves.
 
-    The chain's newest checkpoint is applied before this returns, if there is one. Where the model
-    was exported with ``deltas=``, that takes the deltas after the export; otherwise the chain's
+    The chain's newest checkpoint, if there is one, is applied before this returns. If the model was
+    exported with ``deltas=``, only the deltas after the export are applied; otherwise the chain's
     base is read first.
 
-    A checkpoint that is missing or damaged ends it: the model serves what it has, and
-    :meth:`ServingModel.freshness` says why.
+    A missing or damaged checkpoint ends following. The model serves its last version, and
+    :meth:`ServingModel.freshness` has the error.
 
     Args:
-        model: follows nothing yet.
-        folder: of the chain.
-        every: seconds between looks for something new, in a thread of its own. None: only
-            :meth:`Follower.poll` looks.
-        scratch: a folder on a disk with room for the tables of the chain's bases. Their files have
-            no name once they are written, and go when they are no longer served. By default the
-            system's for temporary files.
+        model: a model that does not follow a chain yet.
+        folder: folder of the chain.
+        every: seconds between polls of a background thread. None: only :meth:`Follower.poll` polls.
+        scratch: folder on a disk with room for the tables of the chain's bases. Their files are
+            unlinked once they are written, and freed when they are no longer served. None: the
+            system's folder for temporary files.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -75,14 +74,14 @@ def follow(
 
 
 class Follower:
-    """What :func:`follow` returns."""
+    """Applies a chain to a model; :func:`follow` returns it."""
 
     def __init__(
         self, model: ServingModel, folder: Path, scratch: str | os.PathLike[str] | None
     ) -> None:
-        #: The chain's.
+        #: Folder of the chain.
         self.folder = folder
-        #: Why it has ended, where something went wrong.
+        #: The error that ended following, or None.
         self.error: str | None = None
         self._model = model
         self._scratch = scratch
@@ -99,10 +98,10 @@ class Follower:
         return not self._ended.is_set()
 
     def poll(self) -> int:
-        """Applies what is new, at once.
+        """Applies new checkpoints now.
 
         Returns:
-            How many checkpoints were applied. None where it has ended, or ends now with an
+            Number of checkpoints applied. None if following has ended, or ends now with an
             :attr:`error`.
         """
         with self._lock:
@@ -116,27 +115,28 @@ class Follower:
                 return 0
 
     def rollback(self) -> None:
-        """Serves the version before the present one again, and stops following.
+        """Serves the previous version again, and stops following.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no previous version.
         """
         with self._lock:
             if self._previous is None:
                 raise ValueError(
-                    "no earlier version is kept: nothing was applied, or one was left."
+                    "no earlier version is kept: no checkpoint was applied, or rollback was called "
+                    "before."
                 )
             self._model._version, self._previous = self._previous, None
             self._ended.set()
 
     def stop(self) -> None:
-        """Stops following; the model goes on serving what it has."""
+        """Stops following. The model keeps serving its present version."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def freshness(self, version: Version, age: float | None) -> Freshness:
-        """That of a version of the model."""
+        """Freshness of a version of the model."""
         behind = None
         if self._newest is not None and version.number is not None:
             behind = max(0, self._newest - version.number)
@@ -163,7 +163,7 @@ class Follower:
             try:
                 return self._apply_until(newest.number)
             except ValueError:
-                # The writer may have removed what was being read, after a newer base.
+                # After a newer base, the writer may have removed a checkpoint during the read.
                 if Chain(self.folder).newest() == newest:
                     raise
 
@@ -186,7 +186,7 @@ class Follower:
 
 
 class _Next:
-    """The version that a checkpoint makes of the one before."""
+    """Builds the next version of a model from a checkpoint."""
 
     def __init__(
         self, before: Version, folder: Path, digest: str, device: torch.device, resident: bool
@@ -197,17 +197,17 @@ class _Next:
         self._is_delta = folder.name.startswith("delta")
 
     def version(self, scratch: str | os.PathLike[str] | None) -> Version:
-        """Makes it.
+        """Builds the version.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
-            OSError: there is no room for its tables.
+            OSError: the disk has no room for the tables.
         """
         before = self._before
         if self._is_delta:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
-            # Mapped files stay until they are mapped no more: a killed process leaves none.
+            # A mapped file exists until it is unmapped, so a killed process leaves no files.
             with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch) as folder:
                 tables = [
                     self._whole(table, Path(folder), f"{number}.table")
@@ -225,7 +225,7 @@ class _Next:
         )
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
-        """A table as a base has it."""
+        """Builds a table from a base."""
         builder = TableBuilder(table.dim, table.row_format, folder, MEMORY_BYTES)
         if self._checkpoint.has_files(table.name):
             for ids, rows in self._checkpoint.entries(table.name):
@@ -248,7 +248,7 @@ class _Next:
         )
 
     def _changed(self, number: int, table: ReadOnlyTable) -> ReadOnlyTable:
-        """A table with a delta's changes over those that it has."""
+        """Adds the changes of a delta to a table."""
         erased = torch.empty(0, dtype=torch.int64)
         if self._checkpoint.has_files(table.name):
             parts, erased = self._checkpoint.changes(table.name)
@@ -256,7 +256,7 @@ class _Next:
             if len(parts) > 1:
                 rows = self._held(number, ids)
                 ascending, order = ids.sort()
-                for part in parts:  # an id that the first columns lack stays out
+                for part in parts:  # ids that the shard of the first columns lacks are left out
                     known = torch.isin(part.ids, ids)
                     places = order[torch.searchsorted(ascending, part.ids[known])]
                     columns = slice(part.begin, part.begin + part.rows.shape[1])
@@ -278,12 +278,12 @@ class _Next:
         )
 
     def _held(self, number: int, ids: Tensor) -> Tensor:
-        """Rows that the version before gives for ids, in host memory."""
+        """Rows of ids in the previous version, in host memory."""
         uncounted = ReadOnlyTables([self._before.tables.tables[number]], _uncounted(self._device))
         return uncounted.rows(0, ids.to(self._device)).cpu()
 
     def _changed_rows(self, number: int, table: ReadOnlyTable) -> tuple[Tensor, Tensor]:
-        """Of a table that deltas have as a whole: the rows that are others than before."""
+        """The rows that changed in a table that deltas hold whole."""
         weight = self._weight(table)
         changed_ids, changed_rows = [], []
         for ids in torch.arange(weight.shape[0]).split(_PIECE):
@@ -339,7 +339,7 @@ class _Next:
         return cores
 
     def _program(self, before: torch.nn.Module) -> torch.nn.Module:
-        """The program with the checkpoint's dense tensors."""
+        """A copy of the program with the checkpoint's dense tensors."""
         own = before.state_dict()
         names = {key: key.removeprefix("model.") for key in own}
         tensors = self._checkpoint.tensors(list(names.values()))
@@ -358,7 +358,7 @@ class _Next:
 
 
 def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
-    """Later changes over earlier ones."""
+    """Merges changes; later ones take precedence."""
     if before is None:
         before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
     own = torch.cat([ids, erased])

@@ -1,8 +1,10 @@
-"""Ids of several features: what a served model takes for a ``KeyedJaggedTensor``."""
+"""Ids of several features, which a served model takes instead of a ``KeyedJaggedTensor``."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +18,14 @@ class KeyedIds:
 
     Attributes:
         keys: names of the features.
-        values: int64 ids ``[n]``: those of the first feature first, of it sample by sample.
-        lengths: int32 or int64 ``[features, samples]``: ids of each.
-        weights: float32 ``[n]``; None: none.
+        values: int64 ids ``[n]``, ordered by feature, then by sample.
+        lengths: int32 or int64 ``[features, samples]``, the number of ids of each feature and
+            sample.
+        weights: float32 ``[n]``, or None.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape.
+        TypeError: a tensor has the wrong dtype.
+        ValueError: a tensor has the wrong shape.
     """
 
     keys: Sequence[str]
@@ -63,22 +66,22 @@ class KeyedIds:
         ids: Mapping[str, Sequence[Sequence[int]]],
         weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> KeyedIds:
-        """From lists: for each feature the ids of each sample.
+        """Creates ids from lists: for each feature the ids of each sample.
 
         Args:
-            ids: such as ``{"user": [[1], [2]], "seen": [[7, 8], []]}``.
-            weights: of the same shape; None: none.
+            ids: for example ``{"user": [[1], [2]], "seen": [[7, 8], []]}``.
+            weights: lists of the same shape, or None.
 
         Raises:
-            ValueError: features have different numbers of samples, or weights another shape.
+            ValueError: features have different numbers of samples, weights have the wrong shape, or
+                an id is not an integer of 64 bits.
         """
         samples = {len(bags) for bags in ids.values()}
         if len(samples) > 1:
             raise ValueError(
-                f"features have {sorted(samples)} samples, but must have as many each."
+                f"features have {sorted(samples)} samples, but must all have the same number."
             )
         lengths = [[len(bag) for bag in bags] for bags in ids.values()]
-        values = [number for bags in ids.values() for bag in bags for number in bag]
         flat = None
         if weights is not None:
             shape = [[len(bag) for bag in weights.get(key, ())] for key in ids]
@@ -87,7 +90,7 @@ class KeyedIds:
             flat = torch.tensor([w for key in ids for bag in weights[key] for w in bag])
         return cls(
             list(ids),
-            torch.tensor(values, dtype=torch.int64),
+            _int64([bag for bags in ids.values() for bag in bags]),
             torch.tensor(lengths, dtype=torch.int64).view(
                 len(ids), samples.pop() if samples else 0
             ),
@@ -95,21 +98,44 @@ class KeyedIds:
         )
 
 
+def _int64(bags: Sequence[Sequence[int]]) -> Tensor:
+    """The numbers of all bags. An array takes a third of the time of ``torch.tensor``."""
+    values = array.array("q")
+    for bag in bags:
+        try:
+            values.extend(bag)
+        except (TypeError, OverflowError):
+            bad = next(number for number in bag if not _is_id(number))
+            raise ValueError(
+                f"an id is {bad!r}, but must be an integer from -2^63 to 2^63 - 1."
+            ) from None
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64)
+
+
+def _is_id(number: Any) -> bool:
+    try:
+        return -(2**63) <= operator.index(number) < 2**63
+    except TypeError:
+        return False
+
+
 def tensors_of(
     given: Any, keys: Sequence[str], is_weighted: bool, device: torch.device
 ) -> list[Tensor]:
-    """The tensors that a program takes for some features.
+    """Converts ids to the tensors that a program takes for some features.
 
     Args:
-        given: a :class:`KeyedIds`, lists as its ``from_lists`` takes them, or a
-            ``KeyedJaggedTensor``. Other features in it are left out.
-        keys: of the features, in the program's order.
+        given: a :class:`KeyedIds`, lists for its ``from_lists``, or a ``KeyedJaggedTensor``. Other
+            features are ignored.
+        keys: names of the features, in the program's order.
         is_weighted: whether the program takes weights.
-        device: of the program.
+        device: device of the program.
 
     Raises:
-        TypeError: it is something else, or a tensor has another dtype.
-        ValueError: a feature or weights are missing, or a tensor has another shape.
+        TypeError: ``given`` has the wrong type, or a tensor has the wrong dtype.
+        ValueError: a feature or weights are missing, or a tensor has the wrong shape.
     """
     if isinstance(given, Mapping):
         given = KeyedIds.from_lists(given)

@@ -37,9 +37,9 @@ class FileRecord:
     """A file of the model.
 
     Attributes:
-        file: its name.
-        bytes: its size.
-        crc32: its checksum.
+        file: name of the file.
+        bytes: size of the file.
+        crc32: checksum of the file.
     """
 
     file: str
@@ -48,14 +48,14 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """That of a file that has been written."""
+        """The record of a file on the disk."""
         return cls(path.name, path.stat().st_size, _crc32(path))
 
     def check(self, folder: Path) -> None:
-        """Refuses a file that is missing or another one.
+        """Checks that the file is there and undamaged.
 
         Raises:
-            ValueError: naming the file.
+            ValueError: the file is missing or differs. The message names it.
         """
         path = folder / self.file
         try:
@@ -63,18 +63,18 @@ class FileRecord:
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
         if size != self.bytes or _crc32(path) != self.crc32:
-            raise ValueError(f"{path} is damaged: its size or its checksum is not the manifest's.")
+            raise ValueError(f"{path} is damaged: its size or checksum is not the manifest's.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Initial:
-    """What unknown ids get, as an op takes it.
+    """Initial rows of unknown ids, as arguments of an op.
 
     Attributes:
-        seed: mixed with the table's name.
+        seed: seed, mixed with the table's name.
         distribution: ``"uniform"`` or ``"normal"``.
-        low, high: bounds; those of a normal may be infinite, which is None here.
-        mean, std: of the normal.
+        low, high: bounds, or None for an infinite bound of a normal distribution.
+        mean, std: mean and standard deviation of a normal distribution.
     """
 
     seed: int
@@ -85,7 +85,7 @@ class Initial:
     std: float
 
     def arguments(self) -> dict[str, Any]:
-        """Of :class:`torchrec_hkv.serving.tables.ReadOnlyTable`."""
+        """Arguments of :class:`torchrec_hkv.serving.tables.ReadOnlyTable`."""
         inf = float("inf")
         return {
             "distribution": self.distribution,
@@ -101,10 +101,10 @@ class TableRecord:
     """A table of rows.
 
     Attributes:
-        name: its full name in the model.
-        rows: its file.
-        initial: the row that an unknown id gets, as a function of the id.
-        default_row: or this one for all; None: not.
+        name: full name in the model.
+        rows: file of the table.
+        initial: initial rows, which unknown ids get.
+        default_row: the row of all unknown ids instead, or None.
     """
 
     name: str
@@ -130,10 +130,10 @@ class TTGroupRecord:
 
     Attributes:
         names: full names of the tables.
-        shapes: theirs.
-        feature_tables: for each output, its table's number in the group.
-        dtype: of the cores.
-        cores: the file of all cores, one after the other.
+        shapes: shapes of the tables.
+        feature_tables: the number in the group of each output's table.
+        dtype: dtype of the cores.
+        cores: file of all cores, concatenated.
     """
 
     names: Sequence[str]
@@ -149,9 +149,9 @@ class InputRecord:
 
     Attributes:
         kind: ``"tensor"``, ``"ids"`` (a ``KeyedJaggedTensor`` in training) or ``"constant"``.
-        keys: of ids, their features in order.
+        keys: features of ids, in order.
         is_weighted: whether ids have weights.
-        value: of a constant.
+        value: value of a constant.
     """
 
     kind: str
@@ -165,14 +165,14 @@ class Manifest:
     """An exported model.
 
     Attributes:
-        save: an id of the export.
-        tables: of rows, in the order that the program numbers them in.
-        tensor_train: groups of Tensor-Train tables, in that order, too.
-        program: written by :func:`torch.export.save`.
-        tree: the structure of positional and keyword arguments, as PyTorch's pytree writes it.
-        inputs: their leaves.
-        checkpoint: digest of the checkpoint of a chain that holds the same model; None: not known.
-        package: the program as an AOTInductor package; None: there is none.
+        save: random id of the export.
+        tables: tables of rows, in the order of their numbers in the program.
+        tensor_train: groups of Tensor-Train tables, in the order of their numbers in the program.
+        program: file that :func:`torch.export.save` wrote.
+        tree: structure of positional and keyword arguments, serialised by PyTorch's pytree.
+        inputs: leaves of the arguments.
+        checkpoint: digest of the checkpoint of a chain with the same model, or None if unknown.
+        package: the program as an AOTInductor package, or None.
     """
 
     save: str
@@ -185,15 +185,16 @@ class Manifest:
     package: FileRecord | None = None
 
     def write(self, folder: Path) -> None:
-        """Writes it, and makes sure that it is on the disk."""
+        """Writes the manifest and syncs it to the disk."""
         write_signed(folder / MANIFEST, _FORMAT, _VERSION, dataclasses.asdict(self), mode="x")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """That of a model.
+        """Reads the manifest of a model.
 
         Raises:
-            ValueError: it is missing, damaged, of another version, or has an impossible value.
+            ValueError: the manifest is missing, damaged, of another version, or has an invalid
+                value.
         """
         path = folder / MANIFEST
         try:

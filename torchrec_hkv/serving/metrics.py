@@ -11,7 +11,7 @@ BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25
 
 
 class Latencies:
-    """How long calls took; may be used by several threads."""
+    """A histogram of call times. Several threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,7 +19,7 @@ class Latencies:
         self._sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts a call."""
+        """Adds the time of a call."""
         at = bisect.bisect_left(BUCKETS, seconds)
         with self._lock:
             self._counts[at] += 1
@@ -38,12 +38,12 @@ class Latencies:
 
 
 def family(name: str, kind: str, about: str, lines: Iterable[str]) -> list[str]:
-    """A metric with its heading; none without lines."""
+    """A metric with its heading, or no text if ``lines`` is empty."""
     lines = list(lines)
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *lines] if lines else []
 
 
 def labelled(name: str, table: str, value: int) -> str:
-    """A value of a table."""
+    """The line of a table's value."""
     escaped = table.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     return f'{name}{{table="{escaped}"}} {value}'

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Freshness", "ServingModel", "load", "ops"]
 
-#: How often a folder is opened again that another export replaces meanwhile.
+#: Attempts to load a folder that other exports replace meanwhile.
 _ATTEMPTS = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """All that a call of a model reads; nothing of it changes.
+    """What a call of the model reads. A version is immutable.
 
     Attributes:
-        tables: of the model.
-        cores: of its groups of Tensor-Train tables, and the groups.
-        program: takes the tables' handle and tensors.
-        checkpoint: digest of the checkpoint that it holds; None: not known.
-        number: of that one in its chain; None: not known.
-        written: when that one was written, in seconds since 1970; None: not known.
+        tables: the model's tables of rows.
+        cores: the groups of Tensor-Train tables, each with its cores.
+        program: the forward; takes the handle of ``tables``, then tensors.
+        checkpoint: digest of the checkpoint that this version holds, or None if unknown.
+        number: number of the checkpoint in its chain, or None if unknown.
+        written: time when the checkpoint was written, in seconds since 1970, or None if unknown.
     """
 
     tables: ReadOnlyTables
@@ -55,12 +55,12 @@ class Freshness:
     """How new a served model is.
 
     Attributes:
-        number: of the checkpoint in its chain that is served; None: not known.
-        age: seconds since that one was written; None: not known.
-        behind: how many later ones the chain had when it was last looked at; None: not known.
-        is_following: whether later ones will be applied.
-        error: why not, where something went wrong.
-        apply_seconds: that the last one took; None: none was applied.
+        number: number of the served checkpoint in its chain, or None if unknown.
+        age: seconds since the checkpoint was written, or None if unknown.
+        behind: number of later checkpoints that the chain had at the last poll, or None if unknown.
+        is_following: whether later checkpoints will be applied.
+        error: the error that ended following, or None.
+        apply_seconds: seconds that the last checkpoint took to apply, or None if none was applied.
     """
 
     number: int | None
@@ -72,9 +72,9 @@ class Freshness:
 
 
 class ServingModel:
-    """A model that serves. Calls of several threads may run at once.
+    """A model that serves. Several threads may call it at the same time.
 
-    Made by :func:`load`.
+    Create it by :func:`load`.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class ServingModel:
         device: torch.device,
         resident: bool,
     ) -> None:
-        #: Where it was loaded from.
+        #: Folder from which the model was loaded.
         self.folder = folder
-        #: Where its tables are.
+        #: Device of its tables.
         self.device = device
-        #: Whether its tables are in memory of this process, and not mapped.
+        #: Whether the tables were read into this process's memory instead of mapped.
         self.resident = resident
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
@@ -99,12 +99,12 @@ class ServingModel:
 
     @property
     def features(self) -> tuple[tuple[str, ...], ...]:
-        """For each argument of ids, in their order, the names of its features."""
+        """Names of the features of each argument of ids, in order."""
         return tuple(tuple(each.keys) for each in self._inputs if each.kind == "ids")
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """By full name of a table, ``lookups``, the ids that were looked up, and ``unknown``, those
-        that it lacked. Tensor-Train tables don't count."""
+        """Counters by full table name: ``lookups``, the number of ids looked up, and ``unknown``,
+        how many of them the table lacks. Tensor-Train tables are not counted."""
         tables = self._version.tables
         return {
             name: {"lookups": counts[0], "unknown": counts[1]}
@@ -121,20 +121,20 @@ class ServingModel:
 
     def metrics(self) -> str:
         """Metrics in Prometheus' text format: lookups and unknown ids by table, the version, its
-        age, how long it took to apply, and a histogram of the time of calls. On a GPU a call ends
-        for it when its work is queued."""
+        age, how long it took to apply, and a histogram of the time of calls. On a GPU, the time of
+        a call ends when its work is queued."""
         name, freshness, counters = "torchrec_hkv_serving", self.freshness(), self.counters()
         gauges = {
             "version": ("Number of the checkpoint that is served.", freshness.number),
-            "age_seconds": ("Since that checkpoint was written.", freshness.age),
+            "age_seconds": ("Seconds since that checkpoint was written.", freshness.age),
             "behind": ("Later checkpoints in the chain.", freshness.behind),
-            "following": ("Whether they will be applied.", int(freshness.is_following)),
-            "apply_seconds": ("That the last one took.", freshness.apply_seconds),
+            "following": ("Whether later ones are applied.", int(freshness.is_following)),
+            "apply_seconds": ("Seconds to apply the last one.", freshness.apply_seconds),
         }
         lines: list[str] = []
         for key, about in (
-            ("lookups", "Ids that were looked up."),
-            ("unknown", "Ids among them that a table lacked."),
+            ("lookups", "Ids looked up."),
+            ("unknown", "Ids looked up that the table lacks."),
         ):
             its = (labelled(f"{name}_{key}_total", n, c[key]) for n, c in counters.items())
             lines += family(f"{name}_{key}_total", "counter", about, its)
@@ -150,20 +150,20 @@ class ServingModel:
         """The model's forward.
 
         Args:
-            args: as in training. In the place of a ``KeyedJaggedTensor``, one of these, a
-                :class:`KeyedIds`, or a dictionary of lists, for each feature the ids of each
+            args: positional arguments, as in training. For a ``KeyedJaggedTensor``, pass one, a
+                :class:`KeyedIds`, or a dictionary of lists: for each feature the ids of each
                 sample.
-            kwargs: likewise.
+            kwargs: keyword arguments, as in training.
 
         Returns:
             What the model's forward returns.
 
         Raises:
-            TypeError: an argument is of another type or dtype.
-            ValueError: an argument has another structure or shape, or a feature is missing.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: an argument has the wrong structure or shape, or a feature is missing.
         """
         began = time.perf_counter()
-        version = self._version  # the same one for all lookups of the call
+        version = self._version  # all lookups of the call use the same version
         out = version.program(version.tables.handle, *self._flatten(args, kwargs))
         self._latencies.add(time.perf_counter() - began)
         return out
@@ -201,20 +201,20 @@ def load(
 ) -> ServingModel:
     """Opens a model that :func:`torchrec_hkv.serving.export` has written.
 
-    In host memory its tables are mapped, not read: processes of a machine share them, and what is
-    looked up is read from the disk when it is first needed.
+    Tables in host memory are mapped, not read: processes on one machine share them, and a row is
+    read from the disk at its first lookup.
 
     Args:
-        folder: of the model. It must stay while the model is used.
-        device: to serve on.
-        mapped: whether tables in host memory are mapped. Otherwise they are read at once, into
-            memory of this process alone, in huge pages where the system grants them: lookups in
-            tables much larger than the processor's caches are quicker.
-        verify: whether to read all tables and compare their checksums. Those of other files always
-            are.
+        folder: the model's folder. It must stay while the model is used.
+        device: the device that holds the tables and runs the model.
+        mapped: whether tables in host memory are mapped. If False, they are read at once into this
+            process's memory, in huge pages if the system grants them. Lookups in tables much larger
+            than the processor's caches are then faster.
+        verify: whether to read all tables and compare their checksums. The checksums of other files
+            are always compared.
 
     Raises:
-        ValueError: a file is missing or damaged, or of another export; the sentence names it.
+        ValueError: a file is missing, damaged or of another export. The message names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
     resident = not mapped and device.type == "cpu"
@@ -247,7 +247,7 @@ def _open(
 
 
 def _is_replaced(path: Path, manifest: Manifest) -> bool:
-    """Whether another export has taken the folder's place: what was opened may be of both."""
+    """Whether another export has replaced the folder, so that the opened files may be mixed."""
     try:
         return Manifest.read(path).save != manifest.save
     except ValueError:

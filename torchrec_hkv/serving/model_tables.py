@@ -1,4 +1,4 @@
-"""The tables of a model that is exported, and the outputs of its collections."""
+"""Tables of a model to export, and outputs of its collections."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ModelTable:
     """A table of a model.
 
     Attributes:
-        name: full.
-        collection: that it is in.
-        config: TorchRec's.
-        found: where a backend serves it; None for a stock table.
-        sharding_type: None where it is not sharded.
+        name: full name.
+        collection: the collection of the table.
+        config: TorchRec's config of the table.
+        found: the table in its backend, or None for a stock table.
+        sharding_type: sharding type, or None if the model is not sharded.
     """
 
     name: str
@@ -43,26 +43,26 @@ class ModelTable:
 
     @property
     def dim(self) -> int:
-        """Columns of its rows."""
+        """Columns of a row."""
         return self.config.embedding_dim
 
     @property
     def is_mean(self) -> bool:
-        """Whether its bags are means."""
+        """Whether bags are pooled by mean."""
         return getattr(self.config, "pooling", None) == PoolingType.MEAN
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its collection is sharded."""
+        """Whether the collection is sharded."""
         return isinstance(self.collection, _SHARDED)
 
     @property
     def is_summed_over_ranks(self) -> bool:
-        """Whether ranks sum their parts of its bags."""
+        """Whether ranks add up parts of a bag."""
         return self.sharding_type in SUMMED_OVER_RANKS
 
     def kind(self, is_stock: bool) -> int:
-        """How its lookup in training pools, as ``serving_pool`` takes it."""
+        """Kind of pooling in training, an argument of ``serving_pool``."""
         kind = ops.SUM
         if self.is_mean:
             own = ops.SCALED_SUM if is_stock else ops.SCALED_ROWS
@@ -94,7 +94,7 @@ def find_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def has_bags(collection: nn.Module) -> bool:
-    """Whether a collection pools."""
+    """Whether a collection is an ``EmbeddingBagCollection``."""
     return isinstance(collection, _BAGS)
 
 
@@ -108,12 +108,12 @@ def is_weighted(collection: nn.Module) -> bool:
 def outputs_of(
     collection: nn.Module, tables: Sequence[ModelTable], is_stock: Sequence[bool]
 ) -> list[Output]:
-    """The outputs of a collection in the order that it gives them in.
+    """Outputs of a collection, in its own order.
 
     Args:
-        collection: of bags or sequences.
-        tables: all of its.
-        is_stock: for each table, whether no backend served it in training.
+        collection: a collection of bags or sequences.
+        tables: all tables of the collection.
+        is_stock: for each table, whether it was a stock table in training.
     """
     features = [feature for table in tables for feature in table.config.feature_names]
     outputs: dict[str, Output] = {}

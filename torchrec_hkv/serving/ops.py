@@ -10,9 +10,10 @@ from torch import Tensor
 
 from torchrec_hkv import _C  # noqa: F401  registers the ops
 
-#: What ``kinds`` of ``serving_pool`` say of a bag's mean, as ``Mean`` in ``csrc/serving/table.h``.
+#: Values of ``kinds`` of ``serving_pool``: how a bag's mean is computed (``Mean`` in
+#: ``csrc/serving/table.h``).
 SUM, SCALED_ROWS, SCALED_SUM, DIVIDED_SUM = range(4)
-#: Added to a kind: a product and its sum are rounded once.
+#: Flag added to a kind: a product and its sum are rounded once (fused multiply-add).
 FUSED = 256
 
 

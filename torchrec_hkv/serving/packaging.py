@@ -9,7 +9,7 @@ import torch
 
 from torchrec_hkv.serving.manifest import TableRecord, TTGroupRecord
 
-#: The package's metadata that says which tables its lookups are in.
+#: Key of the package's metadata that describes its tables.
 TABLES = "torchrec_hkv.tables"
 
 
@@ -19,13 +19,13 @@ def write_package(
     tables: Sequence[TableRecord],
     groups: Sequence[TTGroupRecord],
 ) -> None:
-    """Compiles a program and writes it.
+    """Compiles a program and writes the package.
 
     Args:
         exported: the program.
-        path: of the package.
-        tables: of rows, as the program numbers them.
-        groups: of Tensor-Train tables, which only Python opens.
+        path: path of the package.
+        tables: tables of rows, in the order of their numbers in the program.
+        groups: groups of Tensor-Train tables, which only Python supports.
 
     Raises:
         ValueError: there are Tensor-Train tables.
@@ -33,8 +33,8 @@ def write_package(
     if groups:
         names = [name for group in groups for name in group.names]
         raise ValueError(
-            f"package is True, but tables {names} are written as cores, which a C++ program can't "
-            "open: export them as rows, as by rows={name: 'fp16'}."
+            f"package is True, but tables {names} are written as cores, which C++ programs don't "
+            "support: export them as rows, for example rows={name: 'fp16'}."
         )
     metadata = {TABLES: "\n".join(map(describe_table, tables))}
     with torch.no_grad():
@@ -46,7 +46,10 @@ def write_package(
 
 
 def describe_table(table: TableRecord) -> str:
-    """A line of the metadata: the name, the file, then numbers, as docs/guide/serving.md says."""
+    """The line of a table in the metadata. Tabs separate the fields: name, file, entries, blocks of
+    the index, buckets of a block, columns, row format, unit; then, for unknown ids, seed,
+    distribution, low, high, mean, standard deviation, and the numbers of the default row, if there
+    is one."""
     rows, initial = table.rows, table.initial.arguments()
     fields = [
         table.name,

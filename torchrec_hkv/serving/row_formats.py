@@ -1,4 +1,4 @@
-"""Formats of rows in read-only tables: how they are written to bytes, and read from them."""
+"""Row formats of read-only tables: conversion to bytes and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: ``"int8"`` and ``"int4"``: codes of so many bits with a scale and an offset a row.
+#: Bits of a code in quantised formats, which have one scale and one offset a row.
 RowFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 #: In the order of ``RowFormat`` in ``csrc/serving/table.h``.
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
@@ -24,7 +24,7 @@ def check_row_format(value: object, name: str = "rows") -> RowFormat:
     """A row format.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``value`` is not a row format.
     """
     if value not in ROW_FORMATS:
         allowed = ", ".join(map(repr, ROW_FORMATS))
@@ -33,7 +33,8 @@ def check_row_format(value: object, name: str = "rows") -> RowFormat:
 
 
 def row_bytes(row_format: RowFormat, dim: int) -> int:
-    """Bytes of a row: of 8 and 4 bits, codes and 4 more, rounded up to a multiple of 4."""
+    """Bytes of a row. Quantised rows take their codes and 4 bytes, rounded up to a multiple of
+    4."""
     match row_format:
         case "fp32":
             size = 4 * dim
@@ -47,14 +48,14 @@ def row_bytes(row_format: RowFormat, dim: int) -> int:
 
 
 def unit_for(largest: float) -> float:
-    """What scales and offsets of a table's rows are multiples of.
+    """The unit of scales and offsets of a table's quantised rows.
 
     Args:
-        largest: the largest absolute value of the table.
+        largest: largest absolute value in the table.
 
     Returns:
-        A power of two, such that all offsets are at most 2^10 of them: far from the largest
-        float16, so that rows may grow by a factor of 32, and small scales keep their precision.
+        A power of two, so large that no offset exceeds 2^10 units. This is far below the largest
+        float16, so that rows may grow by a factor of 32 while small scales keep their precision.
     """
     if largest == 0.0:
         return 1.0
@@ -62,17 +63,17 @@ def unit_for(largest: float) -> float:
 
 
 def most_for(unit: float) -> float:
-    """The largest absolute value that quantised rows of a unit can have."""
+    """Largest absolute value of quantised rows with this unit."""
     return unit * _HALF_MAX
 
 
 def to_bytes(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:
-    """Rows as a table holds them.
+    """Converts rows to the bytes of a table.
 
     Args:
         rows: finite floats ``[n, dim]`` in host memory.
-        row_format: of the result.
-        unit: of quantised rows, from :func:`unit_for`; of others it does not matter.
+        row_format: format of the result.
+        unit: unit of quantised rows, from :func:`unit_for`. Ignored for other formats.
 
     Returns:
         uint8 ``[n, row_bytes]``.
@@ -90,7 +91,7 @@ def _quantised(rows: Tensor, row_format: RowFormat, unit: float) -> tuple[Tensor
     units = rows / unit
     low, high = units.aminmax(dim=1, keepdim=True)
     offset = low.half().clamp(-_HALF_MAX, _HALF_MAX)
-    # A scale that is rounded down could not reach the row's largest value.
+    # A scale that is rounded down can't represent the row's largest value.
     wanted = (high - offset.float()) / levels
     scale = wanted.half()
     scale = torch.where(scale.float() < wanted, _next_up(scale), scale)
@@ -103,18 +104,18 @@ def _quantised(rows: Tensor, row_format: RowFormat, unit: float) -> tuple[Tensor
 
 
 def _next_up(values: Tensor) -> Tensor:
-    """The next larger float16 of values that are not negative."""
+    """Rounds non-negative values up to float16."""
     return (values.view(torch.int16) + 1).view(torch.float16)
 
 
 def from_bytes(data: Tensor, row_format: RowFormat, dim: int, unit: float = 1.0) -> Tensor:
-    """The values that a table gives for rows that it holds: the inverse of :func:`to_bytes`.
+    """Converts the bytes of a table to rows: the inverse of :func:`to_bytes`.
 
     Args:
         data: uint8 ``[n, row_bytes]``.
-        row_format: of the rows.
-        dim: their columns.
-        unit: as for :func:`to_bytes`.
+        row_format: format of the rows.
+        dim: columns of a row.
+        unit: the unit given to :func:`to_bytes`.
 
     Returns:
         float32 ``[n, dim]``.

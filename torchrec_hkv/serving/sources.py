@@ -1,4 +1,4 @@
-"""Where an export takes rows, cores and dense tensors from: a trained model, or a checkpoint."""
+"""Sources of the rows, cores and dense tensors of an export: a trained model, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,51 +27,51 @@ from torchrec_hkv.tensor_train.dense import dense_blocks
 _PIECE = 1 << 16
 _TYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
-#: A seed, and what ``op_arguments`` gives of an initializer.
+#: A seed, and the arguments that ``op_arguments`` returns for an initializer.
 Start = tuple[int, dict[str, Any]]
-#: Unknown ids of tables that have no other start get zeros.
+#: Zeros, for unknown ids of tables without initial rows.
 ZEROS: Start = (0, op_arguments(None))
 
 
 class Source(Protocol):
-    """What an export needs to know of a model's tables and tensors."""
+    """Provides a model's tables and tensors to an export."""
 
-    #: Digest of the checkpoint of a chain that holds the same; None: not known.
+    #: Digest of the checkpoint of a chain with the same contents, or None if unknown.
     digest: str | None
 
     def backend(self, table: ModelTable) -> str | None:
-        """That which served a table in training; None for stock tables."""
+        """Name of the backend of a table in training, or None for stock tables."""
 
     def dtype(self, table: ModelTable) -> torch.dtype:
-        """Of a table's rows in training."""
+        """Dtype of a table's rows in training."""
 
     def has_cache(self, table: ModelTable) -> bool:
-        """Whether a Tensor-Train table has rows besides its cores."""
+        """Whether a Tensor-Train table has a cache of rows."""
 
     def start(self, table: ModelTable) -> Start:
-        """What a table's rows started from."""
+        """Initial rows of a table."""
 
     def batches(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids and float32 rows of a table, the same on every rank."""
+        """Yields ids and float32 rows of a table, the same on every rank."""
 
     def shape(self, table: ModelTable) -> TTShape:
-        """Of a Tensor-Train table."""
+        """Shape of a Tensor-Train table."""
 
     def cores(self, table: ModelTable) -> list[Tensor]:
-        """Of a Tensor-Train table, in host memory, on every rank."""
+        """Cores of a Tensor-Train table, in host memory, on every rank."""
 
     def dense(self, name: str, tensor: Tensor, is_saved: bool) -> Tensor:
-        """A parameter or buffer in host memory.
+        """Returns a parameter or buffer in host memory.
 
         Args:
-            name: its key in the model's ``state_dict``.
-            tensor: what the module has.
+            name: key in the model's ``state_dict``.
+            tensor: the module's tensor.
             is_saved: whether it is in the ``state_dict``.
         """
 
 
 class TrainedModel:
-    """A model that was trained in this process, sharded or not."""
+    """A trained model in this process, sharded or not."""
 
     def __init__(self, model: nn.Module, digest: str | None) -> None:
         self._model, self.digest = model, digest
@@ -124,11 +124,11 @@ class TrainedModel:
 
 
 class SavedModel:
-    """A checkpoint of a model, and the module, unsharded and not trained.
+    """A checkpoint of a model, with the unsharded module.
 
     Args:
-        folder: that :func:`torchrec_hkv.checkpoint.save` has written, or of a base of a chain.
-        tables: of the module.
+        folder: folder that :func:`torchrec_hkv.checkpoint.save` wrote, or of a base of a chain.
+        tables: tables of the module.
 
     Raises:
         ValueError: the checkpoint is damaged, is a delta or a chain, or lacks a table.
@@ -239,5 +239,5 @@ def _by_number(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
-        raise ValueError(f"{name!r} is on the meta device and has no values: give it some.")
+        raise ValueError(f"{name!r} is on the meta device and has no values: load or set it.")
     return tensor.detach().cpu()

@@ -1,8 +1,7 @@
 """The file of a read-only table: its index and its rows, to be mapped into memory.
 
-The index is first, then, from the next multiple of 4096 bytes on, the rows. Both are as
-``csrc/serving/table.h`` says, so that nothing is read before it is looked up, and processes of a
-machine share what was.
+The index comes first; the rows follow at the next multiple of 4096 bytes. ``csrc/serving/table.h``
+describes both. Pages are read at their first lookup, and processes on one machine share them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ __all__ = ["TableBuilder", "TableFile", "build_layer", "ops"]
 _ops = torch.ops.torchrec_hkv
 _PAGE = 4096
 _BUCKET_BYTES, _BUCKET_IDS = 64, 7
-#: Ids of a block at most, so that the index of a block is in a core's cache while it is built.
+#: Largest number of ids in a block, so that a block's index fits into a core's cache while it is
+#: built.
 _BLOCK_IDS = 26000
-#: Bytes of ids and rows that a builder holds; what is more goes to files by ranges of blocks.
+#: Default memory of a builder for ids and rows, in bytes. The rest goes to files by ranges of
+#: blocks.
 MEMORY_BYTES = 1 << 30
 _SPILLED_PARTS = 256
 
 
 def geometry_of(entries: int) -> tuple[int, int]:
-    """``(blocks, buckets of each)`` of the index of so many ids, at a load of .91 or more where
-    there are some hundred ids."""
+    """``(blocks, buckets in each)`` of the index for this many ids. The load is at least .91 from
+    some hundred ids on."""
     blocks = max(1, -(-entries // _BLOCK_IDS))
     ids = entries / blocks
-    # Ids spread over blocks by chance: 8 standard deviations more find a place.
+    # Ids fall into blocks at random: leave room for 8 standard deviations above the mean.
     spread = 0.0 if blocks == 1 else 8.0 * math.sqrt(ids)
     wanted = max(ids / 0.93, (ids + spread) / 0.985)
     return blocks, max(1, math.ceil(wanted / _BUCKET_IDS))
@@ -49,14 +50,14 @@ class TableFile:
     """A file of a table, as a manifest describes it.
 
     Attributes:
-        file: its name.
-        entries: ids that it holds.
-        blocks: of its index.
-        block_buckets: buckets of each.
-        dim: columns of its rows.
-        row_format: of its rows.
-        unit: of quantised rows (:func:`row_formats.unit_for`).
-        crc32: checksum of the index, and of the rows.
+        file: name of the file.
+        entries: number of ids.
+        blocks: number of blocks of the index.
+        block_buckets: buckets in a block.
+        dim: columns of a row.
+        row_format: format of the rows.
+        unit: unit of scales and offsets of quantised rows (:func:`row_formats.unit_for`).
+        crc32: checksums of the index and of the rows.
     """
 
     file: str
@@ -85,18 +86,18 @@ class TableFile:
         return self.rows_at + self.entries * self.row_bytes
 
     def map(self, folder: Path, resident: bool = False) -> tuple[Tensor, Tensor]:
-        """Index and rows of the file, mapped into memory, not read.
+        """Maps the index and the rows of the file into memory.
 
         Args:
-            folder: of the file.
-            resident: reads them instead, into memory of this process.
+            folder: folder of the file.
+            resident: whether to read them into this process's memory instead.
 
         Returns:
-            int64 ``[blocks, block_buckets, 8]`` and uint8 ``[entries, row_bytes]``; not to be
-            written to.
+            The index, int64 ``[blocks, block_buckets, 8]``, and the rows, uint8 ``[entries,
+            row_bytes]``. Don't write to them.
 
         Raises:
-            ValueError: the file is missing or has another size.
+            ValueError: the file is missing or has the wrong size.
         """
         path = folder / self.file
         try:
@@ -136,9 +137,9 @@ class TableBuilder:
 
     Args:
         dim: columns of the rows.
-        row_format: of the table.
-        folder: for ids and rows that don't fit in ``memory_bytes``; they are removed again.
-        memory_bytes: of ids and rows that are held in memory.
+        row_format: row format of the table.
+        folder: folder of temporary files for ids and rows that don't fit in ``memory_bytes``.
+        memory_bytes: memory for ids and rows, in bytes.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class TableBuilder:
         self._spilled: TemporaryDirectory[str] | None = None
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Takes entries.
+        """Adds entries.
 
         Args:
-            ids: int64 ``[n]``; no id may come twice.
+            ids: int64 ``[n]``, without duplicates over all calls.
             rows: float32 ``[n, dim]``.
 
         Raises:
-            ValueError: rows are not finite, where they are to be quantised.
+            ValueError: the format is quantised and a row is not finite.
         """
         if ids.numel() == 0:
             return
@@ -187,10 +188,10 @@ class TableBuilder:
         """Writes the table.
 
         Args:
-            path: of its file, which must not exist.
+            path: path of the file, which must not exist.
 
         Raises:
-            ValueError: an id came twice.
+            ValueError: an id was added twice.
             OSError: the file can't be written.
         """
         blocks, buckets = geometry_of(self._entries)
@@ -219,7 +220,8 @@ class TableBuilder:
         return dataclasses.replace(made, crc32=(index_crc32, rows_crc32))
 
     def _by_blocks(self, blocks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Entries of whole blocks, in the order of these, and the block after them."""
+        """Yields entries of whole blocks, in the order of blocks, and the number of the next
+        block."""
         if self._spilled is None:
             yield torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows), blocks
             return
@@ -237,7 +239,7 @@ class TableBuilder:
         return torch.cat([torch.empty(0, self._dim), *rows])
 
     def _spill(self) -> None:
-        """Moves what is held to files, each of a range of blocks."""
+        """Moves the entries in memory to files, one for each range of blocks."""
         if self._spilled is None:
             self._spilled = TemporaryDirectory(prefix=".parts-", dir=self._folder)
         ids, rows = torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows)
@@ -274,12 +276,12 @@ def _write(file, at: int, data, crc32: int) -> int:
 
 
 def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Index and rows of a few ids, in memory.
+    """Builds the index and the rows of a few ids in memory.
 
     Args:
-        ids: int64 ``[n]``, each once.
+        ids: int64 ``[n]``, distinct.
         data: uint8 ``[n, row_bytes]``.
-        erased: bool ``[n]``: these ids have no row, whatever a layer below has. None: none.
+        erased: bool ``[n]``, the ids that have no row even if a lower layer has one. None: no id.
 
     Returns:
         As :meth:`TableFile.map`.

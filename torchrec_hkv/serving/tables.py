@@ -16,14 +16,14 @@ from torchrec_hkv.tensor_train import TTGroup
 __all__ = ["ReadOnlyTable", "ReadOnlyTables", "ops"]
 
 _ops = torch.ops.torchrec_hkv
-# Resolved once: each call would look for the overload again.
+# Resolved once, because resolving the overload in each call takes time.
 _pool, _rows = _ops.serving_pool.default, _ops.serving_rows.default
 _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Changes:
-    """What deltas changed in a table since its file.
+    """Changes of a table since its file was written.
 
     Attributes:
         ids: int64 ``[n]``, ascending.
@@ -41,21 +41,21 @@ class ReadOnlyTable:
     """One table.
 
     Attributes:
-        name: its name.
-        dim: columns of its rows.
-        row_format: of its rows.
+        name: name of the table.
+        dim: columns of a row.
+        row_format: format of the rows.
         index: int64 ``[blocks, buckets, 8]``, and
-        rows: uint8 ``[entries, row_bytes]``, as :meth:`TableFile.map` or :func:`build_layer` give
-            them.
-        unit: of quantised rows.
-        seed: of initial rows, mixed with the table's name (:func:`table_seed`).
-        initial: what unknown ids get: arguments of the distribution, as
-            :func:`torchrec_hkv.hash_table.initializers.op_arguments` gives them.
-        default_row: or this row, float32 ``[dim]``; None: not.
-        changed_index, changed_rows: of ids whose rows count instead of those above, or which are
-            erased; None: there are none.
-        changes: what these were built from, to build those of the next version; lookups don't need
-            it.
+        rows: uint8 ``[entries, row_bytes]``; both as :meth:`TableFile.map` or :func:`build_layer`
+            returns them.
+        unit: unit of quantised rows.
+        seed: seed of initial rows, mixed with the table's name (:func:`table_seed`).
+        initial: distribution of the rows of unknown ids, as
+            :func:`torchrec_hkv.hash_table.initializers.op_arguments` returns it.
+        default_row: the row of all unknown ids instead, float32 ``[dim]``, or None.
+        changed_index, changed_rows: index and rows of ids that have changed or are erased, or None.
+            They take precedence over ``index`` and ``rows``.
+        changes: the changes that these were built from. The next version adds to them; lookups
+            don't read them.
     """
 
     name: str
@@ -73,16 +73,16 @@ class ReadOnlyTable:
 
 
 class ReadOnlyTables:
-    """Tables that are looked up together. Nothing of them changes while this object lives.
+    """Tables that are looked up together. They are immutable.
 
     Args:
-        tables: in the order that lookups number them in.
-        counters: int64 ``[tables, 2]``, which lookups add to: ids that were looked up, and those of
-            them that were unknown. By default zeros.
-        tensor_train: groups of Tensor-Train tables beside them, with the cores of each.
+        tables: the tables, in the order of their numbers in lookups.
+        counters: int64 ``[tables, 2]``, to which lookups add the number of ids and of unknown ids.
+            Zeros by default.
+        tensor_train: groups of Tensor-Train tables, each with its cores.
 
     Raises:
-        ValueError: a tensor is not as :class:`ReadOnlyTable` says.
+        ValueError: a tensor differs from the description of :class:`ReadOnlyTable`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ReadOnlyTables:
             [core for _, cores in tensor_train for core in cores],
         )
         self._groups = [group for group, _ in tensor_train]
-        #: What names these tables in ops, int64 ``[1]``.
+        #: The handle of these tables in ops, int64 ``[1]``.
         self.handle = torch.tensor([self._number])
 
     def __del__(self) -> None:
@@ -135,24 +135,24 @@ class ReadOnlyTables:
         mean: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Pooled rows of some features, each of one of the tables.
+        """Looks up and pools the rows of some features, each in one of the tables.
 
         Args:
             tables: the number of the table of each output.
-            ids: int64 ``[n]``, those of the first feature first, of it sample by sample.
-            lengths: int32 or int64 ``[features, samples]``: ids of each bag.
-            weights: float32 ``[n]``; by default 1.
-            features: the number of the feature of each output; by default output ``i`` is of
-                feature ``i``.
-            mean: divides a pooled sum by the number of ids of its bag.
-            dtype: of the result: float32, float16 or bfloat16.
+            ids: int64 ``[n]``, ordered by feature, then by sample.
+            lengths: int32 or int64 ``[features, samples]``, the number of ids in each bag.
+            weights: float32 ``[n]``. None: all weights are 1.
+            features: the number of the feature of each output. None: output ``i`` is of feature
+                ``i``.
+            mean: whether to divide a sum by the number of ids in its bag.
+            dtype: dtype of the result: float32, float16 or bfloat16.
 
         Returns:
-            ``[samples, columns of all outputs]``; zeros for empty bags.
+            ``[samples, columns of all outputs]``. An empty bag gives zeros.
 
         Raises:
-            TypeError: a tensor has another dtype.
-            ValueError: a shape, a number or a device is not as above.
+            TypeError: a tensor has the wrong dtype.
+            ValueError: a shape, a table number or a device is wrong.
         """
         features = range(len(tables)) if features is None else features
         kind = ops.SCALED_ROWS if mean else ops.SUM
@@ -163,19 +163,19 @@ class ReadOnlyTables:
         )  # fmt: skip
 
     def rows(self, table: int, ids: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows of one table.
+        """Looks up rows of one table.
 
         Args:
-            table: its number.
+            table: number of the table.
             ids: int64 ``[n]``.
-            dtype: of the result: float32, float16 or bfloat16.
+            dtype: dtype of the result: float32, float16 or bfloat16.
 
         Returns:
             ``[n, dim]``.
 
         Raises:
-            TypeError: ids have another dtype.
-            ValueError: ids have another shape or device, or there is no such table.
+            TypeError: ids have the wrong dtype.
+            ValueError: ids have the wrong shape or device, or there is no such table.
         """
         lengths = torch.full((1, 1), ids.numel(), device=ids.device)
         dims = [self._table(table).dim]

@@ -18,7 +18,8 @@ from torchrec_hkv.serving.manifest import InputRecord
 from torchrec_hkv.sharding.state.names import joined
 
 _ops = torch.ops.torchrec_hkv
-#: Namespaces whose ops a program may call: PyTorch has them, or this package without TorchRec.
+#: Namespaces of the ops that a program may call. PyTorch or this package provides them without
+#: TorchRec.
 _NAMESPACES = frozenset({"aten", "prims", "torchrec_hkv", "_operator", "higher_order"})
 
 
@@ -27,11 +28,11 @@ class Output:
     """One output of a collection.
 
     Attributes:
-        name: its key.
-        feature: whose ids are looked up.
+        name: key of the output.
+        feature: the feature whose ids are looked up.
         table: full name of the table.
-        dim: columns.
-        kind: of pooling, as ``serving_pool`` takes it.
+        dim: number of columns.
+        kind: kind of pooling, an argument of ``serving_pool``.
     """
 
     name: str
@@ -43,13 +44,13 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Outputs of a collection that one call of an op looks up.
+    """The outputs of a collection that one op call looks up.
 
     Attributes:
-        outputs: their numbers in the collection.
-        tables: for each the number of its table; empty for Tensor-Train tables.
-        group: number of the group of Tensor-Train tables; None for tables of rows.
-        is_mean: of that group.
+        outputs: numbers of the outputs in the collection.
+        tables: the number of the table of each output; empty for Tensor-Train tables.
+        group: number of the group of Tensor-Train tables, or None for tables of rows.
+        is_mean: whether the group pools by mean.
     """
 
     outputs: Sequence[int]
@@ -60,7 +61,7 @@ class Part:
 
 @dataclasses.dataclass
 class Current:
-    """The call that is being traced: what names the tables."""
+    """Holds the handle of the tables during a call or a trace."""
 
     handle: Tensor | None = None
 
@@ -89,7 +90,7 @@ class _Lookup(nn.Module):
 
 
 class PooledLookup(_Lookup):
-    """In the place of a collection of bags."""
+    """Replaces an ``EmbeddingBagCollection``."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The pooled rows of a batch."""
@@ -117,7 +118,7 @@ class PooledLookup(_Lookup):
 
 
 class SequenceLookup(_Lookup):
-    """In the place of a collection of sequences."""
+    """Replaces an ``EmbeddingCollection``."""
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The row of each id of a batch."""
@@ -144,18 +145,18 @@ def _offsets(lengths: Tensor) -> Tensor:
     return functional.pad(lengths.cumsum(0), (1, 0))
 
 
-#: A parameter or buffer in host memory: takes its key in the ``state_dict``, what the module has,
-#: and whether it is in the ``state_dict``.
+#: Returns a parameter or buffer in host memory. Arguments: its key in the ``state_dict``, the
+#: module's tensor, and whether it is in the ``state_dict``.
 Dense = Callable[[str, Tensor, bool], Tensor]
 
 
 def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) -> nn.Module:
-    """A model in evaluation mode and host memory, with other modules in the place of some.
+    """Copies a model to host memory, in evaluation mode, and replaces some of its modules.
 
     Args:
-        model: stays as it is.
-        lookups: what takes the place of a module, by its ``id``.
-        dense: gives the tensors of all other modules.
+        model: the model, which does not change.
+        lookups: replacements of modules, by the module's ``id``.
+        dense: returns the tensors of all other modules.
     """
     made: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
@@ -163,7 +164,7 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
     def on_host(name: str, tensor: Tensor | None, is_saved: bool) -> Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in tensors:  # tensors that modules share stay shared
+        if id(tensor) not in tensors:  # Modules share the same tensors as before.
             host = dense(name, tensor, is_saved)
             is_parameter = isinstance(tensor, nn.Parameter)
             tensors[id(tensor)] = nn.Parameter(host, requires_grad=False) if is_parameter else host
@@ -194,13 +195,16 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
 
 
 class Program(nn.Module):
-    """What is exported: ``forward(handle, *tensors)``, as docs/guide/serving.md says.
+    """The exported program, ``forward(handle, *tensors)``. ``handle``, int64 ``[1]``, names the
+    open tables. ``tensors`` are the leaves of the model's arguments in the order of PyTorch's
+    pytree. Ids are ``values``, int64 ``[n]``, ``lengths``, int64 ``[features, samples]``, and, if
+    they are weighted, ``weights``, float32 ``[n]``.
 
     Args:
-        model: with lookups.
-        current: that of the lookups.
-        tree: of the arguments.
-        inputs: their leaves.
+        model: the model, with lookups in place of its collections.
+        current: the handle that the lookups read.
+        tree: structure of the model's arguments.
+        inputs: descriptions of the leaves.
     """
 
     def __init__(
@@ -248,10 +252,11 @@ class Program(nn.Module):
 def describe_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[pytree.TreeSpec, list[InputRecord], list[Tensor]]:
-    """The structure of arguments, their leaves, and the tensors that :class:`Program` takes.
+    """Returns the structure of the arguments, their leaves, and the tensors that :class:`Program`
+    takes.
 
     Raises:
-        TypeError: a leaf is neither a tensor, a ``KeyedJaggedTensor``, a number, a string nor None.
+        TypeError: a leaf is not a tensor, a ``KeyedJaggedTensor``, a number, a string or None.
     """
     leaves, tree = pytree.tree_flatten(
         (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedTensor)
@@ -282,11 +287,11 @@ def trace(program: Program, tensors: Sequence[Tensor]) -> torch.export.ExportedP
     """Exports a program, for any number of samples and ids.
 
     Args:
-        program: in evaluation mode.
-        tensors: of :func:`describe_inputs`.
+        program: the program, in evaluation mode.
+        tensors: example inputs, from :func:`describe_inputs`.
 
     Raises:
-        ValueError: the program calls ops that only TorchRec or another package has.
+        ValueError: the program calls ops of TorchRec or another package.
     """
     dynamic: list[dict[int, Any]] = []
     for tensor, is_lengths in zip(tensors, _are_lengths(program), strict=True):

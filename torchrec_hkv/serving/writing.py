@@ -60,45 +60,44 @@ def export(
     memory_bytes: int = MEMORY_BYTES,
     package: bool = False,
 ) -> None:
-    """Writes a model for serving; a collective call where it is sharded.
+    """Writes a model for serving. This is a collective call if the model is sharded.
 
-    What is written is the model's own forward in evaluation mode, as one program, and its tables.
-    The model stays as it is.
+    Writes the model's forward in evaluation mode as one program, and its tables. The model does not
+    change.
 
     Args:
         model: a ``DistributedModelParallel``, or a module with unsharded collections, in host
             memory or on GPUs. With ``checkpoint``, the module as it is before sharding; its
             parameters may be on the meta device.
-        folder: to write to; all ranks name the same. A model that is there is replaced, in one
-            step.
-        rows: formats of rows: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"`` or ``"int4"``, for all
-            tables or by table. Tables of which nothing is said keep their own. Tensor-Train tables
-            are written as cores, unless they are named here.
+        folder: the folder to write, the same on all ranks. A model in it is replaced in one step.
+        rows: row formats, for all tables or by table: ``"fp32"``, ``"fp16"``, ``"bf16"``,
+            ``"int8"`` or ``"int4"``. Other tables keep their own format. Tensor-Train tables are
+            written as cores unless they are named here.
         inputs: positional arguments of the model's forward, as in training: a batch of at least two
             samples and two ids. Only its shapes and dtypes matter.
         kwargs: its keyword arguments.
-        checkpoint: folder that :func:`torchrec_hkv.checkpoint.save` has written, or of a base of a
-            chain. Rows, cores and dense tensors are read from there, in one process and without a
-            process group. For a base, :func:`torchrec_hkv.serving.follow` begins with the delta
-            after it. None: the model's own are written.
-        unknown: what ids that a table lacks get, for all tables or by table: ``"initial"``, the row
-            that training would start from (zeros for stock tables); ``"zero"``; or a row of
-            ``embedding_dim`` numbers.
-        deltas: the folder of a ``DeltaWriter`` that has just written the model as it is.
-            :func:`torchrec_hkv.serving.follow` then begins with the delta after that. None: it
+        checkpoint: folder of a checkpoint, or of a base of a chain, to read rows, cores and dense
+            tensors from, in one process without a process group. For a base,
+            :func:`torchrec_hkv.serving.follow` begins with the delta after it. None: take them from
+            ``model``.
+        unknown: the row of an id that a table lacks, for all tables or by table: ``"initial"``, the
+            row that training starts from (zeros for stock tables); ``"zero"``; or ``embedding_dim``
+            numbers.
+        deltas: the folder of a ``DeltaWriter`` that has just written the present state of the
+            model. :func:`torchrec_hkv.serving.follow` then begins with the next delta. None: it
             begins with the chain's base.
-        memory_bytes: ids and rows of a table that are held in memory; more go through temporary
+        memory_bytes: memory for ids and rows of a table, in bytes. The rest goes through temporary
             files in the folder.
-        package: whether to compile the program for the CPU as well, as an AOTInductor package that
-            a C++ program runs (``package.pt2``). Needs a C++ compiler, takes a minute, and takes no
-            tables that are written as cores.
+        package: whether to also compile the program for the CPU, as an AOTInductor package for C++
+            programs (``package.pt2``). This needs a C++ compiler and about a minute, and supports
+            no tables that are written as cores.
 
     Raises:
-        TypeError: inputs hold something else than tensors, ``KeyedJaggedTensor``, numbers, strings
+        TypeError: ``inputs`` contain anything but tensors, ``KeyedJaggedTensor``, numbers, strings
             and None.
-        ValueError: an argument is impossible, the model has no collection of tables, its forward
-            can't be exported, the checkpoint is damaged or of another model, or another process
-            exports to the folder; the sentence says why. The folder stays as it was.
+        ValueError: an argument is invalid, the model has no collection of tables, its forward can't
+            be exported, the checkpoint is damaged or of another model, or another process exports
+            to the folder. The folder does not change.
         OSError: the folder can't be written.
     """
     target = Path(folder)
@@ -143,12 +142,13 @@ class _Writer:
         on_leader(lambda: self._program(lookups, records, group_records))
 
     def _rows(self, table: ModelTable, number: int) -> TableRecord | None:
-        """Writes a table; its record, on the rank that writes."""
+        """Writes a table. Returns its record on the rank that writes, else None."""
         row_format = self._choices.rows[table.name]
         builder = TableBuilder(table.dim, row_format, self._folder, self._choices.memory_bytes)
         failure: Exception | None = None
         for ids, rows in self._source.batches(table):
-            # All ranks take part to the end, also where this one can't write any more.
+            # Every rank iterates to the end, because batches are collective calls; so a failure is
+            # raised later.
             if _is_writer() and failure is None:
                 try:
                     builder.add(ids, rows)
@@ -268,7 +268,7 @@ class _Collection:
     parts: list[Part]
 
     def lookup(self, current: Current) -> nn.Module:
-        """What takes its place."""
+        """The module that replaces it in the program."""
         is_bags = has_bags(self.module)
         make = PooledLookup if is_bags else SequenceLookup
         return make(self.outputs, self.parts, is_bags and is_weighted(self.module), current)

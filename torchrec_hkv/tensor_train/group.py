@@ -76,8 +76,7 @@ class TTGroup:
 
     The shapes of the tables may differ in any way. Cores are passed as one flat list, table after
     table, each of :meth:`TTShape.core_shape` (or of another shape with the same elements in the
-    same
-    order), all float32 or all bfloat16. Arithmetic and gradients of outputs are float32.
+    same order), all float32 or all bfloat16. Arithmetic and gradients of outputs are float32.
 
     Args:
         shapes: shapes of the tables.
@@ -278,8 +277,7 @@ class TTGroup:
         gradients of cores.
 
         Only slices that occur in the batch change. The backward uses the values that cores,
-        learning
-        rate and step have when it runs.
+        learning rate and step have when it runs.
 
         Args:
             anchor: a float tensor that requires grad, so that autograd records the call. If it is

@@ -29,9 +29,8 @@ class HotRows(nn.Module):
 
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
     selects the most frequent ids. An id that stays keeps its slot, row and optimizer state. A new
-    id
-    gets the row computed from the cores. The row of an id that leaves is written back to the cores
-    (:func:`write_back`). All counts are halved then, so that old occurrences weigh less.
+    id gets the row computed from the cores. The row of an id that leaves is written back to the
+    cores (:func:`write_back`). All counts are halved then, so that old occurrences weigh less.
 
     Args:
         shape: shape of the table.

@@ -46,18 +46,18 @@ class IdOrder:
 
     @classmethod
     def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
-        """These ids first, in order, then all others, in order.
+        """Creates an order with these ids first, by number, then all others, by number.
 
-        Only the ids that come first are stored, in about a byte each: the rows of all others follow
-        from how many of these are below them.
+        Only the first ids are stored, in about a byte each. The row of another id follows from the
+        number of stored ids below it.
 
         Args:
-            ids: int64 ``[n]``, distinct, such as the most frequent ones.
-            num_ids: ids there are, 0 to ``num_ids - 1``.
+            ids: int64 ``[n]``, distinct; for example the most frequent ids.
+            num_ids: number of all ids, which are 0 to ``num_ids - 1``.
 
         Raises:
-            TypeError: ids of another dtype, or ``num_ids`` that is no integer.
-            ValueError: an id twice, or outside of the range.
+            TypeError: ``ids`` have the wrong dtype, or ``num_ids`` is not an integer.
+            ValueError: an id occurs twice or is out of range.
         """
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -80,31 +80,29 @@ class IdOrder:
 
     @classmethod
     def by_value(cls, values: Tensor, max_bytes: int | None = None) -> IdOrder:
-        """Ids of large values first; among equals the smaller id.
+        """Creates an order with ids of large values first. Among equal values the smaller id is
+        first.
 
         Good values are those on which rows depend, such as the mean of a label
         (:func:`smoothed_means`) or the leading component of densely trained rows. With the number
-        of
-        occurrences as values, frequent ids share slices with each other and not with rare ids,
-        which
-        would disturb them.
+        of occurrences as values, frequent ids share slices with each other and not with rare ids.
 
         Args:
-            values: ``[num_ids]``, of any dtype that can be compared.
-            max_bytes: of the order. As many ids of the largest values as this allows come first,
-                in the order of their numbers (:meth:`first`). None: all ids are in the order of
-                their values.
+            values: ``[num_ids]``, of any ordered dtype.
+            max_bytes: largest size of the order in bytes. As many ids of the largest values as fit
+                come first, by number (:meth:`first`). None: all ids are ordered by value.
 
         Raises:
-            TypeError: values that are no tensor, or ``max_bytes`` that is no integer.
-            ValueError: values of another shape, or NaN, or a negative ``max_bytes``.
+            TypeError: ``values`` are not a tensor, or ``max_bytes`` is not an integer.
+            ValueError: ``values`` have the wrong shape or contain NaN, or ``max_bytes`` is
+                negative.
         """
         if not isinstance(values, Tensor):
             raise TypeError(f"values are {type(values).__name__}, but must be a tensor.")
         if values.dim() != 1:
             raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
         if values.isnan().any():
-            raise ValueError("values hold NaN, which has no place in an order.")
+            raise ValueError("values contain NaN, which can't be ordered.")
         if max_bytes is not None:
             _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)
@@ -124,7 +122,7 @@ class IdOrder:
 
     @property
     def num_listed(self) -> int:
-        """Ids that are stored: those that come first, or all."""
+        """Number of ids that are stored: the first ones, or all."""
         return self._map.num_listed
 
     @property
@@ -147,13 +145,13 @@ class IdOrder:
         return self._map.rows_of(ids)
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """The ids of rows: the way back of :meth:`rows_of`."""
+        """The ids of rows: the inverse of :meth:`rows_of`."""
         self._refuse_outside(rows, "row")
         return self._map.ids_of(rows)
 
     def reordered(self, table: Tensor) -> Tensor:
-        """Rows of a dense table ``[num_ids, ...]`` in this order, as
-        :func:`torchrec_hkv.tensor_train.tt_svd` would take them."""
+        """Returns the rows of a dense table ``[num_ids, ...]`` in this order, for example for
+        :func:`torchrec_hkv.tensor_train.tt_svd`."""
         return table[self.ids.to(table.device)]
 
     def _all(self) -> Tensor:
@@ -184,10 +182,10 @@ class _Table:
 
 
 class _Listed:
-    """Some ids first. Their low bits are listed, in order, and for each block of ids with the same
-    high bits where its part of the list begins."""
+    """An order that stores only the first ids: their low bits, ascending, and the begin of each
+    block of ids with the same high bits."""
 
-    #: An id's low bits.
+    #: Number of an id's low bits.
     BITS = 8
 
     def __init__(self, ids: Tensor, num_ids: int) -> None:
@@ -202,7 +200,7 @@ class _Listed:
 
     @classmethod
     def most(cls, max_bytes: int, num_ids: int) -> int:
-        """Ids that can be listed in so many bytes."""
+        """Largest number of ids that can be stored in this many bytes."""
         starts = cls._blocks(num_ids) + 1
         fits = (
             min(max_bytes - starts * of.itemsize, torch.iinfo(of).max, num_ids) for of in _TYPES
@@ -220,7 +218,7 @@ class _Listed:
             blocks, starts.long().diff(), output_size=self.num_listed
         )
         listed = (of_block << self.BITS) + low
-        # Others that are below each listed id.
+        # Number of other ids below each listed id.
         others = listed - torch.arange(self.num_listed, device=listed.device)
         beyond = rows - self.num_listed
         if not self.num_listed:
@@ -229,14 +227,14 @@ class _Listed:
         return torch.where(beyond < 0, listed[rows.clamp(max=self.num_listed - 1)], other)
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """How many listed ids are below each id, and whether it is one of them."""
+        """Returns how many listed ids are below each id, and whether the id is listed."""
         starts, low = self.parts
         block, wanted = ids >> self.BITS, ids % (1 << self.BITS)
         begin, end = starts[block].long(), starts[block + 1].long()
         if not self.num_listed:
             return begin, torch.zeros_like(ids, dtype=torch.bool)
         stop = end
-        for _ in range(self.BITS + 1):  # a block has at most 2^BITS of them
+        for _ in range(self.BITS + 1):  # a block lists at most 2^BITS ids
             middle = (begin + end) >> 1
             below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < wanted)
             begin, end = torch.where(below, middle + 1, begin), torch.where(below, end, middle)
@@ -245,7 +243,7 @@ class _Listed:
 
 
 def _smallest_type(most: int) -> torch.dtype:
-    """A type for numbers of 0 to ``most``."""
+    """The smallest dtype for numbers from 0 to ``most``."""
     return next(of for of in _TYPES if most <= torch.iinfo(of).max)
 
 
@@ -271,7 +269,7 @@ def smoothed_means(
         float64 ``[num_ids]`` means, and int64 ``[num_ids]`` numbers of occurrences.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has the wrong type.
         ValueError: lengths differ, there are no labels, ``prior`` is negative, or an id is out of
             range.
     """

@@ -25,9 +25,8 @@ def write_back(
     """Changes the cores so that some ids get the given rows and others keep theirs.
 
     Minimizes the sum over all these ids of count * |row - wanted row|^2 by L-BFGS, starting from
-    the
-    current cores. If counts are numbers of lookups, this is the expected squared error of a lookup.
-    The cores are not changed if the error does not decrease.
+    the current cores. If counts are numbers of lookups, this is the expected squared error of a
+    lookup. The cores are not changed if the error does not decrease.
 
     Args:
         shape: shape of the table.

@@ -62,23 +62,11 @@ class MiniatureSet {
   }
 
   int lowest() const {
-    uint64_t counts[kMiniatureWays], ranks[kMiniatureWays];
-    for (int32_t p = 0; p < ways_; ++p) counts[p] = counts_[p];
-    rank_scores(ranking_, counts, last_steps_, ways_, ranks);
-    constexpr uint64_t kTouched = ~uint64_t{0};  // no rank is so high
-    uint64_t least = kTouched;
-    for (int32_t p = 0; p < ways_; ++p) {
-      ranks[p] = last_steps_[p] == now_ ? kTouched : ranks[p];
-      least = std::min(least, ranks[p]);
-    }
-    if (least == kTouched) return -1;
+    const Lowest lowest = lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
     int best = -1;
-    for (int32_t p = 0; p < ways_; ++p) {
-      if (ranks[p] != least) continue;
-      if (best < 0 || last_steps_[p] < last_steps_[best] ||
-          (last_steps_[p] == last_steps_[best] && tags_[p] < tags_[best])) {
-        best = p;
-      }
+    for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
+      const int p = __builtin_ctzll(left);
+      if (best < 0 || tags_[p] < tags_[best]) best = p;
     }
     return best;
   }

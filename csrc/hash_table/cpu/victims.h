@@ -41,8 +41,7 @@ class Victims {
     return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second)).slot;
   }
 
-  // Who was to leave this slot does. To be called before another id is written there: a processor
-  // does not find what it has just written in a wider read.
+  // Who was to leave this slot does, and another id is placed there.
   void leaves(int32_t t, int64_t slot) {
     if (kept_.empty()) return;
     const auto slots = static_cast<uint64_t>(tables_[t].bucket_slots);
@@ -50,14 +49,10 @@ class Victims {
     const auto position = static_cast<int32_t>(static_cast<uint64_t>(slot) % slots);
     const Kept kept = load(t, bucket);
     const uint64_t others = kept.positions & ~(uint64_t{1} << position);
-    if (others != 0) {
-      store(t, bucket, Kept{others, kept.last_step, true});
-    } else {
-      look(t, bucket, position);
-    }
+    store(t, bucket, Kept{others, kept.rank, others != 0});
   }
 
-  // What lowest() and leaves() will read.
+  // What lowest() will read.
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
     if (kept_.empty()) {
@@ -75,48 +70,40 @@ class Victims {
  private:
   struct Kept {
     uint64_t positions;
-    uint32_t last_step;
+    Rank rank;
     bool known;
   };
 
   Victim lowest_in(int32_t t, uint32_t bucket) {
-    const TableView& table = tables_[t];
     Kept kept = load(t, bucket);
-    if (!kept.known) kept = look(t, bucket, -1);
-    const int64_t base = first_slot_of(table, bucket);
-    Lowest lowest{kept.positions, {kept.last_step, kept.last_step}};
-    if (table.scores != nullptr && kept.positions != 0) {
-      const uint64_t score = table.scores[base + __builtin_ctzll(kept.positions)];
-      lowest.rank.score = table.ranking().of(score, kept.last_step);
+    if (!kept.known) {
+      const Lowest lowest = lowest_rank_in(tables_[t], bucket, pinned_from_);
+      kept = Kept{lowest.positions, lowest.rank, true};
+      store(t, bucket, kept);
     }
-    if (kept.positions == 0) lowest = kAllPinned;
-    return lowest.first(base);
-  }
-
-  Kept look(int32_t t, uint32_t bucket, int32_t but) {
-    const Lowest lowest = lowest_rank_in(tables_[t], bucket, pinned_from_, but);
-    const Kept kept{lowest.positions, lowest.rank.last_step, true};
-    store(t, bucket, kept);
-    return kept;
+    return Lowest{kept.positions, kept.rank}.first(first_slot_of(tables_[t], bucket));
   }
 
   // Atomic, since a prefetch reads what another thread may be writing.
   Kept load(int32_t t, uint32_t bucket) const {
     const Words& words = kept_[starts_[t] + bucket];
     const uint64_t positions = std::atomic_ref(words.positions).load(std::memory_order_relaxed);
+    const uint64_t rank = std::atomic_ref(words.rank).load(std::memory_order_relaxed);
     const uint64_t step = std::atomic_ref(words.step).load(std::memory_order_relaxed);
-    return Kept{positions, static_cast<uint32_t>(step), step >> 32 != 0};
+    return Kept{positions, {rank, static_cast<uint32_t>(step)}, step >> 32 != 0};
   }
 
   void store(int32_t t, uint32_t bucket, const Kept& kept) {
     Words& words = kept_[starts_[t] + bucket];
-    const uint64_t step = kept.last_step | static_cast<uint64_t>(kept.known) << 32;
+    const uint64_t step = kept.rank.last_step | static_cast<uint64_t>(kept.known) << 32;
     std::atomic_ref(words.positions).store(kept.positions, std::memory_order_relaxed);
+    std::atomic_ref(words.rank).store(kept.rank.score, std::memory_order_relaxed);
     std::atomic_ref(words.step).store(step, std::memory_order_relaxed);
   }
 
   struct Words {
     mutable uint64_t positions = 0;
+    mutable uint64_t rank = 0;
     mutable uint64_t step = 0;  // and above it whether anything is known
   };
 

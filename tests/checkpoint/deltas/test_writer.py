@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.checkpointed import held, make_tables, train
 from torchrec_hkv import checkpoint
+from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 
 
 def _names(folder):
@@ -160,6 +161,13 @@ def test_a_write_that_fails(run_ranks, tmp_path):
     assert run_ranks(2, _digest, folder) == [after] * 2
 
 
+def _name(folder, number):
+    """Has deltas.json name an older checkpoint as the newest."""
+    chain = Chain(folder)
+    older = folder / chain.names()[number]
+    chain.name_newest(Link.read(older), digest_of(older))
+
+
 def _compacted(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise")
     checkpoint.load(folder, model, model.fused_optimizer)
@@ -187,6 +195,16 @@ def test_compact(run_ranks, tmp_path):
     for name in ("base-000000", "delta-000001", "delta-000002", "delta-000003"):
         shutil.rmtree(folder / name)
     assert run_ranks(2, _compacted, folder) == wanted
+
+
+def test_compact_what_a_killed_writer_did_not_name(run_ranks, tmp_path):
+    folder = tmp_path / "chain"
+    run_ranks(1, _steps, folder, {"every_steps": 2})
+    wanted = run_ranks(1, _compacted, folder)
+    for name in ("base-000004", "base-000004"):
+        _name(folder, 2)  # as after a kill between the checkpoint's rename and its naming
+        assert checkpoint.compact(folder) == folder / name
+        assert run_ranks(1, _compacted, folder) == wanted
 
 
 def test_compact_refuses(run_ranks, tmp_path):

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from tests.support.checked_group import CheckedGroup, GroupDriver, random_specs
-from tests.support.table_model import POLICIES
 from tests.support.tiers import hbm_bytes_for
 from torchrec_hkv.hash_table import MinFrequency, Probability
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_one_policy(device_type, policy, number):
-    driver = GroupDriver(CheckedGroup(random_specs(number, number, [policy]), device_type), number)
-    for _ in range(40):
-        driver.call()
 
 
 @pytest.mark.parametrize(("number", "calls"), [(3, 60), (17, 25), (64, 8)])

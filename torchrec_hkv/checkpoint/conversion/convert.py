@@ -1,5 +1,4 @@
-"""Tables of other programs as checkpoints of this one, and back: finds out what is read and what is
-written."""
+"""Converts tables of other programs to checkpoints of this package, and back."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from torchrec_hkv.checkpoint.record import RECORD, TENSORS
 from torchrec_hkv.progress import reported
 
 _THREADS = 4
-#: Endings of files of ids and rows.
+#: Endings of the names of files with ids and rows.
 _ROW_SUFFIXES = (".parquet", ".safetensors")
 
 
@@ -33,22 +32,21 @@ class Options:
     """How tables are converted.
 
     Attributes:
-        tables: full names or own names of the tables that are converted; empty for all. Of a file
-            of ids and rows the full name that its table gets.
-        renamed: what full names begin with, and what they begin with instead.
-        optimizer: whose states there are; None: what the source tells.
-        eviction: of hash tables that are made; None: what the source tells.
-        seeds: of hash tables that are made, as the options of the model have them, by a table's
-            name, or by ``""`` of all others; 0 by default.
-        without: ``"states"`` and ``"scores"`` leave these out.
-        num_embeddings: rows of stock tables that are made, by a table's name, or by ``""`` of all
-            others.
-        model_key: what a state_dict's names of the model begin with; None: found out.
-        optimizer_key: likewise, of the optimizer.
-        sequences: whether tables of a dump without full names are those of an
-            ``EmbeddingCollection``.
-        backend: of hash tables that are made.
-        batch_bytes: memory it may take.
+        tables: full names or own names of the tables to convert; empty for all. For a file of ids
+            and rows: the full name of its table.
+        renamed: pairs of prefixes of full names: the prefix to replace, and the new prefix.
+        optimizer: name of the optimizer whose states the source has; None: found from the source.
+        eviction: policy of the created hash tables; None: found from the source.
+        seeds: seeds of the created hash tables, by table names; the key ``""`` is for all others.
+            They must be those of the model's options. Default: 0.
+        without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
+        num_embeddings: numbers of rows of the created stock tables, by table names; the key ``""``
+            is for all others.
+        model_key: prefix of the model's names in a ``state_dict``; None: found from the source.
+        optimizer_key: prefix of the optimizer's names; None: found from the source.
+        sequences: whether tables of a dump without full names are of an ``EmbeddingCollection``.
+        backend: backend of the created hash tables.
+        batch_bytes: memory limit in bytes.
     """
 
     tables: Sequence[str] = ()
@@ -65,7 +63,7 @@ class Options:
     batch_bytes: int = 512 << 20
 
     def rename(self, name: str) -> str:
-        """A full name as it shall be."""
+        """The new full name of a table."""
         for old, new in self.renamed:
             if name == old or name.startswith(f"{old}.") or old == "":
                 rest = name.removeprefix(old).removeprefix(".")
@@ -76,25 +74,26 @@ class Options:
 def convert(
     source: str | os.PathLike[str], into: str | os.PathLike[str], options: Options
 ) -> dict[str, Any]:
-    """Converts tables; what is written appears once it is whole.
+    """Converts tables. The result appears when it is complete.
 
-    A checkpoint of this package (also a chain of deltas, and a saved hash table) becomes a folder
-    of :mod:`torch.distributed.checkpoint` for stock tables, or a file of ids and rows where
-    ``into`` ends with ``.parquet`` or ``.safetensors``. All else becomes a checkpoint of this
-    package.
+    A checkpoint of this package, a chain of deltas or a saved hash table becomes a folder of
+    :mod:`torch.distributed.checkpoint` for stock tables, or a file of ids and rows if ``into`` ends
+    with ``.parquet`` or ``.safetensors``. Every other source becomes a checkpoint of this package.
 
     Args:
         source: a folder or a file: a checkpoint, a folder of :mod:`torch.distributed.checkpoint`, a
             dump of dynamicemb, a file of ids and rows, or a folder of ``id.npy`` and ``row.npy``.
-        into: what is written.
-        options: how.
+        into: the folder or file to write.
+        options: how to convert.
 
     Returns:
-        ``source`` and ``into`` say what was read and written; ``tables`` the number of ids of each.
+        ``source`` and ``into``: kinds of what was read and written; ``tables``: numbers of ids by
+        table; ``tensors``: number of other entries that were copied.
 
     Raises:
-        ValueError: the source is none of these, is damaged, or does not fit; nothing is written.
-        OSError: writing failed; nothing is left then.
+        ValueError: the source is none of these, is damaged, or does not match the options. Nothing
+            is written then.
+        OSError: writing failed; what was written is removed.
     """
     path, target = Path(source), Path(into)
     if not path.exists():
@@ -105,7 +104,7 @@ def convert(
         return _from_ours(path, target, options)
     if target.suffix in _ROW_SUFFIXES:
         raise ValueError(
-            f"{path} is no checkpoint of this package, but only one becomes a file of ids and "
+            f"{path} is not a checkpoint of this package, and only these become files of ids and "
             "rows: convert it to a checkpoint first."
         )
     return _to_ours(path, target, options)
@@ -151,13 +150,13 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
         tables = _chosen(dumped, options.tables, path)
     else:
         raise ValueError(
-            f"{path} is nothing that can be converted: name a checkpoint, a folder of "
+            f"{path} can't be converted: name a checkpoint, a folder of "
             "torch.distributed.checkpoint, a dump of dynamicemb, a .safetensors or .parquet file, "
             "or a folder with id.npy and row.npy."
         )
     renamed = [dataclasses.replace(t, name=options.rename(t.name)) for t in tables]
     _check_names([table.name for table in renamed])
-    # Entries are read, and written as a table's.
+    # Entries are read once and written once.
     total = 2 * sum(table.bytes for table in tables)
     if tensors is not None:
         total += sum(tensors[0].bytes(key) for key in tensors[1])
@@ -177,7 +176,7 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
 
 
 def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> list[SourceTable]:
-    """Those of the names, full ones or own ones; all where there are no names."""
+    """The tables with the given full or own names; all tables if no names are given."""
     if not names:
         if not tables:
             raise ValueError(f"{path} has no table with rows by number or by id.")
@@ -204,7 +203,7 @@ def _check_names(names: Sequence[str]) -> None:
 def _kept_names(
     folder: DcpFolder, keys: Keys, left_out: set[str], options: Options
 ) -> dict[str, str]:
-    """New names of entries of the model and the optimizer that stay tensors."""
+    """New names of the model's and the optimizer's entries that are copied as tensors."""
     names = {}
     for key in folder.entries:
         if key in left_out:
@@ -278,7 +277,7 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
 
 
 def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dict[str, int]:
-    """What was given of tables, by their full names; ``""`` stands for all that are not named."""
+    """Values of an option by full names of tables; the key ``""`` gives those of unnamed tables."""
     own = {name: name.rpartition(".")[2] for name in tables}
     unknown = sorted(set(given) - {*own, *own.values(), ""})
     if unknown:

@@ -1,4 +1,4 @@
-"""Tables in folders of :mod:`torch.distributed.checkpoint`: stock ones, and hash tables."""
+"""Reads stock tables and hash tables from folders of :mod:`torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BY_STATES = {(1,): "rowwise_adagrad", (2,): "adagrad", (2, 2): "adam", (2, 1): 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What the names of entries begin with.
+    """Prefixes of the names of entries.
 
     Attributes:
-        model: such as ``"model."``, or ``""``.
-        optimizer: such as ``"optimizer."``; None where there is no optimizer.
+        model: prefix of the model's entries, such as ``"model."`` or ``""``.
+        optimizer: prefix of the optimizer's entries, such as ``"optimizer."``; None without one.
     """
 
     model: str
@@ -45,11 +45,17 @@ class Keys:
 
     @classmethod
     def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> Keys:
-        """As they were given; None: ``model`` where all tables are called so, and ``optimizer``
-        where there are such entries.
+        """The given prefixes, or those of the folder.
+
+        Args:
+            folder: the folder to read.
+            model: prefix of the model's entries without the dot. None: ``model``, if the names of
+                all tables begin so.
+            optimizer: prefix of the optimizer's entries without the dot. None: ``optimizer``, if
+                there are such entries.
 
         Raises:
-            ValueError: no entry is called as was given.
+            ValueError: no entry begins with a given prefix.
         """
         for given in (model, optimizer):
             if given and not any(key.startswith(f"{given}.") for key in folder.entries):
@@ -72,8 +78,8 @@ class DcpTables:
     """The tables of a folder.
 
     Attributes:
-        tables: that can be converted.
-        entries: of each table, the names of its entries in the folder, by its own name.
+        tables: the tables that can be converted.
+        entries: names of each table's entries in the folder, by the table's name.
     """
 
     tables: list[SourceTable]
@@ -83,13 +89,13 @@ class DcpTables:
 def dcp_tables(
     folder: DcpFolder, keys: Keys, given: str | None, without: Sequence[str]
 ) -> DcpTables:
-    """Finds tables with rows by number or by id.
+    """Finds the tables of a folder: stock tables and hash tables.
 
     Args:
-        folder: that is read.
-        keys: what names of entries begin with.
-        given: name of the optimizer; None: what the states tell.
-        without: ``"states"`` and ``"scores"`` leave these out.
+        folder: the folder to read.
+        keys: prefixes of the names of entries.
+        given: name of the optimizer; None: found from the states.
+        without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
 
     Raises:
         ValueError: the entries of a table contradict each other.
@@ -118,7 +124,7 @@ def dcp_tables(
 
 
 def _stock_states(folder: DcpFolder, keys: Keys, table: str, own: str) -> dict[str, str]:
-    """The entries of an optimizer's states of a stock table, by TorchRec's names of them."""
+    """Entries with a stock table's optimizer states, by TorchRec's names of the states."""
     if keys.optimizer is None:
         return {}
     begin = f"{keys.optimizer}state.{table}{_SUFFIX}.{own}."
@@ -126,7 +132,7 @@ def _stock_states(folder: DcpFolder, keys: Keys, table: str, own: str) -> dict[s
 
 
 class _ByNumber:
-    """A stock table: ids are the numbers of its rows."""
+    """A stock table, whose ids are row numbers."""
 
     def __init__(
         self,
@@ -206,7 +212,7 @@ class _ByNumber:
 
 
 class _Remapped(_ByNumber):
-    """A stock table whose row numbers a managed collision module gave to ids."""
+    """A stock table behind a managed collision module, which maps ids to its rows."""
 
     def __init__(
         self,
@@ -244,7 +250,7 @@ class _Remapped(_ByNumber):
 
 
 class _ById:
-    """A hash table's part of a ``state_dict``."""
+    """A hash table in a ``state_dict``."""
 
     def __init__(
         self,

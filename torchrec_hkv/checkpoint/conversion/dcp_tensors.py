@@ -1,4 +1,4 @@
-"""Tensors in folders of :mod:`torch.distributed.checkpoint`, read and written in parts."""
+"""Reads and writes tensors in folders of :mod:`torch.distributed.checkpoint`, in parts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from torchrec_hkv.progress import advance
 
 _DATA_FILE = "__0_0.distcp"
 _PIECE = 16 << 20
-#: Bytes of the header of a file in a zip archive, before its name.
+#: Size of the header of a file in a zip archive up to its name, in bytes.
 _ZIP_HEADER = 30
 
 StorageEntry = TensorStorageMetadata | BytesStorageMetadata
 
 
 class DcpFolder:
-    """A folder that :mod:`torch.distributed.checkpoint` wrote. Nothing that a file names is run.
+    """A folder that :mod:`torch.distributed.checkpoint` wrote. Reading it runs no code that a file
+    names.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        ValueError: its metadata is damaged, or names what metadata has not.
+        ValueError: its metadata is damaged, or names classes that metadata does not have.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +62,12 @@ class DcpFolder:
         return isinstance(self.entries.get(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Shape of a tensor."""
         return tuple(self.entries[key].size)
 
     def places(self, key: str) -> Iterator[tuple[torch.Size | None, _StorageInfo]]:
-        """Where the parts of an entry are, by their offsets in a tensor."""
+        """Yields the places of an entry's parts, with their offsets in the tensor; None for an
+        entry that is not a tensor."""
         entry = self.entries[key]
         offsets: list[torch.Size | None] = [None]
         if isinstance(entry, TensorStorageMetadata):
@@ -74,16 +76,16 @@ class DcpFolder:
             yield offset, self.metadata.storage_data[MetadataIndex(key, offset)]
 
     def bytes(self, key: str) -> int:
-        """Bytes of an entry in the files."""
+        """Size of an entry in the files, in bytes."""
         return sum(info.length for _, info in self.places(key))
 
 
 class DcpTensor:
-    """A tensor, of which rows are read; rows are numbered over all of its parts.
+    """A tensor of a folder that is read by rows. Rows are numbered over all of its parts.
 
     Args:
-        folder: that it is in.
-        key: its name there.
+        folder: the folder.
+        key: name of the tensor in the folder.
     """
 
     def __init__(self, folder: DcpFolder, key: str) -> None:
@@ -98,11 +100,11 @@ class DcpTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row."""
+        """Size of a row in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape[1:]).numel()
 
     def rows(self, first: int, n: int) -> Tensor:
-        """Rows ``first`` to ``first + n``.
+        """The rows from ``first`` up to ``first + n``, exclusive.
 
         Raises:
             ValueError: a file is damaged.
@@ -126,7 +128,7 @@ class DcpTensor:
 
 
 class _Chunk:
-    """A part of a tensor: a file of :func:`torch.save` within a file."""
+    """A part of a tensor: the output of :func:`torch.save` within a file."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class _Chunk:
 
     @functools.cached_property
     def _values_at(self) -> int | None:
-        """Where its values begin in the file, if they lie there in order."""
+        """Offset of the values in the file; None if they are not contiguous there."""
         try:
             with open(self._path, "rb") as file:
                 data = self._slice(file)
@@ -174,7 +176,7 @@ class _Chunk:
                 raise refusal(self._what, self._slice(file), error) from None
 
     def rows(self, first: int, n: int) -> Tensor:
-        """Rows of the chunk, counted from its first."""
+        """Rows of the chunk; ``first`` counts from the chunk's first row."""
         width = torch.Size(self.sizes[1:]).numel()
         if self._values_at is None:
             with open(self._path, "rb") as file:
@@ -197,8 +199,8 @@ class _Chunk:
 
 
 def _stored_at(data: io.RawIOBase) -> int | None:
-    """Where the values begin in a file of :func:`torch.save` of one tensor; None where they are not
-    stored as they are."""
+    """Offset of the values in a file that :func:`torch.save` wrote for one tensor; None if they are
+    compressed or not little-endian."""
     with zipfile.ZipFile(data) as archive:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         stored = [info for name, info in infos.items() if name.startswith("data/")]
@@ -206,7 +208,7 @@ def _stored_at(data: io.RawIOBase) -> int | None:
             return None
         if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
             return None
-    # The header in the file itself may have another length than that of the archive's directory.
+    # The header before the values may be longer than the archive's directory says.
     data.seek(stored[0].header_offset)
     header = data.read(_ZIP_HEADER)
     lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -217,7 +219,7 @@ class DcpWriter:
     """Writes a folder that :mod:`torch.distributed.checkpoint` loads, tensor by tensor.
 
     Args:
-        folder: a new one.
+        folder: the folder to write to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -234,7 +236,7 @@ class DcpWriter:
         self._file.close()
 
     def copy(self, source: DcpFolder, key: str, name: str) -> None:
-        """Copies an entry of a folder, under another name."""
+        """Copies an entry of a folder under another name."""
         for offset, info in source.places(key):
             begin = self._file.tell()
             _copy_bytes(source.path / info.relative_path, info, self._file)
@@ -245,10 +247,10 @@ class DcpWriter:
         """Writes rows of a tensor.
 
         Args:
-            name: of the tensor.
-            first: row of it that is the first of the part.
-            part: all of its columns.
-            shape: of the whole tensor, of which parts must come in order.
+            name: name of the tensor.
+            first: number of the first row.
+            part: the rows, with all columns. Parts of a tensor must come in order.
+            shape: shape of the whole tensor.
         """
         entry = self._entries.setdefault(
             name,
@@ -267,7 +269,7 @@ class DcpWriter:
         self._stored[index] = _StorageInfo(_DATA_FILE, begin, self._file.tell() - begin)
 
     def finish(self) -> None:
-        """Writes the metadata, and makes sure that all is on the disk."""
+        """Writes the metadata and syncs all files."""
         keys: Mapping[str, Any] = {key: (key,) for key in self._entries}
         metadata = Metadata(self._entries, planner_data=dict(keys), storage_data=self._stored)
         self._file.flush()

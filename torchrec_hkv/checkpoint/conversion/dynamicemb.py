@@ -1,9 +1,9 @@
-"""What NVIDIA's dynamicemb dumps: files of keys, values, scores and optimizer states, each of a
-rank.
+"""Reads dumps of NVIDIA's dynamicemb.
 
-Their names are ``TABLE_emb_keys.rank_0.world_size_2`` and so on, in a folder for each collection.
-Keys and scores are int64, values and states float32, without a header; ``TABLE_opt_args.json``
-says what optimizer and eviction strategy there were.
+A dump has a folder for each collection, with files of keys, values, scores and optimizer states of
+each rank, named ``TABLE_emb_keys.rank_0.world_size_2`` and so on. Keys and scores are int64, values
+and states float32, without a header. ``TABLE_opt_args.json`` names the optimizer and the eviction
+strategy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OPTIMIZERS = {
     "exact_row_wise_adagrad": "rowwise_adagrad",
     "rowwise_adagrad": "rowwise_adagrad",
 }
-#: The last step of a table whose scores are ages: these become steps before it.
+#: The last step of a table whose scores are ages. Ages become steps from 1 to this one.
 _AGES = 1 << 20
 
 
@@ -49,9 +49,9 @@ class _Dump:
     """The files of a table.
 
     Attributes:
-        folder: that they are in.
+        folder: the folder of the files.
         table: the table's own name.
-        ranks: files of each rank by what they hold.
+        ranks: files of each rank, by their kind.
     """
 
     folder: Path
@@ -60,10 +60,11 @@ class _Dump:
 
 
 def find_dumps(path: Path) -> list[_Dump]:
-    """The tables whose files are in a folder or in folders in it.
+    """Finds the tables whose files are in a folder or in its subfolders.
 
     Raises:
-        ValueError: files of a rank are missing.
+        ValueError: files of a rank are missing, or a table was dumped from several numbers of
+            ranks.
     """
     found: dict[tuple[Path, str], dict[tuple[int, int], dict[str, Path]]] = {}
     for file in sorted(path.rglob("*_emb_*.rank_*.world_size_*")):
@@ -102,11 +103,11 @@ def dump_tables(
     """The tables of a dump.
 
     Args:
-        path: that was dumped to.
-        attribute: ``"embedding_bags"`` or ``"embeddings"``, which names of tables have.
-        optimizer: whose states there are; None: the one that the dump names.
-        eviction: what scores are; None: what the dump says.
-        without: ``"states"`` and ``"scores"`` leave these out.
+        path: the folder of the dump.
+        attribute: ``"embedding_bags"`` or ``"embeddings"``; part of the tables' full names.
+        optimizer: name of the optimizer whose states the dump has; None: the one that it names.
+        eviction: what scores are; None: as the dump says.
+        without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
 
     Raises:
         ValueError: files contradict each other.
@@ -118,7 +119,8 @@ def dump_tables(
 
 
 def _name(path: Path, dump: _Dump, attribute: str) -> str:
-    """A dump's folder is the collection's path, which begins with ``model``."""
+    """Full name of a dumped table. The folder of a dump is named after the collection's path, which
+    begins with ``model``."""
     parts = dump.folder.relative_to(path).parts or (path.name,)
     module = ".".join(parts)
     if module == "model" or module.startswith("model."):
@@ -145,7 +147,7 @@ class _DumpedTable:
         self._has_scores = "scores" not in without and self._all_have(_SCORES)
         self._optimizer = self._find_optimizer(optimizer)
         self._eviction = self._find_eviction(eviction)
-        # Under LRU a dump has ages of any unit.
+        # Under LRU the scores of a dump are ages, of unknown unit.
         self._has_ages = self._eviction == "lru" and self._strategy in ("", "KLru")
         self._check_sizes()
 
@@ -167,7 +169,7 @@ class _DumpedTable:
             raise ValueError(
                 f"{self._dump.folder} has {item} of table {self._dump.table!r} of some ranks only."
             )
-        # An empty file stands for what a table without states or scores has.
+        # A table without states or scores has empty files.
         sizes = [_size(files[item]) for files in self._dump.ranks if item in files]
         return all(having) and sum(sizes) > 0
 
@@ -237,7 +239,7 @@ class _DumpedTable:
             clock = self._oldest
             if not (self._scores_limit(min) >= 0 and clock < 1 << 32):
                 raise ValueError(
-                    f"Scores of table {self.name!r} are no steps from 0 to 2^32 - 1: name another "
+                    f"Scores of table {self.name!r} are not steps from 0 to 2^32 - 1: name another "
                     "--eviction, or leave them out by --without scores."
                 )
         return SourceTable(
@@ -275,7 +277,7 @@ class _DumpedTable:
                 if self._has_states and width:
                     states = _values(files[_STATES], numpy.float32, first, n, width)
                     if self._optimizer.name in ("adagrad", "rowwise_adagrad"):
-                        # Sums begin at the initial value there, and at 0 here, where it is added.
+                        # dynamicemb's sums begin at the initial value, those of hash tables at 0.
                         states -= start
                     batch |= split_states(states, self._optimizer, self.dim)
                 if self._has_scores:

@@ -1,4 +1,4 @@
-"""A table in files of ids and rows: .safetensors, Parquet, or .npy files in a folder."""
+"""Reads files of ids and rows: .safetensors, Parquet, or .npy files in a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.checkpoint.conversion.source import (
     split_states,
 )
 
-#: Names of columns by what they are, as ``torchrec-hkv export`` writes them.
+#: Names of entries' tensors, by the names of columns that ``torchrec-hkv export`` writes.
 COLUMNS = {
     "id": "ids",
     "row": "weight",
@@ -41,12 +41,12 @@ _MOST_HEADER = 100 << 20
 
 
 class RowFile:
-    """Columns of a file: their types, widths and values.
+    """The columns of a file.
 
     Attributes:
-        path: of the file, or of the folder.
-        columns: dtype and width of each column by its name; the width of a vector is None.
-        entries: rows of each column.
+        path: the file, or the folder.
+        columns: dtype and width of each column, by its name. The width of a vector is None.
+        entries: number of rows of each column.
     """
 
     path: Path
@@ -54,12 +54,12 @@ class RowFile:
     entries: int
 
     def batches(self, names: Sequence[str], size: int) -> Iterator[dict[str, Tensor]]:
-        """Some columns, at most ``size`` rows at a time."""
+        """Yields some columns, at most ``size`` rows at a time."""
         raise NotImplementedError
 
 
 class _Mapped(RowFile):
-    """Columns that lie in files as they are."""
+    """Columns whose values are stored unencoded, so that files can be mapped into memory."""
 
     def __init__(self, path: Path, arrays: Mapping[str, tuple[Tensor, int]]) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class _Mapped(RowFile):
 
 
 def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A part of a file as a tensor whose pages are read when they are used."""
+    """A part of a file as a tensor. Its pages are read when they are used."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if at + size > path.stat().st_size:
         raise ValueError(f"{path} is cut short: it has {path.stat().st_size} bytes of {at + size}.")
@@ -156,7 +156,7 @@ class _Parquet(RowFile):
         self.entries = self._file.metadata.num_rows
         self.columns = {}
         names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
-        # Widths are known from values alone where lists have any length.
+        # If lists have no fixed length, only their values tell the width.
         first = next(self.batches(names, 1), None) if self.entries else {}
         for name, tensor in first.items():
             width = None if tensor.dim() == 1 else tensor.shape[1]
@@ -183,10 +183,10 @@ class _Parquet(RowFile):
 
 
 def open_row_file(path: Path) -> RowFile | None:
-    """A file of ids and rows; None where the path is of no such format.
+    """Opens a file of ids and rows. Returns None if the path has none of the formats.
 
     Raises:
-        ValueError: it is damaged, or has no column ``id`` or ``row``.
+        ValueError: the file is damaged, or has no column ``id`` or ``row``.
     """
     if path.is_file() and path.suffix == ".safetensors":
         file: RowFile = _safetensors(path)
@@ -199,8 +199,8 @@ def open_row_file(path: Path) -> RowFile | None:
     missing = [name for name in ("id", "row") if name not in file.columns]
     if missing:
         raise ValueError(
-            f"{path} has no column {missing[0]!r}: needed are 'id' and 'row'; 'state', 'score' and "
-            "'last_step' are kept where they are."
+            f"{path} has no column {missing[0]!r}: 'id' and 'row' are needed; 'state', 'score' and "
+            "'last_step' are optional."
         )
     return file
 
@@ -215,14 +215,14 @@ def row_table(
     """The table in a file of ids and rows.
 
     Args:
-        file: that is read.
-        name: of the table.
-        optimizer: whose states there are; None: what their width tells.
+        file: the file.
+        name: full name of the table.
+        optimizer: name of the optimizer whose states the file has; None: found from their width.
         eviction: what scores are; None: counts of lookups.
-        without: ``"states"`` and ``"scores"`` leave these out.
+        without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
 
     Raises:
-        ValueError: a column is of another type than it must be.
+        ValueError: a column has a wrong dtype or width.
     """
     dtype, dim = file.columns["row"]
     if dtype == torch.float64:

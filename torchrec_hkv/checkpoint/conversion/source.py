@@ -1,4 +1,4 @@
-"""What a conversion reads: tables of ids and rows, whatever wrote them."""
+"""The tables that a conversion reads, in a form that does not depend on their source."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.specs import OptimizerSpec
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 
-#: Policies of tables that a conversion makes.
+#: Policies of tables that a conversion creates.
 EVICTIONS = ("lru", "lfu", "customized")
 Eviction = Literal["lru", "lfu", "customized"]
-#: Optimizers of tables that a conversion makes.
+#: Optimizers of tables that a conversion creates.
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl")
-#: Data types of rows.
+#: Dtypes of rows.
 ROW_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 ROW_STATES = "optimizer_row_states"
 
 
 def state_name(k: int) -> str:
-    """Name of the k-th optimizer state that each column has."""
+    """Name of the k-th optimizer state with one value for each column."""
     return f"optimizer_states_{k}"
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceTable:
-    """A table that is converted.
+    """A table to convert.
 
     Attributes:
-        name: its key in a ``state_dict``, without ``.weight``.
-        dim: columns of a row.
-        dtype: of its rows.
-        entries: ids that it has, at most.
-        read: takes bytes of memory and yields entries: ``ids``, int64 ``[n]``; ``weight``,
-            ``[n, dim]``; and as far as the table has them ``optimizer_states_0`` and ``_1``,
+        name: key of the table in a ``state_dict``, without ``.weight``.
+        dim: number of columns of a row.
+        dtype: dtype of the rows.
+        entries: maximal number of ids.
+        read: a function of a memory limit in bytes that yields entries: ``ids``, int64 ``[n]``, and
+            ``weight``, ``[n, dim]``. If the table has them, also ``optimizer_states_0`` and ``_1``,
             ``[n, dim]``, ``optimizer_row_states``, ``[n, values]``, ``scores``, int64 ``[n]``, and
-            ``last_steps``, int32 ``[n]``. Tensors are valid until the next ones.
-        optimizer: whose states there are; None where there are none.
-        eviction: what scores are: counts of lookups (``"lfu"``) or given ones (``"customized"``).
-        clock: the last step that ``last_steps`` may name.
-        updates: how often the optimizer has updated the table.
-        is_exact: whether it has as many ids as ``entries`` says.
+            ``last_steps``, int32 ``[n]``. Tensors are valid until the next iteration.
+        optimizer: the optimizer whose states the table has; None without states.
+        eviction: what scores are: counts of lookups (``"lfu"``) or given scores
+            (``"customized"``).
+        clock: largest possible value in ``last_steps``.
+        updates: number of updates by the optimizer.
+        is_exact: whether the number of ids is exactly ``entries``.
     """
 
     name: str
@@ -62,29 +63,29 @@ class SourceTable:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry, at most."""
+        """Maximal size of an entry in bytes."""
         states = states_of(self.optimizer)
         return 24 + 4 * states.of_rows + self.dim * (self.dtype.itemsize + 4 * states.of_columns)
 
     @property
     def bytes(self) -> int:
-        """Of all entries."""
+        """Maximal size of all entries in bytes."""
         return self.entries * self.entry_bytes
 
 
 def states_of(optimizer: OptimizerSpec | None) -> StateColumns:
-    """What the states of a row are."""
+    """The layout of the states of a row."""
     return StateColumns.of_layout(layout_of(optimizer))
 
 
 def split_states(states: Tensor, optimizer: OptimizerSpec, dim: int) -> dict[str, Tensor]:
-    """States of rows by name.
+    """Splits the states of rows by their names.
 
     Args:
-        states: ``[n, width]``: the values of all columns, one quantity after the other, then what a
-            row has once.
-        optimizer: whose states they are.
-        dim: columns of a row.
+        states: ``[n, width]``: states with one value for each column, one after the other, then
+            states with one value for each row.
+        optimizer: the optimizer of the states.
+        dim: number of columns of a row.
     """
     parts = states_of(optimizer)
     split = {state_name(k): states[:, k * dim : (k + 1) * dim] for k in range(parts.of_columns)}
@@ -102,14 +103,14 @@ def completed(
     *,
     given_scores: bool,
 ) -> dict[str, Tensor]:
-    """Entries of a source with all that a hash table keeps of them.
+    """Completes entries of a source by everything that a hash table stores for an entry.
 
     Args:
-        entries: as :attr:`SourceTable.read` yields them.
-        table: that they are of.
-        optimizer: whose states the hash table has; those that are missing are 0.
-        clock: of the hash table; last steps keep their distance from it.
-        given_scores: whether scores are given ones and not counts.
+        entries: entries as :attr:`SourceTable.read` yields them.
+        table: the table of the entries.
+        optimizer: the optimizer of the hash table. Missing states are 0.
+        clock: clock of the hash table. Last steps keep their distance to it.
+        given_scores: whether scores are given scores, not counts.
     """
     n = len(entries["ids"])
     made = dict(entries)
@@ -124,11 +125,11 @@ def completed(
     if steps is None:
         made["last_steps"] = torch.full((n,), clock).to(torch.int32)
     else:
-        # Unsigned, in a signed type.
+        # Steps are unsigned numbers in a signed dtype.
         shifted = (steps.long() & 0xFFFFFFFF) + (clock - table.clock)
         made["last_steps"] = shifted.to(torch.int32)
     if scores is None:
-        # An id whose lookups nobody counted counts once.
+        # An id whose lookups were not counted gets the count 1.
         made["scores"] = torch.zeros(n).long() if given_scores else torch.ones(n).long()
     elif not given_scores:
         made["scores"] = scores.clamp(min=1)
@@ -136,16 +137,16 @@ def completed(
 
 
 def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> OptimizerSpec:
-    """The optimizer whose states have a width.
+    """Finds the optimizer by the width of its states.
 
     Args:
-        name: the table's.
-        width: of the states of a row.
-        dim: columns of a row.
-        given: what was said; None: what the width tells.
+        name: name of the table, for messages.
+        width: number of values of the states of a row.
+        dim: number of columns of a row.
+        given: name of the optimizer; None: found from the width.
 
     Raises:
-        ValueError: the width is of no optimizer, or of another one than was said.
+        ValueError: no optimizer has this width, or the given one needs more.
     """
 
     def needed(optimizer: str) -> int:
@@ -157,25 +158,26 @@ def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> Op
         given = next((optimizer for optimizer in likely if needed(optimizer) == width), None)
         if given is None:
             raise ValueError(
-                f"Table {name!r} has {width} values of optimizer states a row of {dim}, which "
-                "tells no optimizer: name it by --optimizer, or leave them out by --without states."
+                f"Table {name!r} has {width} values of optimizer states for each row of {dim}, as "
+                "no optimizer has: name it by --optimizer, or leave them out by --without states."
             )
     if width < needed(given):
         raise ValueError(
-            f"Table {name!r} has {width} values of optimizer states a row of {dim}, but {given} "
-            f"has {needed(given)}: name another --optimizer, or leave the states out by --without "
-            "states."
+            f"Table {name!r} has {width} values of optimizer states for each row of {dim}, but "
+            f"{given} has {needed(given)}: name another --optimizer, or leave the states out by "
+            "--without states."
         )
     return OptimizerSpec(given)
 
 
 def check_row_type(name: str, dtype: torch.dtype) -> None:
-    """Refuses rows that are none of the types that tables have.
+    """Checks the dtype of rows.
 
     Raises:
-        ValueError: the sentence names the table and the type.
+        ValueError: tables can't have this dtype; the message names the table and the dtype.
     """
     if dtype not in ROW_TYPES:
         raise ValueError(
-            f"Table {name!r} has rows of {dtype}, but {', '.join(map(str, ROW_TYPES))} are taken."
+            f"Table {name!r} has rows of {dtype}, but must have one of "
+            f"{', '.join(map(str, ROW_TYPES))}."
         )

@@ -1,4 +1,4 @@
-"""Entries on the disk, in parts that fit into memory one by one."""
+"""Sorts entries into parts on the disk. Each part fits into memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy
 import torch
 from torch import Tensor
 
-#: Parts at most: each has files of its own.
+#: Maximal number of parts. Each part has files of its own.
 MOST_PARTS = 4096
 
 
 class Spill:
-    """Entries sorted into parts, which are written as they come and read one by one.
+    """Entries sorted into parts. Entries are written as they come; parts are read one by one.
 
     Args:
-        folder: a new one, for the files.
-        part_of: gives the number of the part of each id, int64 ``[n]``.
+        folder: a folder for the files, which must not exist.
+        part_of: a function of ids that returns the number of each id's part, int64 ``[n]``.
     """
 
     def __init__(self, folder: Path, part_of: Callable[[Tensor], Tensor]) -> None:
@@ -28,7 +28,10 @@ class Spill:
         folder.mkdir()
 
     def put(self, entries: dict[str, Tensor]) -> None:
-        """Takes entries by name; ``ids`` among them.
+        """Adds entries.
+
+        Args:
+            entries: tensors by name, with ``ids`` among them.
 
         Raises:
             OSError: writing failed.
@@ -44,8 +47,8 @@ class Spill:
                     file.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
 
     def take(self, part: int) -> dict[str, Tensor] | None:
-        """All entries of a part, in the order in which they came; None where there are none. Their
-        files go."""
+        """Returns all entries of a part in the order in which they came, and removes their files.
+        None if the part is empty."""
         entries = {}
         for name, (dtype, shape) in self._columns.items():
             path = self._folder / f"{part}-{name}"
@@ -57,5 +60,5 @@ class Spill:
         return entries or None
 
     def close(self) -> None:
-        """Removes what is left."""
+        """Removes the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)

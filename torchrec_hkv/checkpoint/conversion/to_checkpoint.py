@@ -35,7 +35,7 @@ from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance, unreported
 
 _OWN_NAME = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)")
-# A part's entries are in memory as they were read, sorted, and in the table that is saved.
+# Copies of a part's entries in memory: as they were read, sorted, and in the table to save.
 _COPIES = 5
 _SPILL = f"{TABLES}/.parts"
 
@@ -51,24 +51,24 @@ def write_checkpoint(
     backend: str,
     options: FileOptions,
 ) -> dict[str, int]:
-    """Writes a checkpoint; an earlier one there is replaced once it is whole.
+    """Writes a checkpoint. It replaces an earlier checkpoint when it is complete.
 
     Args:
-        path: of the checkpoint.
-        tables: that become hash tables.
-        tensors: a folder, and new names of its entries that are kept, by their names there.
-        seeds: of rows that come later, by the table's name; 0 by default.
-        eviction: of all tables; None: what their sources say.
-        has_optimizer: whether states of an optimizer are among the tensors.
-        backend: of the tables.
-        options: of the files.
+        path: the folder of the checkpoint.
+        tables: the tables to write as hash tables.
+        tensors: a folder, and the new names of the entries to copy, by their names in the folder.
+        seeds: seeds of initial rows, by table names; 0 by default.
+        eviction: policy of all tables; None: that of each source.
+        has_optimizer: whether the tensors include states of an optimizer.
+        backend: name of the tables' backend.
+        options: how to write the files.
 
     Returns:
-        Ids by table.
+        Numbers of ids by table.
 
     Raises:
-        ValueError: there is something else at the path, or a table has an id twice.
-        OSError: writing failed; nothing is left then.
+        ValueError: the path holds something other than a checkpoint, or a table has an id twice.
+        OSError: writing failed; what was written is removed.
     """
     place = Place(path)
     place.remove_token(place.prepare())
@@ -125,7 +125,7 @@ class _TableWriter:
         self.ids = 0
 
     def write(self, folder: Path, save: str, options: FileOptions) -> TableRecord:
-        """Writes all shards of the table; gives its record."""
+        """Writes all shards of the table and returns its record."""
         batch_bytes = options.batch_bytes
         wanted = -(-_COPIES * self._table.bytes // batch_bytes)
         parts = max(1, min(wanted, MOST_PARTS))
@@ -179,7 +179,7 @@ class _TableWriter:
     ) -> TableShardRecord:
         n = 0 if entries is None else len(entries["ids"])
         owners = (-(-index * OWNERS // parts), -(-(index + 1) * OWNERS // parts))
-        # So many slots that every id finds a place.
+        # With so many slots, every id finds one.
         shard = self._shard(n + n // 4 + 128, index)
         lookup = self._backend.create_lookup(
             [shard], [0], self._table.optimizer, torch.device("cpu")

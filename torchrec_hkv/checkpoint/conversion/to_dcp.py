@@ -1,4 +1,5 @@
-"""Writes a stock model's folder of :mod:`torch.distributed.checkpoint` out of a checkpoint."""
+"""Writes a checkpoint's tables as a folder of :mod:`torch.distributed.checkpoint` for a model with
+stock tables."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
 from torchrec_hkv.checkpoint.opened import SavedTable, initial_rows_of
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.progress import advance
 
 _COPIES = 5
@@ -33,24 +35,25 @@ def write_dcp(
     with_states: bool,
     batch_bytes: int,
 ) -> dict[str, int]:
-    """Writes a folder that appears once it is whole.
+    """Writes a folder. It appears when it is complete.
 
     Args:
-        path: a new folder.
+        path: a folder that does not exist.
         tables: hash tables whose ids are row numbers.
-        rows: of tables that need them: ``num_embeddings``. Others have as many as their ids need.
-        names: what tables are called there.
-        tensors: a folder, and new names of its entries that are kept, by their names there.
-        model: what names of the model begin with, such as ``"model."``.
-        with_states: whether optimizer states are written.
-        batch_bytes: memory it may take.
+        rows: numbers of rows (``num_embeddings``) by table names. Other tables have as many rows as
+            their ids need.
+        names: new names of tables, by their full names.
+        tensors: a folder, and the new names of the entries to copy, by their names in the folder.
+        model: prefix of the model's names, such as ``"model."``.
+        with_states: whether to write optimizer states.
+        batch_bytes: memory limit in bytes.
 
     Returns:
-        Ids by table.
+        Numbers of ids by table.
 
     Raises:
-        ValueError: there is something at the path, or an id is no row number.
-        OSError: writing failed; nothing is left then.
+        ValueError: the path exists, or an id is not a row number.
+        OSError: writing failed; what was written is removed.
     """
     if path.exists():
         raise ValueError(f"{path} exists already: name a folder that doesn't.")
@@ -111,7 +114,7 @@ class _Table:
         return rows
 
     def write(self, writer: DcpWriter, model: str, name: str, folder: Path) -> int:
-        """Writes the table; gives how many ids it has."""
+        """Writes the table and returns its number of ids."""
         table = self._table
         width = 2 * table.entry_bytes()
         parts = min(max(1, -(-_COPIES * self._rows * width // self._batch_bytes)), MOST_PARTS)
@@ -140,11 +143,11 @@ class _Table:
     def _part(
         self, first: int, n: int, entries: dict[str, Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Rows and states of row numbers ``first`` to ``first + n``."""
+        """Rows and states of the row numbers from ``first`` up to ``first + n``, exclusive."""
         ids = torch.arange(first, first + n)
-        dtype = getattr(torch, self._table.identity["dtype"])
+        dtype = number_dtype(getattr(torch, self._table.identity["dtype"]))
         rows = torch.empty(n, self._table.dim, dtype=dtype)
-        # A row that the table lacks is what it would have been at first.
+        # A row that the table lacks has its initial values.
         for shard in self._table.parts or ():
             if shard.owners == self._table.parts[0].owners:
                 columns = slice(shard.columns.begin, shard.columns.end)
@@ -161,7 +164,7 @@ class _Table:
         return rows, states
 
     def _state_columns(self) -> list[tuple[int, int]]:
-        """Where each state of stock optimizers is among those of a row."""
+        """Columns of each state of stock optimizers among the states of a row."""
         if "states" not in self._names:
             return []
         dim, parts = self._table.dim, self._parts

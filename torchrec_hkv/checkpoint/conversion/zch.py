@@ -1,5 +1,5 @@
-"""What TorchRec's managed collision modules (zero collision hashing, ZCH) keep: which row an id
-has."""
+"""Reads which rows TorchRec's managed collision modules (zero collision hashing, ZCH) gave to
+ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS = "_mch_remapped_ids_mapping"
 _COUNTS = "_mch_counts"
 _LAST = "_mch_last_access_iter"
 _IDENTITIES = "_hash_zch_identities"
-#: What stands for no id.
+#: Values that stand for no id.
 _NO_RAW_ID = torch.iinfo(torch.int64).max
 _NO_IDENTITY = -1
 _KEY = re.compile(
@@ -30,10 +30,10 @@ class Remapping:
     """The ids of a table's rows.
 
     Attributes:
-        table: the name that its table has without the module.
-        folder: that its tensors are in.
-        entries: all that there is of the module, by full names.
-        begin: of the names of its tensors.
+        table: full name of the table without the module.
+        folder: the folder of the tensors.
+        entries: full names of all entries of the module.
+        begin: prefix of the names of its tensors.
     """
 
     table: str
@@ -46,26 +46,33 @@ class Remapping:
 
     @property
     def counts(self) -> str | None:
-        """The tensor of counts of lookups, if there is one."""
+        """Name of the tensor with counts of lookups; None if there is none."""
         return self.begin + _COUNTS if self._has(_COUNTS) else None
 
     @property
     def last_steps(self) -> str | None:
-        """The tensor of last lookups, if there is one."""
+        """Name of the tensor with the steps of last lookups; None if there is none."""
         return self.begin + _LAST if self._has(_LAST) else None
 
     def clock(self) -> int:
-        """The last step of a lookup."""
+        """The step of the last lookup; 0 if steps are not known."""
         if self.last_steps is None:
             return 0
         return max(1, int(self.folder.tensor(self.last_steps).all().max()))
 
     def by_row(self, rows: int, *, with_scores: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Ids of rows, int64 ``[rows]``; which rows have one, bool ``[rows]``; and scores and last
-        steps likewise, by name. Takes up to 56 bytes a row.
+        """Reads the ids of rows. Takes up to 56 bytes of memory a row.
+
+        Args:
+            rows: number of rows of the table.
+            with_scores: whether to read scores and last steps, too.
+
+        Returns:
+            Ids, int64 ``[rows]``; which rows have one, bool ``[rows]``; and ``scores``, int64
+            ``[rows]``, and ``last_steps``, int32 ``[rows]``, if the module has them.
 
         Raises:
-            ValueError: a row number is none of the table's, or a row has two ids.
+            ValueError: a row number is out of range, or a row has two ids.
         """
         ids, has_id = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
         if self._has(_IDENTITIES):
@@ -100,14 +107,14 @@ class Remapping:
 
 
 def find_remappings(folder: DcpFolder, model: str) -> dict[str, Remapping]:
-    """The managed collision modules of a folder, by the full names of their tables' weights.
+    """Finds the managed collision modules of a folder, by the full names of their tables' weights.
 
     Args:
-        folder: that is read.
-        model: what names of the model's entries begin with.
+        folder: the folder to read.
+        model: prefix of the names of the model's entries.
 
     Raises:
-        ValueError: a module's table is not there.
+        ValueError: the table of a module is missing.
     """
     found = {}
     for key in folder.entries:

@@ -1,9 +1,9 @@
 """Direct I/O: files that are read and written in whole blocks without the page cache.
 
 A table is larger than what a page cache should hold, and each byte is used once. Bypassing the
-cache
-saves a copy, the allocation of pages, and waiting for the kernel's write-back, which on virtual
-machines takes most of the time of a save. File systems without direct I/O use the page cache.
+cache saves a copy, the allocation of pages, and waiting for the kernel's write-back, which on
+virtual machines takes most of the time of a save. File systems without direct I/O use the page
+cache.
 """
 
 from __future__ import annotations

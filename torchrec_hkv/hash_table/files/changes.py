@@ -1,10 +1,9 @@
 """Finds what changed in a table since it was last saved.
 
 Training does not mark changes. Every slot stores the step of its last lookup, and a row changes
-only
-between a lookup and the backward of that lookup. The rows that may have changed are therefore those
-of slots whose step is not before the first step that was open at the last save. Ids that left or
-moved are found by comparing the id of each slot with a copy from the last save.
+only between a lookup and the backward of that lookup. The rows that may have changed are therefore
+those of slots whose step is not before the first step that was open at the last save. Ids that left
+or moved are found by comparing the id of each slot with a copy from the last save.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Look:
     """The changes found by :meth:`ChangeTracker.look`.
 
     Attributes:
-        slots: int64, ascending, in host memory: those whose entries changed or are new. None where
-            the whole table is to be saved.
-        changes: gives what the manifest says of it, once the file of ids that left is written;
-            None where the whole table is to be saved.
+        slots: int64, ascending, in host memory: slots whose entries changed or are new. None if the
+            whole table must be saved.
+        changes: returns the description for the manifest, after the file of ids that left is
+            written. None if the whole table must be saved.
     """
 
     slots: Tensor | None = None
@@ -74,18 +73,18 @@ class ChangeTracker:
             self._noted.append(slots.cpu())
 
     def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
-        """Makes the next look find what changes from now on.
+        """Makes the next look find the changes from now on.
 
-        Called within ``group.unchanged()``, where the table has been loaded from a folder.
+        Call it within ``group.unchanged()``, after the table was loaded from a folder.
 
         Args:
-            folder: of a saved table.
-            states: whether later saves hold optimizer states.
-            row_dtype: that they round rows to; None: all bits.
+            folder: folder of the saved table.
+            states: whether later saves contain optimizer states.
+            row_dtype: dtype to which later saves round rows. None: no rounding.
 
         Returns:
-            False, and nothing is done, where later saves could not add to the folder's: the table
-            has another geometry, or they hold more or less of an entry.
+            False if later saves can't add to the folder, because the table has another geometry, or
+            entries have other parts. Nothing is done then.
         """
         group, manifest = self._group, Manifest.read(folder)
         *_, buckets, bucket_slots = _C.table_layout(group.handle, self._table)
@@ -112,12 +111,12 @@ class ChangeTracker:
         Call it within ``group.unchanged()``. If the save fails, call :meth:`forget`.
 
         Args:
-            folder: gets the file of ids that left.
-            save_name: 8 hexadecimal digits, a name of the save's own.
-            batch_bytes: memory it may take, on the host and on the device, besides 8 bytes of the
-                host's for each entry that changed.
-            written: gets the file, if one is begun.
-            handle: of a save that does not block, whose threads write the file.
+            folder: folder for the file of ids that left.
+            save_name: 8 hexadecimal digits, unique for the save.
+            batch_bytes: memory limit in bytes, on the host and on the device each. On the host, 8
+                bytes more are used for each changed entry.
+            written: list to which the file is appended when it is created.
+            handle: handle of a non-blocking save, whose threads write the file.
         """
         group = self._group
         first_open, rewrites = group.first_open_step, group.rewrites

@@ -52,18 +52,19 @@ def write_counts(
     batch_bytes: int,
     handle: SaveHandle | None = None,
 ) -> Callable[[], Counts | None]:
-    """Writes the counts of a table to a file of its own.
+    """Writes the admission counters of a table to a file.
 
     Args:
-        group: the table's.
-        table: its index there.
-        folder: gets the file.
-        save: 8 hexadecimal digits, a name of the save's own.
-        batch_bytes: memory it may take.
-        handle: of a save that does not block, whose threads write the file.
+        group: the group of the table.
+        table: index of the table in the group.
+        folder: folder for the file.
+        save: 8 hexadecimal digits, unique for the save.
+        batch_bytes: memory limit in bytes.
+        handle: handle of a non-blocking save, whose threads write the file.
 
     Returns:
-        What gives the manifest's part, once the file is written; None where nothing is counted.
+        A function that returns the description for the manifest, after the file is written. None if
+        the table has no counters.
     """
     kind = kind_of(group.tables[table].admission)
     if kind is None:

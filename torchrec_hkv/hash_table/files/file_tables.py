@@ -24,6 +24,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.stored_rows import int8_parts, join_int8, stored_as
 from torchrec_hkv.write_behind import SaveHandle
 
 # Number of batches alive at a time in a load with another capacity: the batch that was read, the
@@ -32,10 +33,10 @@ _COPIES = 3
 # A save uses half of its memory for staging, a quarter to scan for entries, and for each batch read
 # from the table two parts of this many.
 SAVED_PARTS = 8
-# What a save that does not block takes at a time is one of so many parts of what it may take, or so
-# many bytes of a GPU's memory.
+# A non-blocking save copies a piece of this share of its memory limit at a time, or of this many
+# bytes of a GPU's memory.
 _PIECES, _DEVICE_PIECE = 4, 256 << 20
-# Bytes a slot that looking for the entries of a shard takes.
+# Bytes for each slot that the search for the entries of a shard takes.
 _SCAN_BYTES = 32
 
 _ops = torch.ops.torchrec_hkv
@@ -51,6 +52,8 @@ class FileTable:
         layout = _C.table_layout(group.handle, table)
         *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
         self.fields = fields_of(*self._layout, self.keeps_scores)
+        #: Whether rows of files are codes of 8 bits as the table has them.
+        self.is_int8 = self._layout[1] == torch.int8
         self.slots = self.buckets * self.bucket_slots
         self._batch_bytes = batch_bytes
         self.batch = self._entries(_COPIES)
@@ -89,15 +92,16 @@ class Source(FileTable):
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
-        of its slots where only some are saved."""
+        """Yields owner buckets of slots (-1 for free slots) in pieces, each with its first slot, or
+        with all of its slots if only some are saved."""
         total = self.slots if self._only is None else len(self._only)
         for first in range(0, total, self.scan):
             slots, owners = self._owners_of(first, min(self.scan, total - first))
             yield first if slots is None else slots, owners
 
     def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:
-        """Of so many slots from one on; where only some are saved, of those, and these slots."""
+        """Owner buckets of ``n`` slots from ``first`` on; if only some slots are saved, of those,
+        with the slots."""
         group, table = self.group, self.table
         if self._only is None:
             return None, _ops.slot_owners(group.counter_tensor, group.handle, table, first, n)
@@ -113,21 +117,21 @@ class Source(FileTable):
         return counts[1:]
 
     def staging(self, parts: int = 2) -> Staging:
-        """Memory for a batch on its way to a file: one of so many parts of what may be taken."""
+        """Memory for a batch that is being written: one of ``parts`` parts of the memory limit."""
         return Staging(self.fields, self._entries(parts), pin=self.group.device.type == "cuda")
 
     def pieces(
         self, ranges: Sequence[tuple[int, int]], handle: SaveHandle
     ) -> Iterator[tuple[dict[str, Tensor], list[int], bool]]:
-        """Copies of all entries in pieces, for which there is room in a save that does not block.
+        """Copies all entries in pieces, as the memory of a non-blocking save has room.
 
         Args:
-            ranges: ascending and disjoint, of owner buckets, which hold all entries.
-            handle: of the save.
+            ranges: ascending and disjoint ranges of owner buckets that hold all entries.
+            handle: handle of the save.
 
         Yields:
-            Entries by range, in each in the order of their slots; how many are of each range; and
-            whether they stay in the GPU's memory, or are in the host's.
+            Entries ordered by range, then by slot; the number of entries of each range; and whether
+            the copies are in the GPU's memory instead of the host's.
         """
         device = self.group.device
         entry = entry_bytes(self.fields)
@@ -179,7 +183,9 @@ class Source(FileTable):
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
         (dtype,) = (field.dtype for field in self.fields if field.name == "rows")
-        if dtype == torch.int8:
+        if self.is_int8:
+            batch["rows"], batch["scales"] = int8_parts(batch["rows"], self._layout[0])
+        elif dtype == torch.int8:
             batch["rows"], batch["scales"] = self._quantised(batch["rows"])
         else:
             batch["rows"] = self._narrowed(batch["rows"], dtype)
@@ -207,7 +213,7 @@ class Source(FileTable):
 
 
 def _stable_order(numbers: Tensor, limit: int) -> Tensor:
-    """What sorts numbers below a limit; equal ones stay in order."""
+    """Returns the stable sorting permutation of numbers below a limit."""
     if numbers.is_cuda or limit >= 1 << 15:
         return numbers.argsort(stable=True)
     # NumPy sorts 16 bits by radix, five times as fast.
@@ -246,19 +252,25 @@ class Target(FileTable):
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
         """Inserts entries; returns how many found no slot.
 
-        If the table stores counts and the entries have none, each gets the count 1.
+        Rows are numbers, codes of 8 bits with ``scales``, or as the table stores them. If the table
+        stores counts and the entries have none, each gets the count 1.
         """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
         _, dtype, width = self._layout
+        rows = moved["rows"]
+        if "scales" in moved:
+            rows = join_int8(rows, moved["scales"])
+        elif rows.dtype != dtype:
+            rows = stored_as(rows, dtype)
         if not self.keeps_scores:
             scores = torch.empty(0, dtype=torch.int64, device=device)
         elif (scores := moved.get("scores")) is None:
             scores = torch.ones(n, dtype=torch.int64, device=device)
         entries = (
             ids,
-            moved["rows"].to(dtype),
+            rows,
             moved["last_steps"],
             scores,
             moved.get("states", torch.zeros((n, width), device=device)),
@@ -360,8 +372,8 @@ def _check_unique(
     batch_bytes: int,
 ) -> None:
     """Raises if an id occurs twice. Only shards of the same owner buckets are compared, since ids
-    of
-    other owner buckets differ. There are several only if an owner bucket was too large for one."""
+    of other owner buckets differ. There are several only if an owner bucket was too large for
+    one."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
     if shard != together[0]:

@@ -1,10 +1,9 @@
 """A saved table and later changes of it (layers), read as one table.
 
 Layers are folders of one table, the newest first; the last one holds the whole table. An entry is
-valid unless a newer layer lists its slot, as the slot of an entry or as one whose id left. Slots
-are
-numbered alike in all layers, also if the table grew in between: the layer written after a growth
-lists the entries that it moved.
+valid unless a newer layer lists its slot, as the slot of an entry or as one whose id left. Slot
+numbers are the same in all layers, even if the table grew in between: the layer written after a
+growth lists the entries that moved.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class Reduced:
     """Description of a folder that holds entries in a reduced form.
 
     Attributes:
-        dtype: of the rows in its shards; int8 for codes with a scale a row.
-        states: whether they hold optimizer states.
+        dtype: dtype of the rows in the shards; int8 for codes with a scale for each row.
+        states: whether the shards hold optimizer states.
     """
 
     dtype: str
@@ -143,9 +143,8 @@ class Manifest:
         entries: number of entries in all shards.
         shards: the shards in the order of their owner buckets.
         counts: the admission counters; None if the table counted nothing.
-        changes: for a folder with only the entries that changed since an earlier save; None if the
-            shards hold the whole table.
-        reduced: for entries in a reduced form; None if entries are complete.
+        changes: description of the changes, or None if the shards hold the whole table.
+        reduced: the reduced form of entries, or None if entries are complete.
         aging: under ``aged_lfu``, the lookups of a number of calls, this number, and c; else None,
             and not in the file.
     """
@@ -185,7 +184,7 @@ class Manifest:
         """Reads the manifest of a folder.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: the manifest is missing or damaged.
         """
         path = folder / MANIFEST
         try:
@@ -243,7 +242,7 @@ _TABLE = Fields(
             )
         ),
         "column_offset": Integer(0, (1 << 31) - 1),
-        "dtype": Choice(("float32", "float16", "bfloat16")),
+        "dtype": Choice(("float32", "float16", "bfloat16", "int8")),
         "state_dim": Integer(0, 8192),
     }
 )
@@ -280,7 +279,7 @@ _CHANGES = Fields(
 _REDUCED = Fields(
     {"dtype": Choice(("float32", "float16", "bfloat16", "int8")), "states": Flag()}, Reduced
 )
-#: Keys that are not there where they have nothing to say.
+#: Keys that are left out if their value is None.
 _OPTIONAL = ("changes", "reduced", "aging")
 MANIFEST_SCHEMA = Fields(
     {
@@ -395,7 +394,7 @@ def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> Non
 
 
 def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
-    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    """The reduced form of a table's entries, or None if they are complete."""
     saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
     if states and saved == dtype:
         return None

@@ -58,8 +58,8 @@ class Part:
         folder: the folder of the shard.
         owners: range ``[first, end)`` of owner buckets whose ids the shard held.
         manifest: manifest of the folder.
-        earlier: for a folder that holds only the changes since an earlier save: the folders of
-            the earlier saves with their manifests, the newest first. The last one is whole.
+        earlier: folders and manifests of the earlier saves, the newest first, if the folder holds
+            only changes. The last one is whole.
 
     Raises:
         ValueError: the folders do not make up a table.
@@ -97,7 +97,7 @@ def _saved_rows(parts: Sequence[Part]) -> int:
 
 
 def _has_no_optimizer(part: Part) -> bool:
-    """Whether a part is of a table that was not trained, such as one that was converted."""
+    """Whether a shard is of a table that was not trained, for example a converted one."""
     return part.manifest.state_layout == 0 and part.manifest.table["state_dim"] == 0
 
 
@@ -252,7 +252,7 @@ class PartsLoad:
 
     @property
     def bytes(self) -> int:
-        """Of all entries that are the table's, of about as many in the parts of other columns."""
+        """Bytes to load, assuming that shards of other columns hold as many entries."""
         widths = [entry_bytes(parts[0].fields) for _, parts in self._by_columns]
         return self.entries * sum(widths)
 
@@ -396,7 +396,7 @@ class PartsLoad:
                     picked = mine if picked is None else picked & mine
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
-                yield dequantised(batch)
+                yield batch if self._target.is_int8 else dequantised(batch)
                 advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 

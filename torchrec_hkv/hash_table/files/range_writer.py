@@ -1,4 +1,5 @@
-"""Files of entries by owner bucket, written at once or by the threads of a non-blocking save."""
+"""Writes files of entries by owner bucket, in a blocking save or by the threads of a non-blocking
+one."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ from torchrec_hkv.write_behind import SaveHandle
 
 
 class RangeWriter:
-    """Writes the entries of a range of owner buckets, batch after batch.
+    """Writes the entries of a range of owner buckets in batches.
 
     Args:
-        name: of the table, for messages.
-        owners: first owner bucket, and the one past the last.
-        files: paths of the range's files, and how many entries each gets.
-        staging: gives memory for batches on their way to a file, and takes it back.
-        written: gets the files that were begun.
-        compression: whether files are compressed once they are written.
+        name: name of the table in messages.
+        owners: range ``[first, end)`` of owner buckets.
+        files: paths of the files, with the number of entries of each.
+        staging: pool of memory for batches.
+        written: list to which files are appended when they are created.
+        compression: whether to compress the files after they are written.
     """
 
     def __init__(
@@ -47,24 +48,24 @@ class RangeWriter:
         compression: bool,
     ) -> None:
         self.owners = owners
-        #: What a manifest says of the files that are written.
+        #: Descriptions of the written files for the manifest.
         self.shards: list[Shard] = []
         self._name, self._pool, self._compression = name, staging, compression
         self._to_come, self._written = list(reversed(files)), written
         self._staging: Staging | None = None
         self._writer: ShardWriter | None = None
-        self._memory: dict[str, Tensor] = {}  # of the batch that is filled now
+        self._memory: dict[str, Tensor] = {}  # of the batch that is being filled
         self._filled = 0
 
     def put(self, batch: dict[str, Tensor]) -> None:
-        """Takes entries.
+        """Adds entries.
 
         Args:
-            batch: of host memory; or of a GPU's, which copies it in the current stream.
+            batch: tensors in host memory, or on a GPU, which are copied in the current stream.
 
         Raises:
             OSError: writing failed.
-            RuntimeError: there are more than the files were to get.
+            RuntimeError: there are more entries than planned.
         """
         n, at = len(batch["ids"]), 0
         device = batch["ids"].device
@@ -117,17 +118,17 @@ class RangeWriter:
             self._writer = None
 
     def finish(self) -> list[Shard]:
-        """Says that all entries have come; returns :attr:`shards`.
+        """Finishes the files after the last entry; returns :attr:`shards`.
 
         Raises:
-            RuntimeError: there were less than the files were to get.
+            RuntimeError: there were fewer entries than planned.
         """
         if self._writer is not None or self._to_come:
             raise RuntimeError(f"table {self._name!r} changed while it was saved.")
         return self.shards
 
     def close(self) -> None:
-        """Closes files, whatever happened."""
+        """Closes the files, also after an error."""
         self._end_file()
         if self._staging is not None:
             self._pool.give(self._staging)
@@ -135,10 +136,10 @@ class RangeWriter:
 
 
 class StagingPool:
-    """Memory for batches on their way to a file, used again.
+    """A pool of memory for batches that are being written.
 
     Args:
-        make: makes one more.
+        make: allocates one more batch.
     """
 
     def __init__(self, make: Callable[[], Staging]) -> None:
@@ -146,14 +147,14 @@ class StagingPool:
         self._free: list[Staging] = []
 
     def take(self) -> Staging:
-        """One that nobody uses."""
+        """Returns a batch that is not in use."""
         try:
             return self._free.pop()
         except IndexError:
             return self._make()
 
     def give(self, staging: Staging) -> None:
-        """Takes one back."""
+        """Returns a batch to the pool."""
         self._free.append(staging)
 
 
@@ -170,12 +171,12 @@ def range_writers(
 
     Args:
         source: the table.
-        plan: of :func:`~torchrec_hkv.hash_table.files.file_tables.plan_shards`.
-        folder: that exists.
-        save_name: 8 hexadecimal digits, a name of this save's own.
-        written: gets the files that were begun.
-        staging: for all of them.
-        compression: whether files are compressed once they are written.
+        plan: result of :func:`~torchrec_hkv.hash_table.files.file_tables.plan_shards`.
+        folder: an existing folder.
+        save_name: 8 hexadecimal digits, unique for the save.
+        written: list to which files are appended when they are created.
+        staging: pool of memory for all files.
+        compression: whether to compress the files after they are written.
     """
     work: dict[tuple[int, int], list[tuple[Path, int]]] = {}
     for index, (begin, end, entries) in enumerate(plan):
@@ -190,12 +191,12 @@ def range_writers(
 def write_shards(source: Source, writers: list[RangeWriter], threads: int) -> None:
     """Writes the shards of a table.
 
-    While one thread waits for the disk, others read the table and add up checksums.
+    While one thread waits for the disk, others read the table and compute checksums.
 
     Args:
         source: the table.
-        writers: of its files.
-        threads: that write files at the same time, each with batches of its own.
+        writers: writers of the table's files.
+        threads: number of threads that write files, each with batches of its own.
 
     Raises:
         OSError: writing failed.
@@ -221,12 +222,13 @@ def write_shards(source: Source, writers: list[RangeWriter], threads: int) -> No
 
 
 def copy_shards(source: Source, writers: list[RangeWriter], handle: SaveHandle) -> None:
-    """Copies the entries of a table, which the threads of a save that does not block write.
+    """Copies the entries of a table, which the threads of a non-blocking save write.
 
     Args:
         source: the table.
-        writers: of its files; they have their shards once all that was deferred is done.
-        handle: of the save.
+        writers: writers of the table's files. Their ``shards`` are complete after the deferred
+            work.
+        handle: handle of the save.
     """
     device = source.group.device
     for batch, counts, on_device in source.pieces([w.owners for w in writers], handle):
@@ -258,13 +260,13 @@ def _put(
     event: torch.cuda.Event | None,
     device: torch.device,
 ) -> None:
-    """Writes a batch once it has been copied, beside what training does on the GPU."""
+    """Writes a batch after it was copied from the GPU, in a stream beside that of training."""
     if event is None:
         writer.put(batch)
         return
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         stream.wait_event(event)
-        event.synchronize()  # host memory is read by the host
+        event.synchronize()  # the host reads the batch from host memory
         writer.put(batch)
-        stream.synchronize()  # the batch's memory is free after this
+        stream.synchronize()  # frees the batch's memory

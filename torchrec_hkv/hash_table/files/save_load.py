@@ -131,11 +131,11 @@ def save(
         tracker: change tracker of the table. Only what changed since its last save is saved, if the
             tracker knows it.
         states: whether optimizer states are saved.
-        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to, or int8 for codes of 8
-            bits with a scale a row; None to save all bits.
+        row_dtype: float16 or bfloat16, to which rows of 32 bits are rounded, or int8 for 8-bit
+            codes with a scale for each row. None: no rounding.
         compression: whether shards are compressed by Zstandard.
-        handle: of a save that does not block: its threads write what is copied here. All that the
-            table holds has been copied when this function returns.
+        handle: handle of a non-blocking save, whose threads write the files. The table's contents
+            have been copied when this function returns.
 
     Raises:
         ValueError: ``path`` exists and is not a saved table, a size is not positive, or
@@ -217,16 +217,16 @@ def _write_files(
     compression: bool,
     handle: SaveHandle | None,
 ) -> Callable[[], Manifest]:
-    """Writes all files but the manifest, or copies what they are to hold.
+    """Writes all files except the manifest, or copies their contents.
 
-    ``written`` gets the files that were begun. What is returned gives the manifest, once all that
-    was deferred is done.
+    Files are appended to ``written`` when they are created. Returns a function that returns the
+    manifest, after the deferred work.
     """
     save_name = os.urandom(4).hex()
     found = Look()
     if tracker is not None:
         found = tracker.look(folder, save_name, batch_bytes, written, handle)
-    # Without blocking, one thread copies, and all ranges are written beside each other.
+    # In a non-blocking save one thread copies, and all ranges are written in parallel.
     share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
     source = Source(group, table, share, found.slots, reduced)
     counts = source.count_owners()
@@ -234,7 +234,7 @@ def _write_files(
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     if tracker is not None:
-        expect(int(counts.sum()) * entry)  # of a whole table, whoever saves it has said so
+        expect(int(counts.sum()) * entry)  # of a whole table, the caller has reported it
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     parts = 2 if handle is None else max(2, len({ends[:2] for ends in plan}))
     staging = StagingPool(lambda: source.staging(parts))
@@ -298,8 +298,7 @@ def load(
     If the table has the geometry of the saved one, or can grow to it, each entry gets its own slot.
     Otherwise entries are inserted again; if both buckets of an entry are full, the lowest score is
     evicted. Tables under LRU, LFU and AgedLFU load files of each other; an id whose count is
-    unknown
-    gets the count 1. Calls of other threads wait from the first change to the end.
+    unknown gets the count 1. Calls of other threads wait from the first change to the end.
 
     Args:
         group: the group of the table.
@@ -372,7 +371,9 @@ def _replace(
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    lost += target.restore(dequantised(batch), exact)
+                    if not target.is_int8:
+                        batch = dequantised(batch)
+                    lost += target.restore(batch, exact)
                     advance(len(batch["ids"]) * entry_bytes(fields))
         if exact and lost:
             raise ValueError(f"{folder} is inconsistent: {lost} of its slots occur twice.")

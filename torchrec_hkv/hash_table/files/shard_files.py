@@ -27,7 +27,7 @@ from torchrec_hkv.hash_table.files.block_files import (
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 
-# The format's names. Steps and scores are unsigned, but a table hands them over as signed.
+# The format's names. Steps and scores are unsigned, but tables exchange them as signed integers.
 _TYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -82,8 +82,9 @@ def fields_of(
 
 
 def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of floats as codes of 8 bits: int8 ``[n, dim]``, and the scale of each row, float32
-    ``[n]``. A value is its code times the scale, within half of the scale."""
+    """Quantises rows to 8 bits: returns codes, int8 ``[n, dim]``, and the scale of each row,
+    float32 ``[n]``. A value is its code times the scale, with an error of at most half of the
+    scale."""
     rows = rows.float()
     scales = rows.abs().amax(1) / 127
     codes = rows / torch.where(scales == 0, 1, scales)[:, None]
@@ -91,7 +92,7 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries with rows of floats, whatever a file has."""
+    """Converts entries with quantised rows to entries with float rows."""
     if "scales" not in batch or "rows" not in batch:
         return batch
     rows = batch["rows"].float().mul_(batch["scales"][:, None])
@@ -99,7 +100,7 @@ def dequantised(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantised_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
-    """The tensors that :func:`dequantised` gives."""
+    """The tensors that :func:`dequantised` returns."""
     return tuple(
         dataclasses.replace(field, dtype=torch.float32) if field.dtype == torch.int8 else field
         for field in fields
@@ -189,10 +190,10 @@ class ShardWriter:
     the header, are written at the end.
 
     Args:
-        path: of the file.
-        staging: memory for batches, of its own.
-        owners: first owner bucket of its ids, and the one past the last.
-        entries: how many will come.
+        path: path of the file.
+        staging: memory for batches, used by this shard only.
+        owners: range ``[first, end)`` of owner buckets of the ids.
+        entries: number of entries that will be written.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class ShardWriter:
         return self._shard.entries - self._written
 
     def finish(self) -> Shard:
-        """Makes sure that the file is on the disk; returns what a manifest says of it."""
+        """Flushes the file to the disk; returns its description for the manifest."""
         for field in self._staging.fields:
             start, at = self._starts[field.name], self._at[field.name]
             first = at - at % BLOCK
@@ -283,7 +284,7 @@ class ShardWriter:
 
 
 def compressed(path: Path, shard: Shard) -> Shard:
-    """Puts a compressed file in the place of a shard's; returns what a manifest says of it."""
+    """Replaces a shard's file by a compressed one; returns its description for the manifest."""
     into = path.with_name(path.name + SUFFIX)
     compress(path, into)
     path.unlink()
@@ -348,7 +349,7 @@ class ShardReader:
             yield self.read(first, min(staging.entries, self._shard.entries - first), staging)
 
     def read(self, first: int, n: int, staging: Staging) -> dict[str, Tensor]:
-        """``n`` entries from the one numbered ``first``: views of the memory of the fields that are
+        """Reads ``n`` entries from number ``first`` on: views of the staging memory, for the fields
         in it."""
         return {field.name: self._read(field, first, n, staging) for field in staging.fields}
 

@@ -18,6 +18,7 @@ from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, fi
 from torchrec_hkv.hash_table.replicas.ids import MergedIds
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge, merged_values
 from torchrec_hkv.hash_table.replicas.wire import Wire
+from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv
 _STEP_BITS = 0xFFFFFFFF
@@ -199,7 +200,7 @@ class Part:
         )
         sums.zero_()
         dim = of.spec.dim
-        sums[there, :dim] = rows.to(torch.float32)
+        sums[there, :dim] = numbers_of(rows, dim).to(torch.float32)
         if of.states:
             sums[there, dim:-2] = states
         steps_of_all = last_steps.new_zeros(self.n)
@@ -238,7 +239,7 @@ class Part:
             _ops.write_values(*place, self._slots, ids, values, last_steps, scores, of.states)
         entries = {
             "ids": ids,
-            "rows": values[:, : spec.dim].to(of.dtype),
+            "rows": stored_as(values[:, : spec.dim], of.dtype),
             "last_steps": last_steps,
         }
         if of.states:

@@ -57,8 +57,7 @@ class CountedAllToAll(KJTAllToAll):
     sends lengths and ids separately, and reads from the final batch how many ids each feature has.
     Each read drains the device's queue, and the device idles until the host has launched more work.
     Here the device counts the ids of each feature and sends the counts itself, the host reads all
-    of
-    them at once, and lengths are sent together with ids.
+    of them at once, and lengths are sent together with ids.
 
     A batch with a separate batch size for each feature uses TorchRec's exchange. So does a batch
     whose size differs between ranks, after the counts have arrived. With a single rank the batch is

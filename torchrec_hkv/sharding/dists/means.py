@@ -4,8 +4,7 @@ reduction over ranks.
 TorchRec divides all outputs of a collection by their bag lengths as soon as one row-wise table has
 mean pooling, except for features that a row-wise table sums. It thus divides the outputs of tables
 with other sharding types, whose lookups return final sums or means, once more; it divides either
-all
-or no tables of a shared feature; and it does not divide grid-sharded tables.
+all or no tables of a shared feature; and it does not divide grid-sharded tables.
 """
 
 from __future__ import annotations

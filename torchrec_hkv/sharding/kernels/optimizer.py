@@ -2,8 +2,7 @@
 
 Parameters that FBGEMM supports have FBGEMM's meaning. Parameters that FBGEMM ignores (momentum and
 weight decay of SGD, weight decay of Adagrad) have the meaning of ``torch.optim``. In particular,
-the
-weight decay of Adam is decoupled for ``torch.optim.Adam`` and ``AdamW``, unless
+the weight decay of Adam is decoupled for ``torch.optim.Adam`` and ``AdamW``, unless
 ``weight_decay_mode`` says otherwise.
 
 Without an optimizer a table is trained like a stock table: with FBGEMM's defaults, which are plain

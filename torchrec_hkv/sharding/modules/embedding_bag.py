@@ -120,8 +120,7 @@ class BackendEmbeddingBagCollection(
             or input_dist_has_more_to_do(self)
         ):
             # For the first batch TorchRec warns of ids beyond num_embeddings, but tables on
-            # backends
-            # take any id.
+            # backends take any id.
             with self._without_our_configs():
                 begun = super().input_dist(ctx, features)
         else:
