@@ -110,7 +110,7 @@ class HKVBackend(Backend):
         if options.dense:
             return 8 * shard.capacity * (shard.dim + width) * (replicas - 1) / replicas
         return id_sync_bytes(
-            touched, touched_anywhere, shard.dim, width, options.eviction, replicas
+            touched, touched_anywhere, shard.dim, width, options.table_eviction, replicas
         )
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
@@ -156,7 +156,7 @@ class HKVBackend(Backend):
         options = options_of(shard)
         return {
             **super().identity(shard, optimizer),
-            "eviction": name_of(options.eviction),
+            "eviction": name_of(options.table_eviction),
             "seed": options.seed,
         }
 

@@ -34,8 +34,9 @@ class HKVOptions(BackendOptions):
             - ``"lfu"``: the least frequently looked up id; among equals, the least recent.
             - An :class:`torchrec_hkv.AgedLFU`: LFU with aging counts. The count of an id halves
               in each half-life in which the id is not looked up.
-            - ``"adaptive"``: LFU with aging counts whose half-life is chosen while the table
-              runs, by the hit rates of small tables that see a sample of the ids.
+            - ``"adaptive"`` (default): LFU with aging counts whose half-life is chosen while the
+              table runs, by the hit rates of small tables that see a sample of the ids. With
+              ``dense`` it is ``"lru"``: nothing is evicted, and LRU takes 8 bytes a slot less.
             - ``"epoch_lru"`` and ``"epoch_lfu"``: an id of the earliest epoch
               (:func:`torchrec_hkv.set_epoch`); within an epoch by ``"lru"`` or ``"lfu"``.
             - ``"customized"``: the id of the lowest score. Scores come with each batch
@@ -100,7 +101,7 @@ class HKVOptions(BackendOptions):
             the same weights also weight the pooling. Every training batch needs weights.
     """
 
-    eviction: EvictionPolicy = "lru"
+    eviction: EvictionPolicy = "adaptive"
     hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None
@@ -205,6 +206,11 @@ class HKVOptions(BackendOptions):
                 "HKVOptions: eviction is 'customized' and dense is True, but a dense table always "
                 "holds all its rows and evicts none: leave eviction out."
             )
+
+    @property
+    def table_eviction(self) -> EvictionPolicy:
+        """The policy of the hash table."""
+        return "lru" if self.dense and self.eviction == "adaptive" else self.eviction
 
     @property
     def score_source(self) -> ScoreSource | None:
