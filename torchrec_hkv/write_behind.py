@@ -1,4 +1,4 @@
-"""Saves that write to the disk in threads of their own, while training goes on.
+"""Non-blocking saves: threads write to the disk while training goes on.
 
 The call only copies what the save holds, so that everything is of one moment, bit for bit. Threads
 lay the copies out as files, compute checksums, compress, write and sync. They begin when the call
@@ -23,26 +23,26 @@ from typing import Any
 import torch
 
 _log = logging.getLogger(__name__)
-#: Default host memory of a rank for the copies of a non-blocking save.
+#: Default host memory limit of a rank for the copies of a non-blocking save, in bytes.
 STAGING_BYTES = 4 << 30
-#: Threads of a rank that write them.
+#: Default number of threads of a rank that write copies.
 THREADS = 4
-# Of a GPU's memory, what copies leave free by default: for what training takes meanwhile.
+# Share of a GPU's memory that copies leave free by default, for allocations of training.
 _FREE_SHARE = 0.1
 _PIECE = 16 << 20
-# Of staging_bytes, what copies take before the first is written. Up to there threads leave the
-# cores to the call that copies, so that training waits for the copies alone.
+# Share of staging_bytes that copies fill before the first one is written. Until then the threads
+# leave the cores to the call that copies, so that training waits only for the copying.
 _UNHURRIED_SHARE = 0.5
-# Saves of this process that have not ended.
+# Running saves of this process.
 _running: set[SaveHandle] = set()
 
 
 def check_staging(staging_bytes: int, device_staging_bytes: int | None = None) -> None:
-    """Refuses impossible numbers.
+    """Checks memory limits.
 
     Raises:
-        ValueError: ``staging_bytes`` is not a positive integer, or ``device_staging_bytes`` neither
-            None nor an integer of at least 0.
+        ValueError: ``staging_bytes`` is not a positive integer, or ``device_staging_bytes`` is
+            neither None nor an integer of at least 0.
     """
     if not _is_count(staging_bytes, 1):
         raise ValueError(f"staging_bytes is {staging_bytes!r}, but must be an integer, at least 1.")
@@ -68,12 +68,12 @@ class SaveHandle:
     """A running save.
 
     Args:
-        path: that it is saved to.
-        staging_bytes: host memory that copies which are not written yet may take; a piece that is
-            larger by itself passes alone.
-        device_staging_bytes: memory of a GPU that copies may take before they go to host memory.
-            None: what is free, but for a tenth of the GPU's memory.
-        threads: that write.
+        path: the folder of the save.
+        staging_bytes: host memory limit for copies that are not written yet. A single piece may be
+            larger if no other copy waits.
+        device_staging_bytes: limit of GPU memory for copies. Further copies go to host memory.
+            None: the free memory less a tenth of the GPU's memory.
+        threads: number of threads that write.
 
     Raises:
         ValueError: a number is out of range.
@@ -118,24 +118,24 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The share of bytes on the disk, from 0 to 1; 1 after the end of the save."""
+        """Share of the bytes that are on the disk, from 0 to 1; 1 when the save has ended."""
         if self._is_done:
             return 1.0
         return min(0.999, self._written / self._queued) if self._queued else 0.0
 
     @property
     def staged_bytes(self) -> int:
-        """The maximal host memory that copies took."""
+        """Maximal host memory that copies took so far, in bytes."""
         return self._most
 
     @property
     def device_staged_bytes(self) -> int:
-        """The most memory of a GPU that copies took at a time."""
+        """Maximal GPU memory that copies took so far, in bytes."""
         return self._most_on_device
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds for which the call that started the save waited for the disk."""
+        """Time for which the call that started the save waited for the disk."""
         return self._waited
 
     def wait(self, timeout: float | None = None) -> Path:
@@ -169,14 +169,14 @@ class SaveHandle:
         lane: Hashable = None,
         always: bool = False,
     ) -> None:
-        """Has something done by a thread.
+        """Queues a job for the threads.
 
         Args:
-            job: what is done; skipped once one has failed.
-            size: bytes of host memory that it holds, for which there is room (:meth:`reserve`).
-            lane: jobs of a lane are done one after the other, beside those of other lanes. None:
-                after all jobs that were deferred before, and before all that come.
-            always: do it although one has failed.
+            job: a function to call. It is skipped if an earlier job has failed.
+            size: bytes of host memory that the job holds, taken by :meth:`reserve` before.
+            lane: jobs of one lane run in order; jobs of different lanes may run at the same time.
+                A job of lane None runs after all earlier jobs and before all later ones.
+            always: whether to run the job even if another one has failed.
         """
         self.defer_all([(lane, job)], size, always=always)
 
@@ -188,14 +188,14 @@ class SaveHandle:
         *,
         always: bool = False,
     ) -> None:
-        """As :meth:`defer`, for several jobs, with their lanes, that hold the same memory: it is
-        free when all are done.
+        """Queues several jobs that hold the same memory, which is free when all have run.
 
         Args:
-            jobs: lanes and what is done.
-            size: bytes of host memory.
-            device_size: bytes of a GPU's, for which there is room (:meth:`reserve_on_device`).
-            always: as there.
+            jobs: pairs of lane and function, as for :meth:`defer`.
+            size: bytes of host memory that they hold, taken by :meth:`reserve` before.
+            device_size: bytes of GPU memory that they hold, taken by :meth:`reserve_on_device`
+                before.
+            always: as for :meth:`defer`.
         """
         piece = _Piece(len(jobs), size, device_size)
         with self._changed:
@@ -205,8 +205,11 @@ class SaveHandle:
                 self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Waits until there is room in host memory for bytes that are going to be deferred, and
-        takes it."""
+        """Takes host memory for a copy. Waits until there is room.
+
+        Args:
+            size: number of bytes.
+        """
         with self._changed:
             if self._staged + size > self._limit * _UNHURRIED_SHARE:
                 self._hurry()
@@ -227,8 +230,12 @@ class SaveHandle:
             self._most = max(self._most, self._staged)
 
     def reserve_on_device(self, size: int, device: torch.device) -> bool:
-        """Takes room for bytes that are going to be deferred in a GPU's memory; False where there
-        is none."""
+        """Takes GPU memory for a copy. Returns False if there is no room.
+
+        Args:
+            size: number of bytes.
+            device: the GPU.
+        """
         with self._changed:
             if self._device_limit is None:
                 free, total = torch.cuda.mem_get_info(device)
@@ -242,7 +249,7 @@ class SaveHandle:
 
     @property
     def _rests(self) -> bool:
-        """Whether copies are kept for now: the call is still copying, and there is room."""
+        """Whether threads don't write copies yet: the call is still copying, and has room."""
         return not (self._is_closed or self._hurries)
 
     def _hurry(self) -> None:
@@ -258,15 +265,15 @@ class SaveHandle:
         """Ends the queue of jobs.
 
         Args:
-            last: called at the end by the thread with the error of a job, or None. It may raise an
-                error itself.
+            last: called by a thread when all jobs have run, with the error of a job or None. It may
+                raise an error itself.
         """
         with self._changed:
             self._last, self._is_closed = last, True
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Ends a save that failed while copying, and waits for its thread."""
+        """Ends a save that failed while copying, and waits for its threads."""
         with self._changed:
             self._error = self._error or error
         self.close()
@@ -279,11 +286,11 @@ class SaveHandle:
                     job.run()
             except BaseException as error:
                 self._error = self._error or error
-            job.run = None  # and what it holds
+            job.run = None  # frees what it holds
             self._end(job)
 
     def _take(self) -> _Job | None:
-        """The next job that may be done; waits for it. None: there will be none."""
+        """Waits for the next job that may run. Returns None if there will be no more."""
         with self._changed:
             while True:
                 index = self._next()
@@ -297,12 +304,12 @@ class SaveHandle:
                 self._changed.wait()
 
     def _next(self) -> int | None:
-        """The first job that may be done now."""
+        """Index of the first job that may run now; None if there is none."""
         if None in self._busy:
             return None
         waiting = set(self._busy)
         for index, job in enumerate(self._jobs):
-            if job.lane is None:  # all that follow wait, too
+            if job.lane is None:  # all later jobs wait, too
                 return index if index == 0 and not self._busy else None
             if job.lane not in waiting and not (self._rests and job.piece.holds_memory):
                 return index
@@ -357,23 +364,23 @@ class _Job:
 
 
 class WriteBehindFile(io.RawIOBase):
-    """A new file, written in pieces: at once, or by the threads of a save that does not block.
+    """A new file that is written in pieces, at once or by the threads of a non-blocking save.
 
     It is synced when it is closed.
 
     Args:
-        path: of the file.
-        handle: of a save that does not block, or None.
+        path: path of the file.
+        handle: handle of a non-blocking save; None to write at once.
 
     Raises:
-        FileExistsError: there is a file.
+        FileExistsError: the file exists.
     """
 
     def __init__(self, path: Path, handle: SaveHandle | None) -> None:
         self._path, self._handle = path, handle
         self._piece = bytearray()
         self._size = 0
-        #: Checksum of what has been written; of the whole file once all jobs of it are done.
+        #: Checksum of what has been written; final when all jobs of the file have run.
         self.crc32 = 0
         self._do(lambda: open(path, "xb").close())
 
@@ -384,15 +391,15 @@ class WriteBehindFile(io.RawIOBase):
             self._handle.defer(job, size, lane=self._path)
 
     def writable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Number of bytes written so far."""
         return self._size
 
     def write(self, data: Any) -> int:
-        """Writes bytes, or a copy of them later; returns how many."""
+        """Writes bytes, or queues a copy of them. Returns their number."""
         view = memoryview(data).cast("B")
         for at in range(0, view.nbytes, _PIECE):
             self._piece += view[at : at + _PIECE]
@@ -414,7 +421,7 @@ class WriteBehindFile(io.RawIOBase):
         self._do(append, len(piece))
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the rest and syncs the file."""
         if not self.closed:
             self._send()
             self._do(lambda: sync_file(self._path))
@@ -422,13 +429,13 @@ class WriteBehindFile(io.RawIOBase):
 
 
 def sync_file(path: Path) -> None:
-    """Makes sure that a file is on the disk."""
+    """Flushes a file to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def run_or_defer(handle: SaveHandle | None, job: Callable[[], Any], size: int = 0) -> None:
-    """Runs a job now, or in the thread of a non-blocking save."""
+    """Runs a job now, or queues it for the threads of a non-blocking save."""
     if handle is None:
         job()
     else:

@@ -210,7 +210,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::enum_<RowType>(m, "RowType")
       .value("FLOAT32", RowType::kFloat32)
       .value("FLOAT16", RowType::kFloat16)
-      .value("BFLOAT16", RowType::kBFloat16);
+      .value("BFLOAT16", RowType::kBFloat16)
+      .value("INT8", RowType::kInt8);
   py::enum_<Optimizer>(m, "Optimizer")
       .value("NONE", Optimizer::kNone)
       .value("SGD", Optimizer::kSgd)

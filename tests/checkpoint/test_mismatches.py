@@ -34,7 +34,7 @@ OTHERS = {
         "table 'ebc.embedding_bags.tt' has dtype 'float32' and here 'bfloat16'",
     ),
     "ranks": ({"tt_rank": 6}, "'model.ebc.embedding_bags.tt.tt_core_"),
-    "dense": ({"dense": True}, "has its rows by id, and here it is the other way round"),
+    "dense": ({"dense": True}, "has its rows by id, and here by row number"),
 }
 
 

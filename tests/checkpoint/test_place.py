@@ -148,7 +148,7 @@ def test_what_is_no_leftover_of_a_save_is_refused(tmp_path, name, kind, is_first
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (compared below)
         Place(path).prepare()
     assert str(refusal.value) == (
-        f"{left} is {what}, but a save needs that name for the time until it replaces the "
+        f"{left} is {what}, but a save writes to that name before it replaces the "
         "checkpoint: move it away, or save to a path of another name."
     )
     assert sorted(os.listdir(tmp_path)) == before

@@ -60,7 +60,7 @@ def test_bad_sources(refused, tmp_path, monkeypatch):
     into = tmp_path / "into"
     (tmp_path / "empty").mkdir()
     assert "There is no" in refused(tmp_path / "nothing", into)
-    assert "nothing that can be converted" in refused(tmp_path / "empty", into)
+    assert "can't be converted: name a checkpoint" in refused(tmp_path / "empty", into)
     _stock(tmp_path / "stock")
     assert "There is no folder" in refused(tmp_path / "stock", tmp_path / "no" / "where")
     assert "has no table 'item'" in refused(tmp_path / "stock", into, "--table", "item")
@@ -89,7 +89,7 @@ def test_bad_files_of_rows(refused, tmp_path, monkeypatch):
     assert "must have 2 dimensions" in refused(written(row=torch.randn(9)), into, *name)
     assert "float32 is needed" in refused(written(row=torch.randn(9, 2).double()), into, *name)
     assert "but int64 is needed" in refused(written(id=torch.randn(9)), into, *name)
-    assert "tells no optimizer" in refused(written(state=torch.randn(9, 7)), into, *name)
+    assert "no optimizer has" in refused(written(state=torch.randn(9, 7)), into, *name)
     wide = written(state=torch.randn(9, 1))
     assert "but adam has 4" in refused(wide, into, *name, "--optimizer", "adam")
     path = written()

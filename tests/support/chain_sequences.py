@@ -507,12 +507,15 @@ class Sequence:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path.parent in read
         ]
-        paths.append(self.root / "deltas.json")
+        if (self.root / "deltas.json").exists():  # not where the first write was killed
+            paths.append(self.root / "deltas.json")
         path = self.random.choice(paths)
         data = bytearray(path.read_bytes())
         if what == "lost":
+            if path.name == "deltas.json" and len(Chain(self.root).names()) == 1:
+                return False  # as after a kill of the first write
             path.unlink()
-            return path.name != "deltas.json" or len(Chain(self.root).names()) > 1
+            return True
         if what == "longer":
             data += b"x"
         elif not data:

@@ -135,7 +135,7 @@ class Chain:
             found = _NAME.fullmatch(path.name)
             if found is None:
                 raise ValueError(
-                    f"{path} is of a chain of deltas under another name: give it the name "
+                    f"{path} is a renamed checkpoint of a chain: rename it to "
                     f"{Link.read(path).name!r} again."
                 )
             return cls(path.parent, int(found[2]))

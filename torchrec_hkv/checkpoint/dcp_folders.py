@@ -152,8 +152,8 @@ class _Load:
         missing = [name for name in names if name not in found]
         if missing and self._strict:
             raise ValueError(
-                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. strict=False "
-                "leaves tables as they are that it lacks."
+                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. With "
+                "strict=False, missing tables stay unchanged."
             )
         for name in names:
             if name in found:
@@ -173,7 +173,7 @@ class _Load:
         if source.is_exact and source.entries > shard.num_embeddings:
             raise ValueError(
                 f"In {self._path}, table {source.name!r} has {source.entries} rows, but here "
-                f"num_embeddings is {shard.num_embeddings}: give it more."
+                f"num_embeddings is {shard.num_embeddings}: give it a larger one."
             )
         optimizer = table.planned.optimizer
         if source.optimizer is not None and layout_of(source.optimizer) != layout_of(optimizer):

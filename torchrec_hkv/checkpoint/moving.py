@@ -331,7 +331,7 @@ def _common_rows(before: int, after: int) -> int:
     rows = min(before, after)
     if before % rows or after % rows:
         raise ValueError(
-            f"{before} values, one a row and column shard, can't become {after}: plan a table with "
-            "one value of its optimizer a row in whole rows first."
+            f"{before} values, one for each row and column shard, can't become {after}: move the "
+            "table to a plan without column shards first."
         )
     return rows

@@ -137,7 +137,7 @@ def _check_ours(left: Path) -> None:
             return
         what = f"a folder that holds {others[0]!r}, which is not of a checkpoint"
     raise ValueError(
-        f"{left} is {what}, but a save needs that name for the time until it replaces the "
+        f"{left} is {what}, but a save writes to that name before it replaces the "
         "checkpoint: move it away, or save to a path of another name."
     )
 

@@ -177,8 +177,8 @@ def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_lo
             move_state(table, target, wire)
         else:
             raise ValueError(
-                f"Table {joined(path, name)!r} on backend {table.planned.backend!r} moves whole: "
-                "plan as many shards of it as there are."
+                f"Table {joined(path, name)!r} on backend {table.planned.backend!r} can only "
+                "move as a whole: plan the number of shards that it has now."
             )
     for lookup, of_keys in heads.items():
         lookup.entries_loaded(of_keys)

@@ -244,11 +244,11 @@ def check_tables(
                     f"{saved.identity.get(what)!r} and here {own!r}."
                 )
         if (saved.shards is None) == table.has_files:
-            shown = "by id" if saved.shards is not None else "by row number, as dense tables"
+            kinds = ["by row number, as in a dense table", "by id"]
+            there, here_ = kinds if saved.shards is None else reversed(kinds)
             raise ValueError(
-                f"In the checkpoint {folder}, table {key!r} has its rows {shown}, and here it is "
-                "the other way round: convert it with torchrec_hkv.checkpoint.export_rows and "
-                "import_rows."
+                f"In the checkpoint {folder}, table {key!r} has its rows {there}, and here "
+                f"{here_}: convert it with torchrec_hkv.checkpoint.export_rows and import_rows."
             )
 
 
@@ -285,8 +285,8 @@ def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedS
             != [(s.owners, s.columns) for s in newest.shards or []]
         ):
             raise ValueError(
-                f"{folder} is of another model than {layers[0][0]}: its table {key!r} is another, "
-                "or in other shards."
+                f"{folder} is of another model than {layers[0][0]}: its table {key!r} has other "
+                "properties or other shards."
             )
         shard = table.shards[index]
         saved = SavedShard(folder / shard.folder, shard.owners)

@@ -6,10 +6,10 @@
     torchrec-hkv plan --table user::64 --replay replay.json --gpus 2 --hbm 24GiB
 
 Uses the same planner as training. Tables are sharded row-wise if the backend supports it;
---sharding
-names other sharding types. With --replay, tables get the policy, the frequencies of ids and the hit
-rates from ``torchrec-hkv replay --out``, and the planner chooses the rows of tables without a
-number.
+--sharding names other sharding types. With --replay, tables get the policy, the frequencies of ids
+and the hit rates from ``torchrec-hkv replay --out``, and the planner chooses the rows of tables
+without a number.
+
 Exit code 0: the tables fit; 1: they do not.
 """
 

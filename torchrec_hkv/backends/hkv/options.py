@@ -17,8 +17,9 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_restore_counts,
 )
 
-#: Data types of rows and of outputs.
-ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Data types of outputs, and of rows.
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROW_DTYPES = (*OUTPUT_DTYPES, torch.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,9 @@ class HKVOptions(BackendOptions):
             ``num_embeddings``, 1 to 2^63 - 1. None: ``num_embeddings``; the planner may choose
             fewer if the constraint leaves the kernel open and has frequencies of ids.
         row_dtype: data type of the rows, if it differs from the config's: ``torch.float32``,
-            ``torch.float16`` or ``torch.bfloat16``. None: the config's.
+            ``torch.float16``, ``torch.bfloat16`` or ``torch.int8``. Rows of int8 are integers
+            with a float32 scale for each row; updates round them stochastically, and their columns
+            can't be sharded. None: the config's.
         deterministic: True: on GPUs, equal batches give bitwise equal tables, and column shards
             keep and evict the same rows. Training steps are slightly slower
             (``docs/concepts/ordering.md``). Applies to all tables of the same lookup. False: only
@@ -165,6 +168,11 @@ class HKVOptions(BackendOptions):
             )
         if not isinstance(self.dense, bool):
             raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
+        if self.dense and self.row_dtype == torch.int8:
+            raise ValueError(
+                "HKVOptions: row_dtype is torch.int8 and dense is True, but checkpoints of a dense "
+                "table hold rows of floats: take torch.bfloat16, or leave dense out."
+            )
         never = ("admission", "expire_after", "initial_capacity", "remember_evicted", "capacity")
         for name in never:
             if self.dense and getattr(self, name) is not None:

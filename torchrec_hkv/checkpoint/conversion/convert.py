@@ -104,7 +104,7 @@ def convert(
         return _from_ours(path, target, options)
     if target.suffix in _ROW_SUFFIXES:
         raise ValueError(
-            f"{path} is no checkpoint of this package, but only one becomes a file of ids and "
+            f"{path} is not a checkpoint of this package, and only these become files of ids and "
             "rows: convert it to a checkpoint first."
         )
     return _to_ours(path, target, options)
@@ -150,7 +150,7 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
         tables = _chosen(dumped, options.tables, path)
     else:
         raise ValueError(
-            f"{path} is nothing that can be converted: name a checkpoint, a folder of "
+            f"{path} can't be converted: name a checkpoint, a folder of "
             "torch.distributed.checkpoint, a dump of dynamicemb, a .safetensors or .parquet file, "
             "or a folder with id.npy and row.npy."
         )

@@ -239,7 +239,7 @@ class _DumpedTable:
             clock = self._oldest
             if not (self._scores_limit(min) >= 0 and clock < 1 << 32):
                 raise ValueError(
-                    f"Scores of table {self.name!r} are no steps from 0 to 2^32 - 1: name another "
+                    f"Scores of table {self.name!r} are not steps from 0 to 2^32 - 1: name another "
                     "--eviction, or leave them out by --without scores."
                 )
         return SourceTable(

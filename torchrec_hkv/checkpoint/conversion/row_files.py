@@ -199,8 +199,8 @@ def open_row_file(path: Path) -> RowFile | None:
     missing = [name for name in ("id", "row") if name not in file.columns]
     if missing:
         raise ValueError(
-            f"{path} has no column {missing[0]!r}: needed are 'id' and 'row'; 'state', 'score' and "
-            "'last_step' are kept where they are."
+            f"{path} has no column {missing[0]!r}: 'id' and 'row' are needed; 'state', 'score' and "
+            "'last_step' are optional."
         )
     return file
 

@@ -158,14 +158,14 @@ def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> Op
         given = next((optimizer for optimizer in likely if needed(optimizer) == width), None)
         if given is None:
             raise ValueError(
-                f"Table {name!r} has {width} values of optimizer states a row of {dim}, which "
-                "tells no optimizer: name it by --optimizer, or leave them out by --without states."
+                f"Table {name!r} has {width} values of optimizer states for each row of {dim}, as "
+                "no optimizer has: name it by --optimizer, or leave them out by --without states."
             )
     if width < needed(given):
         raise ValueError(
-            f"Table {name!r} has {width} values of optimizer states a row of {dim}, but {given} "
-            f"has {needed(given)}: name another --optimizer, or leave the states out by --without "
-            "states."
+            f"Table {name!r} has {width} values of optimizer states for each row of {dim}, but "
+            f"{given} has {needed(given)}: name another --optimizer, or leave the states out by "
+            "--without states."
         )
     return OptimizerSpec(given)
 
@@ -178,5 +178,6 @@ def check_row_type(name: str, dtype: torch.dtype) -> None:
     """
     if dtype not in ROW_TYPES:
         raise ValueError(
-            f"Table {name!r} has rows of {dtype}, but {', '.join(map(str, ROW_TYPES))} are taken."
+            f"Table {name!r} has rows of {dtype}, but must have one of "
+            f"{', '.join(map(str, ROW_TYPES))}."
         )
