@@ -115,8 +115,8 @@ class HashTables:
 
 
 def make_fbgemm(cell: Cell, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's side; 16-bit rows are fp16, with fp32 outputs."""
-    narrow = cell.dtype != "fp32"
+    """FBGEMM's side, with fp32 outputs; 16-bit rows are fp16, and fp32 ones are beside int8."""
+    narrow = cell.dtype in ("fp16", "bf16")
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
     if device.type == "cpu":
         place = (EmbeddingLocation.HOST, ComputeDevice.CPU)

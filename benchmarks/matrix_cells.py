@@ -23,7 +23,12 @@ OPTIMIZERS = {
 }
 #: Of those, the ones that FBGEMM has on a CPU.
 CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,7 @@ def _gpu_sections() -> dict[str, list[Cell]]:
         ],
         "dtype": [
             Cell("dtype", (dim,) * 26, skew, bag=10, dtype=dtype)
-            for dtype in ("fp16", "bf16")
+            for dtype in ("fp16", "bf16", "int8")
             for dim in (64, 128, 256)
             for skew in ("uniform", "1.2")
         ],
@@ -151,7 +156,7 @@ def _cpu_sections() -> dict[str, list[Cell]]:
         ],
         "dtype": [
             four("dtype", dim, skew, dtype=dtype)
-            for dtype in ("fp16", "bf16")
+            for dtype in ("fp16", "bf16", "int8")
             for dim in (8, 32, 64, 128, 512)
             for skew in skews
         ],

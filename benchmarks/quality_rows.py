@@ -41,13 +41,14 @@ _MCH = {
     "MCH, DistanceLFU": DistanceLFU_EvictionPolicy,
 }
 HASHED, UNLIMITED = "hashed", "unlimited"
+INT8 = ", int8"
 
 
 def methods() -> list[str]:
     """What is compared, by name: each policy that ``HKVOptions`` takes and that needs no more than
-    ids, TorchRec's, ids modulo the rows, and a row for each id."""
+    ids, one with rows of int8, TorchRec's, ids modulo the rows, and a row for each id."""
     hkv = [f"hkv, {name}" for name in evictions() if not name.startswith("epoch")]
-    return [*hkv, *_MCH, HASHED, UNLIMITED]
+    return [*hkv, f"hkv, lfu{INT8}", *_MCH, HASHED, UNLIMITED]
 
 
 class Rows(nn.Module):
@@ -73,6 +74,7 @@ class HashRows(Rows):
                 dim=DIM,
                 eviction=options.eviction,
                 admission=options.admission,
+                dtype=options.dtype_for(torch.float32),
                 seed=seed,
                 initializer=Uniform(-_BOUND, _BOUND),
             )
@@ -170,7 +172,9 @@ def rows_of(method: str, rows: Mapping[str, int], ids: Mapping[str, Tensor], see
         seed: of the initial rows.
     """
     if method.startswith("hkv, "):
-        return HashRows(rows, HKVOptions(eviction=method.removeprefix("hkv, ")), seed)
+        policy = method.removeprefix("hkv, ").removesuffix(INT8)
+        row_dtype = torch.int8 if method.endswith(INT8) else None
+        return HashRows(rows, HKVOptions(eviction=policy, row_dtype=row_dtype), seed)
     if method == HASHED:
         return StaticRows(rows, lambda name, values: (values.abs() % rows[name], None), seed)
     if method == UNLIMITED:

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "runtime/optimizer_config.h"
+#include "runtime/sampled_aging.h"
 #include "runtime/table_group.h"
 #include "runtime/torch_threads.h"
 
@@ -209,7 +210,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::enum_<RowType>(m, "RowType")
       .value("FLOAT32", RowType::kFloat32)
       .value("FLOAT16", RowType::kFloat16)
-      .value("BFLOAT16", RowType::kBFloat16);
+      .value("BFLOAT16", RowType::kBFloat16)
+      .value("INT8", RowType::kInt8);
   py::enum_<Optimizer>(m, "Optimizer")
       .value("NONE", Optimizer::kNone)
       .value("SGD", Optimizer::kSgd)
@@ -274,6 +276,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin")
       .def_property_readonly("number", &Pin::number)
       .def_property_readonly("growths", &Pin::growths);
+
+  py::class_<SampledAging>(m, "SampledAging")
+      .def(py::init<int64_t, std::optional<double>>(), py::arg("slots"), py::arg("c"))
+      .def("begin_call", &SampledAging::begin_call)
+      .def("end_call", &SampledAging::end_call, py::arg("ids"), py::arg("evicts"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("c", &SampledAging::c);
 
   py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kAlone);
   m.attr("MAX_PINS") = hash_table::kMaxPins;

@@ -34,7 +34,7 @@ hash_table::Entries check_entries(const TableGroup& group, int64_t table, const 
   const at::Device device = group.device();
   const int64_t n = ids.numel();
   check_given(ids, "ids", at::kLong, {n}, device);
-  check_given(rows, "rows", group.row_dtype(table), {n, view.dim()}, device);
+  check_given(rows, "rows", group.row_dtype(table), {n, view.rows.stored_width()}, device);
   check_given(last_steps, "last_steps", at::kInt, {n}, device);
   check_given(scores, "scores", at::kLong, {view.scores != nullptr ? n : 0}, device);
   check_given(states, "states", at::kFloat, {n, view.states.width}, device);
@@ -66,7 +66,7 @@ at::Tensor slot_owners(const at::Tensor& counters, int64_t handle, int64_t table
 
 at::Tensor gather(const TableView& view, const hash_table::RowStore& store, at::ScalarType dtype,
                   const at::Tensor& slots) {
-  at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
+  at::Tensor out = at::empty({slots.numel(), store.stored_width()}, slots.options().dtype(dtype));
   const int64_t* at = slots.const_data_ptr<int64_t>();
   char* to = static_cast<char*>(out.data_ptr());
   HKV_ON_DEVICE(slots.device(),

@@ -103,7 +103,9 @@ void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& ro
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const auto tables = static_cast<int32_t>(group.num_tables());
 #ifdef TORCHREC_HKV_CUDA
-  if (group.device().is_cuda() && group.deterministic()) {
+  // Columns of 8 bits share a scale, so that rows are added to them as a whole, in their order.
+  const bool in_order = group.deterministic() || (add && group.shape().int8_rows);
+  if (group.device().is_cuda() && in_order) {
     const SortedSlots sorted(slots);
     HKV_ON_DEVICE(group.device(), ,
                   hash_table::cuda::write_rows_in_order(group.views(), tables, sorted.slot(),

@@ -1,5 +1,6 @@
-// Element types of rows. Arithmetic is in float; 16-bit rows are widened when read and rounded to
-// the nearest, ties to even, when written.
+// Element types of rows. Arithmetic is in float; narrower rows are widened when read and rounded
+// when written, 16-bit ones to the nearest, ties to even. Rows of 8 bits are of tables alone:
+// outputs, gradients and rows that calls are given or give back have another type.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,21 @@
 
 namespace torchrec_hkv {
 
-enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
 
-HKV_HOST_DEVICE int32_t element_size(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+// Bytes of an element.
+HKV_HOST_DEVICE int32_t element_size(RowType type) {
+  return type == RowType::kFloat32 ? 4 : type == RowType::kInt8 ? 1 : 2;
+}
+
+// A row of 8 bits is a float32 scale, an int8 for each column, and zeros up to a multiple of four
+// bytes. A column's value is the scale times its int8 (common/int8_rows.h).
+constexpr int32_t kInt8Start = 4;  // where the columns begin
+
+// Bytes of a row of so many columns.
+HKV_HOST_DEVICE int64_t row_size(RowType type, int64_t columns) {
+  return type == RowType::kInt8 ? kInt8Start + (columns + 3) / 4 * 4 : columns * element_size(type);
+}
 
 HKV_HOST_DEVICE uint32_t float_bits(float x) {
 #ifdef __CUDA_ARCH__
@@ -76,11 +89,15 @@ HKV_HOST_DEVICE float load_element(RowType type, const char* row, int64_t i) {
       return from_float16(reinterpret_cast<const uint16_t*>(row)[i]);
     case RowType::kBFloat16:
       return from_bfloat16(reinterpret_cast<const uint16_t*>(row)[i]);
+    case RowType::kInt8:
+      return *reinterpret_cast<const float*>(row) *
+             static_cast<float>(reinterpret_cast<const int8_t*>(row)[kInt8Start + i]);
     default:
       return reinterpret_cast<const float*>(row)[i];
   }
 }
 
+// Not of rows of 8 bits, whose elements share a scale.
 HKV_HOST_DEVICE void store_element(RowType type, char* row, int64_t i, float value) {
   switch (type) {
     case RowType::kFloat16:

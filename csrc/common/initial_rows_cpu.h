@@ -9,6 +9,7 @@
 #include "common/dtypes.h"
 #include "common/initial_rows.h"
 #include "common/initial_rows_avx512.h"
+#include "common/int8_rows_cpu.h"
 
 namespace torchrec_hkv {
 
@@ -76,11 +77,19 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   }
 }
 
+constexpr int32_t kMostColumns = 2048;  // of a row; runtime/table_config.cpp refuses more
+
 // The same in a row's own type.
 inline void store_initial_row(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
                               RowType type, char* row) {
   if (type == RowType::kFloat32) {
     initial_row(init, id, column, n, reinterpret_cast<float*>(row));
+    return;
+  }
+  if (type == RowType::kInt8) {
+    float values[kMostColumns];
+    initial_row(init, id, column, n, values);
+    narrow_int8(values, n, row);
     return;
   }
   constexpr int32_t kPart = 64;

@@ -1,6 +1,6 @@
-// Stochastic rounding of 16-bit rows: up or down at random, so that the expected value is exact and
-// steps smaller than the distance of two neighbours are not lost. The random bits are a pure
-// function of (seed, table, id, step, column): equal on both devices and in any order.
+// Stochastic rounding of rows of 16 and 8 bits: up or down at random, so that the expected value is
+// exact and steps smaller than the distance of two neighbours are not lost. The random bits are a
+// pure function of (seed, table, id, step, column): equal on both devices and in any order.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,19 @@
 
 namespace torchrec_hkv {
 
-// The key of the draws of a row in one step. table_seed: seed of the table's initial rows.
+// What the keys of a table's rows have in common in one step. table_seed: seed of its initial rows.
+HKV_HOST_DEVICE uint64_t rounding_step(uint64_t seed, uint64_t table_seed, int64_t step) {
+  return mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
+         static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull;
+}
+// The key of the draws of a row in this step.
+HKV_HOST_DEVICE uint64_t rounding_key(uint64_t of_step, int64_t id) {
+  return mix64(mix64(of_step) ^ static_cast<uint64_t>(id));
+}
+// The same at once.
 HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_t id,
                                       int64_t step) {
-  const uint64_t of_step = mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
-                           static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull;
-  return mix64(mix64(of_step) ^ static_cast<uint64_t>(id));
+  return rounding_key(rounding_step(seed, table_seed, step), id);
 }
 
 // 64 random bits for four columns, 16 each. `quad`: the first column's number in the table, divided

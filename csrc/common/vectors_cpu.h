@@ -1,6 +1,7 @@
 // Columns of rows as vectors of floats, on the CPU: GCC's and Clang's vector extension, so no
 // machine must have them. 16-bit columns are widened when loaded and rounded to the nearest, ties
-// to even, when stored.
+// to even, when stored. Columns of 8 bits are only loaded: they are stored a row at a time
+// (common/int8_rows_cpu.h).
 #pragma once
 
 #include <cstdint>
@@ -30,11 +31,15 @@ template <typename Vector>
 struct Integers;
 template <>
 struct Integers<Columns> {
+  typedef int8_t Byte __attribute__((vector_size(8)));
+  typedef int32_t Signed __attribute__((vector_size(32)));
   typedef uint16_t Narrow __attribute__((vector_size(16)));
   typedef uint32_t Wide __attribute__((vector_size(32)));
 };
 template <>
 struct Integers<FourColumns> {
+  typedef int8_t Byte __attribute__((vector_size(4)));
+  typedef int32_t Signed __attribute__((vector_size(16)));
   typedef uint16_t Narrow __attribute__((vector_size(8)));
   typedef uint32_t Wide __attribute__((vector_size(16)));
 };
@@ -92,6 +97,15 @@ void narrow_float16(const Vector& columns, char* to) {
 #endif
 }
 
+// The integers alone.
+template <typename Vector>
+void widen_int8(const char* from, Vector& columns) {
+  typename Integers<Vector>::Byte bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  columns = __builtin_convertvector(
+      __builtin_convertvector(bytes, typename Integers<Vector>::Signed), Vector);
+}
+
 }  // namespace vectors
 
 // A vector's columns, stored as kType. Vectors are passed by reference: how they are passed by
@@ -109,7 +123,44 @@ inline void load_columns(const char* from, Vector& columns) {
   }
 }
 
-// The same the other way round.
+// Columns of a stored row, from one on.
+template <RowType kType>
+class StoredColumns {
+ public:
+  StoredColumns(const char* row, int32_t column) : from_(row + column * element_size(kType)) {}
+
+  // From `column` of these on.
+  template <typename Vector>
+  void load(int32_t column, Vector& columns) const {
+    load_columns<kType>(from_ + column * element_size(kType), columns);
+  }
+
+ private:
+  const char* const from_;
+};
+template <>
+class StoredColumns<RowType::kInt8> {
+ public:
+  StoredColumns(const char* row, int32_t column) : from_(row + kInt8Start + column) {
+    std::memcpy(&scale_, row, sizeof(scale_));
+  }
+
+  template <typename Vector>
+  void load(int32_t column, Vector& columns) const {
+    if constexpr (sizeof(Vector) == sizeof(float)) {
+      columns = scale_ * static_cast<float>(reinterpret_cast<const int8_t*>(from_)[column]);
+    } else {
+      vectors::widen_int8(from_ + column, columns);
+      columns *= scale_;
+    }
+  }
+
+ private:
+  const char* const from_;
+  float scale_;
+};
+
+// As load_columns, the other way round.
 template <RowType kType, typename Vector>
 inline void store_columns(const Vector& columns, char* to) {
   if constexpr (sizeof(Vector) == sizeof(float)) {
@@ -156,7 +207,8 @@ inline void for_vectors(int32_t dim, const Visit& visit) {
   if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
 }
 
-// Calls visit.operator()<type>() with a type that is known when this is compiled.
+// Calls visit.operator()<type>() with a type that is known when this is compiled: one of outputs
+// and gradients.
 template <typename Visit>
 inline void with_type(RowType type, const Visit& visit) {
   switch (type) {
@@ -167,6 +219,12 @@ inline void with_type(RowType type, const Visit& visit) {
     default:
       return visit.template operator()<RowType::kFloat32>();
   }
+}
+// The same for types of stored rows.
+template <typename Visit>
+inline void with_row_type(RowType type, const Visit& visit) {
+  if (type == RowType::kInt8) return visit.template operator()<RowType::kInt8>();
+  with_type(type, visit);
 }
 
 }  // namespace torchrec_hkv

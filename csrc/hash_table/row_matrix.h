@@ -11,7 +11,7 @@ namespace torchrec_hkv::hash_table {
 
 // As wide as the widest table of the group. Of a narrower table's rows the first columns count;
 // the others are not read, and are given back as zeros. The elements are of the tables' type, or
-// float32 where the tables of a group have several.
+// float32 where the tables of a group have several or rows of 8 bits.
 struct RowMatrix {
   char* data;       // null: there is none
   int32_t columns;  // of a row

@@ -56,7 +56,9 @@ struct RowStore {
   int32_t width;
   RowType type;
 
-  HKV_HOST_DEVICE int64_t bytes() const { return static_cast<int64_t>(width) * element_size(type); }
+  HKV_HOST_DEVICE int64_t bytes() const { return row_size(type, width); }
+  // Elements of a tensor that holds such a vector as it is stored.
+  int64_t stored_width() const { return bytes() / element_size(type); }
   // frame: of the slot, or kNoFrame.
   HKV_HOST_DEVICE char* at(int64_t slot, int64_t frame) const {
     return frame == kNoFrame || frames == nullptr ? homes + slot * bytes()
@@ -151,8 +153,10 @@ HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
 constexpr int32_t kRowClasses = 2 * kWidthClasses;
 constexpr int32_t kAllRowClasses = -1;
 
-HKV_HOST_DEVICE constexpr int32_t row_class_of(int32_t dim, bool float32) {
-  return static_cast<int32_t>(width_class_of(dim)) + (float32 ? 0 : kWidthClasses);
+// Rows of 8 bits are of the class of the widest of 16: what serves that reads rows of any type.
+HKV_HOST_DEVICE constexpr int32_t row_class_of(int32_t dim, RowType type) {
+  const WidthClass width = type == RowType::kInt8 ? WidthClass::kWider : width_class_of(dim);
+  return static_cast<int32_t>(width) + (type == RowType::kFloat32 ? 0 : kWidthClasses);
 }
 
 // What kernels are chosen by.
@@ -160,13 +164,14 @@ struct GroupShape {
   int32_t widest;  // columns of the widest table
   bool four_wide;  // dims and state widths are multiples of four, or states have one value or none
   bool float32_rows;           // of all tables
+  bool int8_rows = false;      // of some table
   int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
   int64_t most_slots = 0;      // of one table, at its full capacity
   bool keeps_scores = false;   // of some table; the others evict by LRU
   uint32_t row_classes = 0;    // of its tables, a bit each: row_class_of
 
   bool rows_of_16_bits() const {  // of all tables
-    return row_classes != 0 && (row_classes & ((1u << kWidthClasses) - 1)) == 0;
+    return !int8_rows && row_classes != 0 && (row_classes & ((1u << kWidthClasses) - 1)) == 0;
   }
 };
 
@@ -272,9 +277,10 @@ struct Leavers {
 
 // What becomes of the rows of new ids.
 enum class NewRows : int32_t {
-  kUntouched = 0,  // left for the caller to write
-  kUniform = 1,    // the initial row, in tables whose initial rows are all uniform
-  kInitial = 2,    // the initial row of any distribution
+  kUntouched = 0,   // left for the caller to write
+  kUniform = 1,     // the initial row, in tables whose initial rows are all uniform
+  kInitial = 2,     // the initial row of any distribution
+  kInitialAny = 3,  // the same, in tables some of which have rows of 8 bits
 };
 
 struct Admissions;  // admission.h
@@ -346,7 +352,7 @@ struct Output {
 // Entries with all that a table keeps of them, as a file holds them.
 struct Entries {
   const int64_t* ids;
-  const char* rows;            // [n][dim] of the table's type
+  const char* rows;            // [n], as the table stores them
   const uint32_t* last_steps;  // [n]
   const uint64_t* scores;      // [n]; null under LRU
   const float* states;         // [n][state width]

@@ -28,6 +28,9 @@ void check_config(const TableConfig& config, bool cuda) {
                     "': c of AgedLFU is ", config.aging, ", but must be at least 0.");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
+  TORCH_CHECK_VALUE(config.row_type != RowType::kInt8 || config.column_offset == 0, "table '", name,
+                    "': column offset is ", config.column_offset,
+                    ", but must be 0 for rows of int8: a row's columns share its scale.");
   TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
                     "table '", name, "': initial_capacity is ", config.initial_capacity,
                     ", but must be from 1 to the capacity, ", config.capacity, ".");
@@ -85,9 +88,15 @@ at::ScalarType scalar_type(RowType type) {
       return at::kHalf;
     case RowType::kBFloat16:
       return at::kBFloat16;
+    case RowType::kInt8:
+      return at::kChar;
     default:
       return at::kFloat;
   }
+}
+
+int64_t stored_width(const TableConfig& config) {
+  return row_size(config.row_type, config.dim) / element_size(config.row_type);
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -52,5 +52,8 @@ int64_t evicted_bytes(const TableConfig& config);
 int64_t miniature_bytes(const TableConfig& config);
 
 at::ScalarType scalar_type(RowType type);
+// Elements of a row as the table stores it, of the type above: its columns, or of rows of 8 bits
+// its bytes (common/dtypes.h).
+int64_t stored_width(const TableConfig& config);
 
 }  // namespace torchrec_hkv::runtime

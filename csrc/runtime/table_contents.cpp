@@ -119,7 +119,7 @@ at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
     const hash_table::RowStore& store = states ? view.states : view.rows;
     const auto options = at::dtype(states ? at::kFloat : row_dtype(table)).device(device_);
     const at::Tensor slots = at::arange(memory.num_slots(), options.dtype(at::kLong));
-    at::Tensor out = at::empty({memory.num_slots(), store.width}, options);
+    at::Tensor out = at::empty({memory.num_slots(), store.stored_width()}, options);
     HKV_ON_DEVICE(
         device_, ,
         hash_table::cuda::gather(view, store, slots.const_data_ptr<int64_t>(), slots.numel(),
@@ -176,7 +176,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   const int64_t slots = memory.full_slots();
   check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
   check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
-  check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, config.dim});
+  check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, stored_width(config)});
   check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
   check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.most()});

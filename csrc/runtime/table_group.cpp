@@ -79,8 +79,9 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     const int64_t width = state_width_of(config);
     shape_.four_wide = shape_.four_wide && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
     shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
-    shape_.row_classes |= 1u << hash_table::row_class_of(static_cast<int32_t>(config.dim),
-                                                         config.row_type == RowType::kFloat32);
+    shape_.int8_rows = shape_.int8_rows || config.row_type == RowType::kInt8;
+    shape_.row_classes |=
+        1u << hash_table::row_class_of(static_cast<int32_t>(config.dim), config.row_type);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
     shape_.keeps_scores = shape_.keeps_scores || keeps_scores(config.eviction);
@@ -119,6 +120,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
       initial_rows_ = hash_table::NewRows::kInitial;
     }
   }
+  if (shape_.int8_rows) initial_rows_ = hash_table::NewRows::kInitialAny;
   const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
   views_ = at::empty({view_bytes}, at::dtype(at::kByte).device(device));
   upload_views();
@@ -134,7 +136,7 @@ void TableGroup::make_moving_rows() {
   bool in_bulk = true;
   for (int64_t t = 0; t < num_tables(); ++t) {
     if (memory_[t].num_sets() == 0) continue;
-    const int64_t bytes = configs_[t].dim * element_size(configs_[t].row_type);
+    const int64_t bytes = row_size(configs_[t].row_type, configs_[t].dim);
     const bool with_states = memory_[t].states_move() && state_width_of(configs_[t]) > 0;
     in_bulk = in_bulk && hash_table::MovingRows::move_in_bulk(bytes) && !with_states;
     widest = std::max(widest, bytes);
@@ -232,7 +234,7 @@ int64_t TableGroup::state_width_of(const TableConfig& config) const {
 
 TableLayout TableGroup::layout(const TableConfig& config) const {
   return TableLayout{hash_table::geometry_of(config.capacity, config.initial_capacity),
-                     config.dim,
+                     stored_width(config),
                      scalar_type(config.row_type),
                      state_width_of(config),
                      keeps_scores(config.eviction),
@@ -343,7 +345,7 @@ RowType TableGroup::matrix_type() const {
   const RowType type = configs_[0].row_type;
   const bool same = std::all_of(configs_.begin(), configs_.end(),
                                 [&](const TableConfig& config) { return config.row_type == type; });
-  return same ? type : RowType::kFloat32;
+  return same && type != RowType::kInt8 ? type : RowType::kFloat32;
 }
 
 at::ScalarType TableGroup::matrix_dtype() const { return scalar_type(matrix_type()); }

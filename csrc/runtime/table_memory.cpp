@@ -75,7 +75,8 @@ int64_t SlotArray::bytes() const {
 MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device device) {
   hash_table::Geometry present = layout.geometry;
   present.num_buckets = num_buckets;
-  const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype));
+  const int64_t row_bytes =
+      layout.row_width * static_cast<int64_t>(at::elementSize(layout.row_dtype));
   const int64_t state_bytes = layout.state_width * static_cast<int64_t>(sizeof(float));
   const int64_t index = hash_table::index_bytes(present, layout.scores, layout.packed);
   const int64_t slots = present.num_slots();
@@ -103,10 +104,11 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
                         layout.packed ? layout.geometry.num_buckets : 0)),
       scores(make_array(layout, device, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),
-      rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
+      rows(make_array(layout, device, layout.row_dtype, {layout.row_width}, layout.hbm_slots)),
       states(make_array(layout, device, at::kFloat, {layout.state_width},
                         layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
-      rows_host(make_array(layout, device, layout.row_dtype, {layout.dim}, most_on_host(layout),
+      rows_host(make_array(layout, device, layout.row_dtype, {layout.row_width},
+                           most_on_host(layout),
                            /*on_host=*/true)),
       states_host(make_array(layout, device, at::kFloat, {layout.state_width},
                              layout.all_states_in_hbm ? 0 : most_on_host(layout),

@@ -45,7 +45,7 @@ class SlotArray {
 // What a table's memory follows from.
 struct TableLayout {
   hash_table::Geometry geometry;
-  int64_t dim;
+  int64_t row_width;  // elements of a stored row
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;

@@ -13,7 +13,9 @@ ROWS, BATCH = 60, 37
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "weighted", "weighted mean"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str
+)
 @pytest.mark.parametrize("dim", WIDTHS)
 def test_equal_to_float64(device_type, dim, dtype, reduction):
     torch.manual_seed(dim)
@@ -49,7 +51,8 @@ def test_equal_to_float64(device_type, dim, dtype, reduction):
     if "mean" in reduction:
         expected /= lengths.clamp(min=1)[:, None]
     # An initial row is not rounded to the rows' dtype.
-    rounding = 0.0 if dtype == torch.float32 else float(torch.finfo(dtype).eps)
+    steps = {torch.float32: 0.0, torch.int8: 1 / 127}
+    rounding = steps[dtype] if dtype in steps else float(torch.finfo(dtype).eps)
     error = (pooled.double().cpu() - expected).abs()
     lost = torch.isin(which, torch.arange(5)).double()
     of_lost = torch.zeros(BATCH, dtype=torch.double).index_add_(0, bag_of, lost)

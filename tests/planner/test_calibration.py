@@ -56,7 +56,7 @@ def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
 @pytest.mark.parametrize("kernel", ["hkv", "fused"])
 def test_tables_share_caches(kernel):
     """A small table beside a large one is read as the large one is."""
-    fits = tuple(Fit(size, {"ids": cost}, {}) for size, cost in ((1e3, 1e-3), (1e6, 5e-3)))
+    fits = tuple(Fit(size, {"ids": cost}, {}) for size, cost in ((1e4, 1e-3), (1e6, 5e-3)))
     measured = dataclasses.replace(calibration(), constants={kernel: Constants(fits)})
     times = {}
     for large in (16, 1 << 20):

@@ -123,7 +123,8 @@ def test_the_report_names_bytes_of_syncs():
     # Of 10,000 ids 10 steps of 2 ranks look up 512 of each, and three groups thrice as many.
     here = 10_000 * (1 - (1 - 1e-4) ** 5120) / 2
     anywhere = 10_000 * (1 - (1 - 1e-4) ** 15360) / 2
-    size = 8 * here * 2 + 2 * (2 / 3) * anywhere * (4 * (16 + 2) + 8)
+    # With a row go its last step, its score, and what this replica has counted.
+    size = 8 * here * 2 + 2 * (2 / 3) * anywhere * (4 * (16 + 2) + 3 * 8)
     assert plan.reports["user"].sync_bytes == pytest.approx(size)
     assert plan.sync_bytes(0) == pytest.approx(size + plan.reports["page"].sync_bytes)
     text = " ".join(str(plan).split())

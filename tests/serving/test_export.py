@@ -24,6 +24,16 @@ def test_equal_bits(sharding, run_ranks, tmp_path):
     assert counters["ebc.embedding_bags.country"]["lookups"] > 0
 
 
+def test_rows_trained_in_8_bits(run_ranks, tmp_path):
+    """Served as float32, so that outputs are those of the trainer."""
+    want = run_ranks(1, exported, tmp_path / "model", "row_wise", None, 4, torch.int8)[0]
+    model = serving.load(tmp_path / "model", verify=True)
+    for seed, outputs in zip(SEEDS, want, strict=True):
+        got = model(*batch_of(seed, 2 + seed))
+        for key, value in outputs.items():
+            assert torch.equal(got[key], value), key
+
+
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_two_ranks(sharding, run_ranks, tmp_path):
     """Table-wise to the bit; row-wise, ranks sum their parts of a bag, in another order."""

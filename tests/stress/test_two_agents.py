@@ -2,21 +2,26 @@
 
     TORCHREC_HKV_AGENTS=1 pytest tests/stress/test_two_agents.py
 
-takes some minutes. The agent that stays goes on alone, from the last delta.
+takes some minutes. The agent that stays goes on alone, from the last delta. The agents share this
+machine's network, or each has one of its own, where this user can make network namespaces.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.hosts import Host, in_namespaces, on_loopback
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "stress" / "two_agents.py"
@@ -32,18 +37,36 @@ pytestmark = [
 _PATIENCE_S = 600
 
 
-def _agent(folder: Path, port: int, nodes: str, is_host: bool, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
+@pytest.fixture(params=["loopback", "namespaces"])
+def hosts(request) -> Iterator[list[Host]]:
+    if request.param == "loopback":
+        yield on_loopback()
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(in_namespaces())
+        except OSError as error:
+            pytest.skip(f"no network namespaces: {error}")
+        yield made
+
+
+def _agent(
+    folder: Path, port: int, nodes: str, hosts: Sequence[Host], node: int, *arguments: str
+) -> subprocess.Popen:
+    host = hosts[node]
+    command = [*host.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
     command += ["--nproc_per_node", "2", "--max_restarts", "3", "--monitor_interval", "1"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    configured = {"is_host": int(is_host), "last_call_timeout": 20, "keep_alive_interval": 1}
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts[0].address}:{port}"]
+    command += ["--local_addr", host.address]
+    configured = {"is_host": int(node == 0), "last_call_timeout": 20, "keep_alive_interval": 1}
     command += ["--rdzv_id", "agents", "--rdzv_conf"]
     command += [",".join(f"{name}={value}" for name, value in configured.items())]
-    with open(folder / f"agent-{int(not is_host)}.log", "w", encoding="utf-8") as log:
+    of_host = {"GLOO_SOCKET_IFNAME": host.device, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(folder / f"agent-{node}.log", "w", encoding="utf-8") as log:
         return subprocess.Popen(
             [*command, str(SCRIPT), str(folder), *arguments],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **of_host},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -108,11 +131,11 @@ def _end(agents: list[subprocess.Popen]) -> None:
             _kill_host(agent)
 
 
-def _run(folder: Path, nodes: int, sharding_type: str) -> None:
+def _run(folder: Path, hosts: Sequence[Host], sharding_type: str) -> None:
     folder.mkdir()
-    port = _free_port()
+    port, nodes = _free_port(), len(hosts)
     agents = [
-        _agent(folder, port, str(nodes), node == 0, sharding_type, str(STEPS), "0")
+        _agent(folder, port, str(nodes), hosts, node, sharding_type, str(STEPS), "0")
         for node in range(nodes)
     ]
     try:
@@ -126,7 +149,7 @@ def _run(folder: Path, nodes: int, sharding_type: str) -> None:
 def expected(tmp_path_factory) -> dict[str, dict[int, torch.Tensor]]:
     """The rows after all steps on one host, row-wise, without anything dying."""
     folder = tmp_path_factory.mktemp("one") / "host"
-    _run(folder, 1, "row_wise")
+    _run(folder, on_loopback()[:1], "row_wise")
     return _rows(folder)
 
 
@@ -139,17 +162,17 @@ def _check_rows(rows, expected) -> None:
 
 
 @pytest.mark.parametrize("sharding_type", ["table_row_wise", "table_column_wise", "grid_shard"])
-def test_node_aware_sharding(tmp_path, expected, sharding_type):
-    _run(tmp_path / "hosts", 2, sharding_type)
+def test_node_aware_sharding(tmp_path, hosts, expected, sharding_type):
+    _run(tmp_path / "hosts", hosts, sharding_type)
     assert _progress(tmp_path / "hosts", "end")[0][0] == 4
     assert _progress(tmp_path / "hosts", "begin")[0][:2] == (4, 2)
     _check_rows(_rows(tmp_path / "hosts"), expected)
 
 
-def test_a_host_that_dies(tmp_path, expected):
+def test_a_host_that_dies(tmp_path, hosts, expected):
     port = _free_port()
     arguments = ("table_row_wise", str(STEPS), "0.3")
-    agents = [_agent(tmp_path, port, "1:2", is_host, *arguments) for is_host in (True, False)]
+    agents = [_agent(tmp_path, port, "1:2", hosts, node, *arguments) for node in range(2)]
     try:
         _wait_for(tmp_path, agents, "wrote", 3)
         _kill_host(agents[1])

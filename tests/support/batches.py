@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -95,8 +96,9 @@ def rate(learning_rate: float, group: TableGroup) -> Tensor:
 
 
 def rows_by_id(group: TableGroup, table: int = 0) -> dict[int, Tensor]:
-    """What a table holds: id to row, on the CPU."""
+    """What a table holds: id to row of numbers, on the CPU."""
     state = group.export_table(table)
     occupied = state.occupied.cpu()
     ids = state.ids.cpu()[occupied].tolist()
-    return dict(zip(ids, state.rows.cpu()[occupied], strict=True))
+    rows = numbers_of(state.rows.cpu()[occupied], group.tables[table].dim)
+    return dict(zip(ids, rows, strict=True))

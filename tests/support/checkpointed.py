@@ -58,7 +58,7 @@ def make_tables(
         dense: whether ``lru`` has rows by number.
         tt_rank: of ``tt``.
         tt_dtype: of ``tt``.
-        hash_dtype: of the hash tables.
+        hash_dtype: of the hash tables; ``"int8"`` by their options, since configs can't.
         expire_after: of ``lru``.
     """
     dims = dims or DIMS
@@ -66,7 +66,9 @@ def make_tables(
     sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
     # Hash tables have a place for every row only where there are some more.
     sizes |= {"tt": (160 if kernels["tt"] == "hkv" else 64, 8), "stock": (64, 8)}
-    dtypes = {"lru": hash_dtype, "lfu": hash_dtype, "tt": tt_dtype, "stock": "fp32"}
+    in_config = "fp32" if hash_dtype == "int8" else hash_dtype
+    row_dtype = torch.int8 if hash_dtype == "int8" else None
+    dtypes = {"lru": in_config, "lfu": in_config, "tt": tt_dtype, "stock": "fp32"}
     tables = [
         EmbeddingBagConfig(
             name=name,
@@ -78,8 +80,14 @@ def make_tables(
         for name, (n, dim) in sizes.items()
     ]
     options: dict[str, Any] = {
-        "lru": HKVOptions(seed=seed, admission=admission, dense=dense, expire_after=expire_after),
-        "lfu": HKVOptions(eviction=eviction, initial_capacity=128),
+        "lru": HKVOptions(
+            seed=seed,
+            admission=admission,
+            dense=dense,
+            expire_after=expire_after,
+            row_dtype=row_dtype,
+        ),
+        "lfu": HKVOptions(eviction=eviction, initial_capacity=128, row_dtype=row_dtype),
         "tt": TTOptions(ranks=tt_rank),
     }
     constraints = {
@@ -152,7 +160,7 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
         slots = state.occupied.nonzero().flatten()
         ids = state.ids[slots].tolist()
         rows = state.rows[slots].cpu()
-        bits = torch.int32 if rows.dtype == torch.float32 else torch.int16
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[rows.dtype.itemsize]
         rows = rows.view(bits).tolist()
         states = state.states[slots].cpu().contiguous().view(torch.int32)
         states = states.tolist() if states.numel() else [[]] * len(ids)
@@ -163,6 +171,7 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
                 values.append((shard.name, id_, "entry", steps[i], scores[i]))
                 step = int(state.optimizer_step)
                 values.append((shard.name, "all", "step", step, lookup._group.clock))
+            values.append((shard.name, id_, shard.column_offset, "more", *rows[i][shard.dim :]))
             for c in range(shard.dim):
                 at = shard.column_offset + c
                 values.append((shard.name, id_, at, "row", rows[i][c]))

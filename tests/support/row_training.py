@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.support.batches import Bags, lookup, random_ids
 from torchrec_hkv.hash_table import Optimizer, TableGroup, TableSpec, Uniform, initial_rows
+from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 ROWS = 40
 STEPS = 50
@@ -142,7 +143,8 @@ def read_rows(group: TableGroup, names: Tensor) -> tuple[Tensor, Tensor]:
     state = group.export_table(0)
     slots = group.find(names.to(group.device), None, 1)
     assert (slots >= 0).all()
-    return state.rows[slots].double().cpu(), state.states[slots].double().cpu()
+    rows = numbers_of(state.rows[slots], group.tables[0].dim)
+    return rows.double().cpu(), state.states[slots].double().cpu()
 
 
 def train_beside(

@@ -32,7 +32,8 @@ def filled(device: str, n: int = 500, capacity: int = 700, **options: Any) -> Ha
         table.insert_or_assign(part, random_rows(table, part.numel()), scores)
     state = table._group.export_table(0)
     states = torch.randn(state.states.shape).to(device)
-    state.rows[state.occupied.nonzero().flatten()[:3]] = float("nan")  # only bits compare equal
+    if table.dtype.is_floating_point:
+        state.rows[state.occupied.nonzero().flatten()[:3]] = float("nan")  # only bits compare equal
     table._group.load_table(0, dataclasses.replace(state, states=states))
     return table
 

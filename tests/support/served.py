@@ -95,11 +95,13 @@ class ServedModel(nn.Module):
         return {"scores": self.over(self.dropout(made_of)).sigmoid(), "made_of": made_of}
 
 
-def constraints(sharding: str = "table_wise") -> dict[str, ParameterConstraints]:
-    """Kernels of the tables."""
-    hash_table = HKVOptions(seed=5, initializer=Normal(0.0, 0.1))
+def constraints(
+    sharding: str = "table_wise", row_dtype: torch.dtype | None = None
+) -> dict[str, ParameterConstraints]:
+    """Kernels of the tables; row_dtype: of hash tables."""
+    hash_table = HKVOptions(seed=5, initializer=Normal(0.0, 0.1), row_dtype=row_dtype)
     kinds: dict[str, tuple[str, object]] = {
-        "user": ("hkv", HKVOptions(seed=3, expire_after=2)),
+        "user": ("hkv", HKVOptions(seed=3, expire_after=2, row_dtype=row_dtype)),
         "item": ("hkv", hash_table),
         "likes": ("hkv", hash_table),
         "seen": ("hkv", hash_table),
@@ -118,14 +120,17 @@ def constraints(sharding: str = "table_wise") -> dict[str, ParameterConstraints]
 
 
 def make_served(
-    world_size: int, device: torch.device, sharding: str = "table_wise"
+    world_size: int,
+    device: torch.device,
+    sharding: str = "table_wise",
+    row_dtype: torch.dtype | None = None,
 ) -> DistributedModelParallel:
     """The model, sharded."""
     torch.manual_seed(1)
     model = ServedModel()
     for collection in (model.ebc, model.weighted, model.sequence):
         apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
-    return shard_model(model, constraints(sharding), world_size, device)
+    return shard_model(model, constraints(sharding, row_dtype), world_size, device)
 
 
 def batch_of(
@@ -193,9 +198,10 @@ def exported(
     sharding: str = "table_wise",
     arguments: Mapping[str, Any] | None = None,
     steps: int = 4,
+    row_dtype: torch.dtype | None = None,
 ) -> list[dict[str, Tensor]]:
     """On each rank: trains, exports, and gives outputs of its evaluation."""
-    model = make_served(world_size, device, sharding)
+    model = make_served(world_size, device, sharding, row_dtype)
     train(model, steps)
     before = outputs_of(model, 0, 5)
     serving.export(model, folder, inputs=batch_of(0, device=device), **(arguments or {}))

@@ -25,8 +25,8 @@ def distinct_ids(n: int, device: str) -> Tensor:
 
 
 def random_rows(table: HashTable, n: int) -> Tensor:
-    """Rows of a table's dim, dtype and device."""
-    return torch.randn(n, table.dim).to(table.dtype).to(table.device)
+    """Rows of a table's dim and device, of the dtype that its calls take."""
+    return torch.randn(n, table.dim).to(table.group.row_dtype).to(table.device)
 
 
 def scores_tensor(scores: Sequence[int], device: str) -> Tensor:

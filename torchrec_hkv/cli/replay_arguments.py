@@ -20,7 +20,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": Adagrad(),
     "adam": Adam(),
 }
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,9 @@ class HashTable(SavedTable):
             it gets too full, and evicts nothing before it has its full capacity. None: the full
             capacity.
         device: a CPU or CUDA device.
-        dtype: data type of the rows: float32, float16 or bfloat16.
+        dtype: data type of the rows: float32, float16, bfloat16 or int8. Rows of int8 are integers
+            with a float32 scale for each row; calls take and return them as float32, rounded to
+            the nearest.
         eviction: eviction policy.
         state_dim: number of float32 state values beside each row; zeros for a new id.
         hbm_bytes: limit of GPU memory in bytes, including the index. If not all rows fit, all of
@@ -266,7 +268,7 @@ class HashTable(SavedTable):
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
-            rows: ``[n, dim]`` of the table's dtype.
+            rows: ``[n, dim]`` of the table's dtype; float32 for int8.
             scores: see :meth:`find_or_insert`.
 
         Returns:
@@ -298,7 +300,7 @@ class HashTable(SavedTable):
 
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
-            rows: ``[n, dim]`` of the table's dtype.
+            rows: ``[n, dim]`` of the table's dtype; float32 for int8.
             accumulate: bool ``[n]``: True if the caller expects the id in the table, False if it
                 expects it to be missing. Ids for which this is wrong are skipped.
             scores: see :meth:`find_or_insert`.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.stored_rows import stored_width
 
 _ops = torch.ops.torchrec_hkv
 
@@ -291,9 +292,10 @@ def _(
 def _(group: int, table: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = slots.shape[0]
     dim, dtype, state_dim, keeps_scores, *_ = _C.table_layout(group, table)
+    width = stored_width(dim, dtype)
     return (
         torch.empty_like(slots),
-        slots.new_empty((n, dim), dtype=dtype),
+        slots.new_empty((n, width), dtype=dtype),
         slots.new_empty((n,), dtype=torch.int32),
         slots.new_empty((n if keeps_scores else 0,)),
         slots.new_empty((n, state_dim), dtype=torch.float32),

@@ -30,7 +30,8 @@ class Optimizer:
             by row and before the gradient of per-sample weights is computed. This is FBGEMM's
             ``gradient_clipping`` with ``max_gradient``.
         stochastic_rounding: rounds 16-bit rows up or down at random, so that the expected value is
-            exact. Optimizer states are float32 in any case. Float32 rows are not rounded.
+            exact. Optimizer states are float32 in any case. Float32 rows are not rounded, and int8
+            rows always are in this way.
         rounding_seed: seed of the rounding. The random bits are a function of the seed, the table's
             name and seed, the id, the column and the number of the table's update.
     """

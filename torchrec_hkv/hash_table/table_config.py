@@ -23,6 +23,7 @@ _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
     torch.bfloat16: _C.RowType.BFLOAT16,
+    torch.int8: _C.RowType.INT8,
 }
 
 
@@ -56,6 +57,11 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
             f"{', '.join(map(str, _ROW_TYPES))}."
+        )
+    if spec.dtype == torch.int8 and spec.column_offset != 0:
+        raise ValueError(
+            f"table '{spec.name}': dtype is {spec.dtype} and column_offset {spec.column_offset}, "
+            "but columns of int8 rows can't be sharded, as those of a row share its scale."
         )
     check_expire_after(f"table '{spec.name}'", spec.expire_after)
     check_flag(f"table '{spec.name}'", "strict", spec.strict)

@@ -7,6 +7,7 @@ import dataclasses
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import Admission, admission_bytes
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores
+from torchrec_hkv.hash_table.stored_rows import stored_row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ def table_memory(
         dim: number of columns.
         state_width: number of float32 optimizer state values of a row.
         eviction: eviction policy. All but ``"lru"`` store scores, 8 bytes a slot.
-        element_bytes: bytes of one value of a row.
+        element_bytes: bytes of one value of a row; 1 for rows of int8, which have a scale besides.
         admission: admission rule; its counters take memory.
         initial_capacity: number of rows before the table grows; None for the full capacity.
         remember_evicted: number of evicted ids that the table remembers, 2 bytes each.
@@ -78,7 +79,7 @@ def table_memory(
         + admission_bytes(admission)
         + (_C.miniature_bytes(capacity, initial_capacity) if eviction == "adaptive" else 0)
         + (4 if restore_counts else 2) * (remember_evicted or 0),
-        row_bytes=element_bytes * dim + 4 * state_width,
+        row_bytes=stored_row_bytes(dim, element_bytes) + 4 * state_width,
         state_bytes=4 * state_width,
     )
 

@@ -30,7 +30,9 @@ class TableSpec:
         seed: seed of the initial rows.
         initializer: distribution of the initial values. None: zeros.
         column_offset: first column of the table, if columns are sharded.
-        dtype: data type of the rows: float32, float16 or bfloat16.
+        dtype: data type of the rows: float32, float16, bfloat16 or int8. Rows of int8 are integers
+            with a float32 scale for each row; calls take and return them as float32. Updates round
+            them stochastically.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
             ``Probability``. None: all.
         expire_after: number of steps without a lookup after which an entry is removed, at least 1.
@@ -82,7 +84,8 @@ class TableState:
     Attributes:
         occupied: bool ``[num_slots]``.
         ids: int64 ``[num_slots]``.
-        rows: ``[num_slots, dim]`` of the table's dtype.
+        rows: ``[num_slots, dim]`` of the table's dtype; of int8 tables the stored bytes
+            (:mod:`torchrec_hkv.hash_table.stored_rows`).
         states: float32 ``[num_slots, state width]``.
         last_steps: int32 ``[num_slots]``, the step of each id's last training lookup.
         scores: int64 ``[num_slots]``, as calls take and return them; ``[0]`` under LRU.

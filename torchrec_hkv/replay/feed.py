@@ -24,12 +24,14 @@ class Steps:
         groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
             replayed.
         ends: end of each step in ``ids``.
+        whole: the same steps with all ids of the log, or None if they are not kept.
     """
 
     first: int
     ids: Tensor
     groups: Tensor | None
     ends: list[int]
+    whole: Steps | None = None
 
 
 class Feed:
@@ -39,15 +41,23 @@ class Feed:
         columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
+        keeps_whole: whether to keep the steps with all ids, too.
     """
 
-    def __init__(self, columns: Sequence[str], sample: Sample, batch_size: int) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        sample: Sample,
+        batch_size: int,
+        *,
+        keeps_whole: bool = False,
+    ) -> None:
         self._columns = tuple(columns)
         self._sample = sample
         self._batch_size = batch_size
         self._samples = 0
-        self._ids = torch.empty(0, dtype=torch.int64)
-        self._groups = None if sample.is_all else self._ids
+        self._begun = _Begun(None if sample.is_all else torch.empty(0, dtype=torch.int64))
+        self._whole = _Begun(None) if keeps_whole and not sample.is_all else None
         self.frequent = None if sample.is_all else FrequentIds()
         self.windows = None if sample.is_all else Windows(sample)
         self.lookups = 0
@@ -61,7 +71,9 @@ class Feed:
         """
         ids = self._merged([part.columns[name] for name in self._columns])
         self._see(ids.values)
-        values, samples, groups = ids.values, ids.samples, None
+        all_values = values = ids.values
+        all_samples = samples = ids.samples
+        groups = None
         if self.windows is not None:
             bits = mixed(values)
             counted = self.windows.counted.taken(bits)
@@ -77,27 +89,19 @@ class Feed:
         # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
-        ends = bounds if samples is None else torch.searchsorted(samples, bounds)
-        return self._cut(first, values, groups, ends)
+        steps = self._begun.cut(first, values, groups, _ends(samples, bounds))
+        if self._whole is None:
+            return steps
+        whole = self._whole.cut(first, all_values, None, _ends(all_samples, bounds))
+        return dataclasses.replace(steps, whole=whole)
 
     def last(self) -> Steps:
         """The last step, if the log ended within one."""
-        empty = torch.empty(0, dtype=torch.int64)
-        ends = torch.zeros(1 if self._ids.numel() else 0, dtype=torch.int64)
-        groups = None if self._groups is None else empty
-        return self._cut(self._samples // self._batch_size, empty, groups, ends)
-
-    def _cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
-        """Prepends the remainder of the last part, and keeps the remainder of this part."""
-        before = self._ids.numel()
-        if before:
-            ids = torch.cat([self._ids, ids])
-            groups = None if groups is None else torch.cat([self._groups, groups])
-        stops = (ends + before).tolist()
-        used = stops[-1] if stops else 0
-        self._ids = ids[used:].clone()
-        self._groups = None if groups is None else groups[used:].clone()
-        return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
+        first = self._samples // self._batch_size
+        steps = self._begun.last(first)
+        if self._whole is None or not steps.ends:
+            return steps
+        return dataclasses.replace(steps, whole=self._whole.last(first, always=True))
 
     def _merged(self, columns: list[Ids]) -> Ids:
         """Ids of all columns, ordered by step, then by column, with the begin of each step."""
@@ -123,3 +127,37 @@ class Feed:
         self.bounds = low, high
         if self.frequent is not None:
             self.frequent.see(ids)
+
+
+def _ends(samples: Tensor | None, bounds: Tensor) -> Tensor:
+    """Ends of steps among ids, from the ends in samples."""
+    return bounds if samples is None else torch.searchsorted(samples, bounds)
+
+
+class _Begun:
+    """Cuts parts into steps, and keeps the beginning of the next step.
+
+    Args:
+        groups: int64 ``[0]``, or None if ids have no groups.
+    """
+
+    def __init__(self, groups: Tensor | None) -> None:
+        self._ids, self._groups = torch.empty(0, dtype=torch.int64), groups
+
+    def cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
+        """Prepends the remainder of the last part, and keeps the remainder of this part."""
+        before = self._ids.numel()
+        if before:
+            ids = torch.cat([self._ids, ids])
+            groups = None if groups is None else torch.cat([self._groups, groups])
+        stops = (ends + before).tolist()
+        used = stops[-1] if stops else 0
+        self._ids = ids[used:].clone()
+        self._groups = None if groups is None else groups[used:].clone()
+        return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
+
+    def last(self, first: int, *, always: bool = False) -> Steps:
+        """The remainder as a step; none if it has no ids, except with ``always``."""
+        empty = torch.empty(0, dtype=torch.int64)
+        ends = torch.zeros(1 if always or self._ids.numel() else 0, dtype=torch.int64)
+        return self.cut(first, empty, None if self._groups is None else empty, ends)

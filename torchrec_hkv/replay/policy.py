@@ -7,6 +7,7 @@ import typing
 
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.hash_table import Admission, AgedLFU, MinFrequency, Probability, TableSpec
+from torchrec_hkv.hash_table.eviction import name_of
 
 #: Policies that need more input than ids.
 _NEED_SCORES = ("customized",)
@@ -149,6 +150,11 @@ class Policy:
             .replace(", sketch_bytes=None", "")
             .replace(", halve_every=None", "")
         )
+
+    @property
+    def ages(self) -> bool:
+        """Whether counts age."""
+        return name_of(self.eviction) == "aged_lfu"  # type: ignore[arg-type]
 
     @property
     def eviction_text(self) -> str:

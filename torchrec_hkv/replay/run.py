@@ -141,7 +141,8 @@ class _Running:
         share: float,
     ) -> None:
         self.name, self._table, self._sample = name, table, sample
-        self.feed = Feed(table.columns, sample, batch_size)
+        ages = any(policy.ages for policy in table.policies)
+        self.feed = Feed(table.columns, sample, batch_size, keeps_whole=ages)
         self.counted = CountedIds(IdCounter(name, share / 2), sample)
         settings = [Setting(policy, rows) for policy in table.policies for rows in table.rows]
         parts = min(workers, len(settings))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table import AgedLFU, TableGroup
+from torchrec_hkv.replay.aging import SampledAging
 from torchrec_hkv.replay.counting import IdCounter, growing_table
 from torchrec_hkv.replay.feed import Steps
 from torchrec_hkv.replay.policy import EPOCHS, Policy
@@ -75,7 +76,15 @@ class ReplayedTables:
             )
             for setting in settings
         ]
+        aged = [] if sample.is_all else [at for at, it in enumerate(settings) if it.policy.ages]
+        for at in aged:
+            if specs[at].eviction == "adaptive":
+                specs[at] = dataclasses.replace(specs[at], eviction=AgedLFU())
         self._group = TableGroup(specs, list(range(len(specs))), None, device="cpu", state_dim=0)
+        self._aging = [
+            SampledAging(self._group, at, settings[at].policy.eviction, settings[at].rows)
+            for at in aged
+        ]
         self._epoch_samples = [
             setting.policy.epoch_samples
             for setting in settings
@@ -94,6 +103,7 @@ class ReplayedTables:
         """Runs the training lookups of steps, one call for each step."""
         tables, begin, all_before, all_after = len(self.settings), 0, [], []
         looks = not self._sample.is_all or bool(self._placed)
+        whole = list(_split(steps.whole)) if self._aging and steps.whole is not None else []
         for number, end in enumerate(steps.ends, start=steps.first):
             if self._epoch_samples:
                 self._group.set_epoch(number * self._batch_size // self._epoch_samples[0])
@@ -102,7 +112,11 @@ class ReplayedTables:
             begin = end
             if looks:
                 all_before.append(self._group.find(ids, offsets, 1).view(tables, -1))
+            for aging in self._aging:
+                aging.begin_step()
             slots = self._group.find_or_insert(ids, offsets, 1)
+            for aging in self._aging:
+                aging.end_step(whole[number - steps.first])
             if self._placed:
                 all_after.append(slots.view(tables, -1))
         if not all_before:
@@ -127,6 +141,14 @@ class ReplayedTables:
                 zip(self._group.counters(), self._misses, strict=True)
             )
         ]
+
+
+def _split(steps: Steps) -> Iterator[Tensor]:
+    """The ids of each step."""
+    begin = 0
+    for end in steps.ends:
+        yield steps.ids[begin:end]
+        begin = end
 
 
 def missed_of_groups(found: Tensor, groups: Tensor | None) -> Tensor:

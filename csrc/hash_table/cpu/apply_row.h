@@ -85,19 +85,28 @@ class RowUpdater {
   // A row as floats: itself, or a copy that store() rounds.
   float* widened(RowType type, char* stored, int32_t dim) {
     if (type == RowType::kFloat32) return reinterpret_cast<float*>(stored);
-    widen_elements(type, stored, dim, widened_.data());
+    widen_row(type, stored, 0, dim, widened_.data());
     return widened_.data();
   }
 
-  void store(const TableView& table, int64_t slot, const float* row, char* stored) const {
+  void store(const TableView& table, int64_t slot, const float* row, char* stored) {
     const RowType type = table.rows.type;
     if (type == RowType::kFloat32) return;
-    if (!config_.stochastic_rounding) {
+    const bool rounds_by_chance = config_.stochastic_rounding || type == RowType::kInt8;
+    if (!rounds_by_chance) {
       narrow_elements(type, row, table.dim(), stored);
       return;
     }
-    const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
-                                      table.ids[slot], *table.optimizer_step);
+    if (&table != rounded_) {
+      rounded_ = &table;
+      rounding_step_ =
+          rounding_step(config_.rounding_seed, table.initial_rows.seed, *table.optimizer_step);
+    }
+    const uint64_t key = rounding_key(rounding_step_, table.ids[slot]);
+    if (type == RowType::kInt8) {
+      narrow_int8_by_chance(row, table.dim(), key, stored);
+      return;
+    }
     auto* const to = reinterpret_cast<uint16_t*>(stored);
     for (int32_t c = 0; c < table.dim(); ++c) {
       to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
@@ -257,7 +266,9 @@ class RowUpdater {
   const float learning_rate_;
   float terms_step_ = -1.0f;  // for which these are
   RowTerms terms_{};
-  std::vector<float> widened_;  // a 16-bit row
+  const TableView* rounded_ = nullptr;  // of which this is
+  uint64_t rounding_step_ = 0;
+  std::vector<float> widened_;  // a row that is no floats
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -42,9 +42,7 @@ inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
   return static_cast<int64_t>(bucket) * table.bucket_slots;
 }
 
-inline int64_t row_bytes(const TableView& table) {
-  return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-}
+inline int64_t row_bytes(const TableView& table) { return table.rows.bytes(); }
 
 constexpr int64_t kCacheLine = 64;
 

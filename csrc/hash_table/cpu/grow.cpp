@@ -26,8 +26,7 @@ void move_entry(const TableView& table, int64_t from, int64_t to) {
   table.ids[to] = table.ids[from];
   table.last_steps[to] = table.last_steps[from];
   if (table.scores != nullptr) table.scores[to] = table.scores[from];
-  const int64_t row_bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-  std::memcpy(table.row(to), table.row(from), row_bytes);
+  std::memcpy(table.row(to), table.row(from), table.rows.bytes());
   if (table.states.width == 0) return;
   std::memcpy(table.state(to), table.state(from), table.states.width * sizeof(float));
 }

@@ -47,38 +47,42 @@ class Rows {
       prefetch(at, 0, table.dim());
   }
 
-  // To be called with stored(at, column) or columns(at, column, n): so those further on arrive in
+  // To be called with stored(at) or columns(at, column, n): so those further on arrive in
   // time.
   void before(int64_t at, int32_t column, int32_t n) const {
     if (at + ahead_ < last_) prefetch(at + ahead_, column, n);
   }
-  // The row of the id at a position, from a column on; null where it has none.
-  const char* stored(int64_t at, int32_t column) const {
+  // The row of the id at a position; null where it has none.
+  const char* stored(int64_t at) const {
     const int64_t slot = slots_[at];
     if (slot == kNoSlot) [[unlikely]]
       return nullptr;
-    return rows_ + slot * row_bytes_ + column * element_size(kType);
+    return rows_ + slot * row_bytes_;
   }
   // Columns [column, column + n) as floats; of its initial row where it has none. Valid until the
   // next call.
   const float* columns(int64_t at, int32_t column, int32_t n) const {
-    const char* const row = stored(at, column);
+    const char* const row = stored(at);
     if (row == nullptr) [[unlikely]] {
       initial_row(table_.initial_rows, batch_.ids[at],
                   static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
       return buffer_;
     }
-    if constexpr (kType == RowType::kFloat32) return reinterpret_cast<const float*>(row);
-    widen_elements(kType, row, n, buffer_);
+    if constexpr (kType == RowType::kFloat32) return reinterpret_cast<const float*>(row) + column;
+    widen_row(kType, row, column, n, buffer_);
     return buffer_;
   }
 
  private:
   void prefetch(int64_t at, int32_t column, int32_t n) const {
-    const char* const row = stored(at, column);
+    const char* const row = stored(at);
     if (row == nullptr) [[unlikely]]
       return;
-    prefetch_bytes(row, n * element_size(kType));
+    if constexpr (kType == RowType::kInt8) {  // with the scale
+      prefetch_bytes(row, row_bytes_);
+    } else {
+      prefetch_bytes(row + column * element_size(kType), n * element_size(kType));
+    }
   }
 
   const TableView& table_;
@@ -102,7 +106,7 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
     const int64_t stop = std::min(end, batch.first_bag(feature + 1));
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
-    with_type(table.rows.type, [&]<RowType kType>() {
+    with_row_type(table.rows.type, [&]<RowType kType>() {
       const Rows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
                              buffer.data());
       visit(feature, rows, begin, stop);
@@ -141,13 +145,14 @@ class Pool {
     unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
     for (int64_t at = first; at < last; ++at) {
       rows_.before(at, c, kVectors * kLanes);
-      const char* const row = rows_.stored(at, c);
+      const char* const row = rows_.stored(at);
       if (row == nullptr) [[unlikely]]
         return sum_with_initial<Vector, kVectors>(bag, c);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
+      const StoredColumns<kType> from(row, c);
       unrolled<kVectors>([&](auto v) {
         Vector columns;
-        load_columns<kType>(row + v * kLanes * element_size(kType), columns);
+        from.load(v * kLanes, columns);
         sums[v] += kScaled ? by * columns : columns;
       });
     }

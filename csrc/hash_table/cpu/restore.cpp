@@ -17,8 +17,7 @@ struct Widths {
 };
 
 Widths widths_of(const TableView& table) {
-  return Widths{static_cast<int64_t>(table.dim()) * element_size(table.rows.type),
-                static_cast<int64_t>(table.states.width) * static_cast<int64_t>(sizeof(float))};
+  return Widths{table.rows.bytes(), table.states.bytes()};
 }
 
 uint16_t& digest_at(const TableView& table, int64_t slot) {

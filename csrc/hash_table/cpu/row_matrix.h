@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/elements_cpu.h"
 #include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -12,7 +13,11 @@ namespace torchrec_hkv::hash_table::cpu {
 inline void copy_elements(RowType to_type, char* to, RowType from_type, const char* from,
                           int32_t width) {
   if (to_type == from_type) {
-    std::memcpy(to, from, static_cast<size_t>(width) * element_size(to_type));
+    std::memcpy(to, from, row_size(to_type, width));
+    return;
+  }
+  if (to_type == RowType::kInt8) {  // of floats: no other rows are given to such tables
+    narrow_int8(reinterpret_cast<const float*>(from), width, to);
     return;
   }
   for (int32_t c = 0; c < width; ++c) {

@@ -25,11 +25,19 @@ void for_each_feature(const TableView* tables, const Batch& batch, int64_t begin
   }
 }
 
+// Adds floats to a row of 8 bits, which is rounded to the nearest.
+void add_to_int8(char* row, const float* from, int32_t dim) {
+  float sums[kMostColumns];
+  widen_int8(row, 0, dim, sums);
+  for (int32_t c = 0; c < dim; ++c) sums[c] += from[c];
+  narrow_int8(sums, dim, row);
+}
+
 }  // namespace
 
 void gather(const TableView& /*table*/, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, int threads) {
-  const int64_t bytes = static_cast<int64_t>(store.width) * element_size(store.type);
+  const int64_t bytes = store.bytes();
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     constexpr int64_t kAhead = 8;
     for (int64_t i = begin; i < end; ++i) {
@@ -92,6 +100,10 @@ void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slot
           continue;
         }
         const char* from = rows.at(i);
+        if (type == RowType::kInt8) {
+          add_to_int8(row, reinterpret_cast<const float*>(from), table.dim());
+          continue;
+        }
         if (rows.type != type) {  // what is added is of the table's type, as what is assigned
           given.resize(row_bytes(table));
           copy_elements(type, given.data(), rows.type, from, table.dim());

@@ -41,7 +41,11 @@ template <typename Slot>
 class RowsAhead {
  public:
   RowsAhead(const TableView& table, int64_t n, const Slot& slot)
-      : rows_(table.rows), states_(table.states), n_(n), slot_(slot) {
+      : rows_(table.rows),
+        states_(table.states),
+        ids_(table.rows.type == RowType::kInt8 ? table.ids : nullptr),
+        n_(n),
+        slot_(slot) {
     for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
   }
 
@@ -54,9 +58,11 @@ class RowsAhead {
     const int64_t slot = slot_(i);
     rows_.prefetch(slot);
     states_.prefetch(slot);
+    if (ids_ != nullptr) prefetch_bytes(ids_ + slot, sizeof(int64_t));
   }
 
   const HomeVectors rows_, states_;
+  const int64_t* const ids_;  // where rows are rounded by chance, which depends on their ids
   const int64_t n_;
   const Slot slot_;
 };

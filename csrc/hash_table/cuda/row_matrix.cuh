@@ -3,16 +3,22 @@
 
 #include <cstdint>
 
+#include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 // `width` elements, converted where the types differ. vectors: whether both addresses and the
-// length are multiples of 16 bytes.
+// length are multiples of 16 bytes. All lanes of the tile.
 template <int kLanes>
 __device__ __forceinline__ void copy_elements(RowType to_type, char* to, RowType from_type,
                                               const char* from, int32_t width, bool vectors,
                                               int lane) {
+  if (to_type == RowType::kInt8) {
+    write_int8_row<kLanes>(to, width, lane,
+                           [&](int32_t c) { return load_element(from_type, from, c); });
+    return;
+  }
   if (to_type != from_type) {
     for (int32_t c = lane; c < width; c += kLanes) {
       store_element(to_type, to, c, load_element(from_type, from, c));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/int8_rows.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/table_view.h"
 
@@ -63,7 +64,7 @@ struct Columns {
     for (int k = 0; k < kWidth; ++k) c.v[k] = columns.v[first + k];
     return c;
   }
-  // Columns of a stored row of any type, the first of which is a multiple of kWidth.
+  // Columns of a row of any type but 8 bits, the first of which is a multiple of kWidth.
   __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
     if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
     Columns c;
@@ -85,6 +86,33 @@ struct Columns {
       for (int k = 0; k < kWidth; ++k) c.v[k] = widen(type, from[k]);
     }
     return c;
+  }
+  // Columns of 8 bits: `from`, the first of them, is at a multiple of kWidth bytes, if that is no
+  // more than four.
+  __device__ __forceinline__ static Columns load_int8(const char* from, float scale) {
+    Columns c;
+    if constexpr (kWidth % 4 == 0) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        const auto word = *reinterpret_cast<const uint32_t*>(from + k);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          c.v[k + i] = __fmul_rn(scale, static_cast<float>(static_cast<int8_t>(word >> 8 * i)));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        c.v[k] = __fmul_rn(scale, static_cast<float>(reinterpret_cast<const int8_t*>(from)[k]));
+      }
+    }
+    return c;
+  }
+  // As load, of rows of 8 bits, too.
+  __device__ __forceinline__ static Columns load_any(RowType type, const char* row,
+                                                     int32_t column) {
+    if (type != RowType::kInt8) return load(type, row, column);
+    return load_int8(row + kInt8Start + column, *reinterpret_cast<const float*>(row));
   }
   __device__ __forceinline__ void store(RowType type, char* row, int32_t column) const {
     if (type == RowType::kFloat32) {

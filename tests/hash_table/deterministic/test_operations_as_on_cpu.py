@@ -9,6 +9,7 @@ import torch
 from tests.support.gpu import NEEDS_GPU
 from tests.support.table_states import assert_same_states
 from torchrec_hkv.hash_table import AgedLFU, HashTable, MinFrequency, Uniform
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 
 pytestmark = NEEDS_GPU
 POLICIES = ["lru", "lfu", AgedLFU(0.5), "adaptive", "epoch_lru", "epoch_lfu", "customized"]
@@ -37,7 +38,7 @@ def batches(policy, dtype, n=900, calls=12):
     for call in range(calls):
         generator = torch.Generator().manual_seed(call)
         ids = torch.randint(500, (n,), generator=generator) * 0x9E3779B97F4A7C1 + call % 3 * 200
-        rows = torch.randn(n, 6, generator=generator).to(dtype)
+        rows = torch.randn(n, 6, generator=generator).to(number_dtype(dtype))
         scores = None
         if policy not in ("lru", "epoch_lru"):
             scores = torch.randint(1, 1000, (n,), generator=generator)
@@ -89,9 +90,9 @@ def test_operations(operation, policy):
     compare(operation, policy, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("operation", ["insert_or_assign", "insert_and_evict", "accum_or_assign"])
-def test_rows_of_16_bits(operation, dtype):
+def test_narrow_rows(operation, dtype):
     compare(operation, "lru", dtype)
 
 
@@ -103,11 +104,12 @@ def test_ids_that_are_not_admitted_are_given_back_in_order(policy):
     assert table.counters()["evicted"] > 0
 
 
-def test_one_row_added_to_many_times():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_one_row_added_to_many_times(dtype):
     """Sums are rounded after each row, in the order of the call."""
-    tables = make("lru", torch.bfloat16)
+    tables = make("lru", dtype)
     ids = torch.zeros(20_000, dtype=torch.long)
-    rows = torch.randn(20_000, 6).bfloat16()
+    rows = torch.randn(20_000, 6).to(number_dtype(dtype))
     for table in tables:
         its = ids.to(table.device)
         table.find_or_insert(its[:1])

@@ -7,7 +7,7 @@ from tests.support.saved_tables import assert_same, filled, like, snapshot
 from tests.support.table_model import POLICIES, TAKES_SCORES
 from tests.support.tables import distinct_ids
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,6 +23,7 @@ from torchrec_hkv.hash_table import (
     initial_rows,
 )
 from torchrec_hkv.hash_table.replicas import GroupSync, id_sync_bytes
+from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 POLICIES = ("lru", "lfu", AgedLFU(0.7), "epoch_lru", "epoch_lfu", "customized")
 #: By name: optimizer, and which state counts the updates of a row.
@@ -54,7 +55,7 @@ CASES = st.builds(
     st.sampled_from((40, 150, 600)),
     st.sampled_from((None, 20)),
     st.sampled_from((None, None, 2)),
-    st.sampled_from((torch.float32, torch.float32, torch.bfloat16)),
+    st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.int8)),
 )
 
 
@@ -162,8 +163,10 @@ class _Replicas:
 def _check_equal(kept: Kept, wanted: Kept, dtype: torch.dtype) -> None:
     assert kept.step == wanted.step
     assert kept.score == wanted.score
-    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    assert kept.row == pytest.approx(wanted.row, rel=rounding, abs=1e-6)
+    rounding, least = 2**-8 if dtype == torch.bfloat16 else 1e-5, 1e-6
+    if dtype == torch.int8:  # each replica's row and the merged one, to half of its scale
+        least = 4 * max(1.0, *map(abs, wanted.row)) / 254
+    assert kept.row == pytest.approx(wanted.row, rel=rounding, abs=least)
     assert kept.state == pytest.approx(wanted.state, rel=1e-5, abs=1e-6)
 
 
@@ -176,7 +179,7 @@ def _held(group: TableGroup, table: int) -> Replica:
         id_: Kept(tuple(row), tuple(own), step, score)
         for id_, row, own, step, score in zip(
             state.ids[slots].tolist(),
-            state.rows[slots].tolist(),
+            numbers_of(state.rows[slots], DIM).tolist(),
             states,
             state.last_steps[slots].tolist(),
             scores,
@@ -227,7 +230,7 @@ def test_the_rules_on_a_gpu(seed):
         pick((40, 150, 600)),
         pick((None, 20)),
         pick((None, 2)),
-        pick((torch.float32, torch.bfloat16)),
+        pick((torch.float32, torch.bfloat16, torch.int8)),
     )
     _run(case, seed, "cuda")
 

@@ -14,7 +14,7 @@ from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.hkv.cost import far_share, hkv_cases, hkv_work
 from torchrec_hkv.backends.hkv.files import merge_files, saved_folder, verify_file
 from torchrec_hkv.backends.hkv.lookup import HKVLookup
-from torchrec_hkv.backends.hkv.options import ROW_DTYPES, HKVOptions
+from torchrec_hkv.backends.hkv.options import OUTPUT_DTYPES, ROW_DTYPES, HKVOptions
 from torchrec_hkv.backends.hkv.table import (
     hbm_bytes_of,
     initializer_of,
@@ -54,7 +54,7 @@ class HKVBackend(Backend):
         ShardingType.GRID_SHARD.value,
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
-    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
+    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = OUTPUT_DTYPES
     accumulates: ClassVar[bool] = True
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
@@ -75,6 +75,12 @@ class HKVBackend(Backend):
             raise ValueError(
                 f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
                 f"{', '.join(map(str, ROW_DTYPES))}."
+            )
+        if shard.dtype == torch.int8 and shard.dim != shard.embedding_dim:
+            raise ValueError(
+                f"table '{shard.name}': a shard has {shard.dim} of {shard.embedding_dim} columns, "
+                "but columns of rows of torch.int8 can't be sharded, as those of a row share its "
+                "scale: shard the table by rows or as a whole, or take torch.bfloat16."
             )
         try:
             hash_table_optimizer(optimizer)
@@ -104,7 +110,7 @@ class HKVBackend(Backend):
         if options.dense:
             return 8 * shard.capacity * (shard.dim + width) * (replicas - 1) / replicas
         return id_sync_bytes(
-            touched, touched_anywhere, shard.dim, width, options.eviction, replicas
+            touched, touched_anywhere, shard.dim, width, options.table_eviction, replicas
         )
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
@@ -150,7 +156,7 @@ class HKVBackend(Backend):
         options = options_of(shard)
         return {
             **super().identity(shard, optimizer),
-            "eviction": name_of(options.eviction),
+            "eviction": name_of(options.table_eviction),
             "seed": options.seed,
         }
 

@@ -17,8 +17,9 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_restore_counts,
 )
 
-#: Data types of rows and of outputs.
-ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Data types of outputs, and of rows.
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROW_DTYPES = (*OUTPUT_DTYPES, torch.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,9 @@ class HKVOptions(BackendOptions):
             - ``"lfu"``: the least frequently looked up id; among equals, the least recent.
             - An :class:`torchrec_hkv.AgedLFU`: LFU with aging counts. The count of an id halves
               in each half-life in which the id is not looked up.
-            - ``"adaptive"``: LFU with aging counts whose half-life is chosen while the table
-              runs, by the hit rates of small tables that see a sample of the ids.
+            - ``"adaptive"`` (default): LFU with aging counts whose half-life is chosen while the
+              table runs, by the hit rates of small tables that see a sample of the ids. With
+              ``dense`` it is ``"lru"``: nothing is evicted, and LRU takes 8 bytes a slot less.
             - ``"epoch_lru"`` and ``"epoch_lfu"``: an id of the earliest epoch
               (:func:`torchrec_hkv.set_epoch`); within an epoch by ``"lru"`` or ``"lfu"``.
             - ``"customized"``: the id of the lowest score. Scores come with each batch
@@ -78,7 +80,9 @@ class HKVOptions(BackendOptions):
             ``num_embeddings``, 1 to 2^63 - 1. None: ``num_embeddings``; the planner may choose
             fewer if the constraint leaves the kernel open and has frequencies of ids.
         row_dtype: data type of the rows, if it differs from the config's: ``torch.float32``,
-            ``torch.float16`` or ``torch.bfloat16``. None: the config's.
+            ``torch.float16``, ``torch.bfloat16`` or ``torch.int8``. Rows of int8 are integers
+            with a float32 scale for each row; updates round them stochastically, and their columns
+            can't be sharded. None: the config's.
         deterministic: True: on GPUs, equal batches give bitwise equal tables, and column shards
             keep and evict the same rows. Training steps are slightly slower
             (``docs/concepts/ordering.md``). Applies to all tables of the same lookup. False: only
@@ -97,7 +101,7 @@ class HKVOptions(BackendOptions):
             the same weights also weight the pooling. Every training batch needs weights.
     """
 
-    eviction: EvictionPolicy = "lru"
+    eviction: EvictionPolicy = "adaptive"
     hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None
@@ -164,6 +168,11 @@ class HKVOptions(BackendOptions):
             )
         if not isinstance(self.dense, bool):
             raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
+        if self.dense and self.row_dtype == torch.int8:
+            raise ValueError(
+                "HKVOptions: row_dtype is torch.int8 and dense is True, but checkpoints of a dense "
+                "table hold rows of floats: take torch.bfloat16, or leave dense out."
+            )
         never = ("admission", "expire_after", "initial_capacity", "remember_evicted", "capacity")
         for name in never:
             if self.dense and getattr(self, name) is not None:
@@ -197,6 +206,11 @@ class HKVOptions(BackendOptions):
                 "HKVOptions: eviction is 'customized' and dense is True, but a dense table always "
                 "holds all its rows and evicts none: leave eviction out."
             )
+
+    @property
+    def table_eviction(self) -> EvictionPolicy:
+        """The policy of the hash table."""
+        return "lru" if self.dense and self.eviction == "adaptive" else self.eviction
 
     @property
     def score_source(self) -> ScoreSource | None:

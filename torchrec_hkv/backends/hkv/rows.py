@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.backends.hkv.counts import counts_spec, export_counts
 from torchrec_hkv.backends.hkv.dense import DenseRows
-from torchrec_hkv.backends.hkv.state import HEAD, head_of, split_states
+from torchrec_hkv.backends.hkv.state import HEAD, head_of, split_rows, split_states
 from torchrec_hkv.backends.hkv.table import options_of
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
@@ -19,6 +19,7 @@ from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv
 
@@ -54,7 +55,8 @@ def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
     with group.unchanged():
         slots = _find(group, table, feature, on_device)
         there = (slots >= 0).nonzero().flatten()
-        rows[there] = _ops.read_slots(group.handle, table, slots[there])[1].float()
+        stored = _ops.read_slots(group.handle, table, slots[there])[1]
+        rows[there] = numbers_of(stored, spec.dim).float()
     return rows.cpu()
 
 
@@ -68,7 +70,8 @@ def entries_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> dict
         seed=spec.seed,
         initializer=spec.initializer,
         column_offset=spec.column_offset,
-    ).to(spec.dtype)
+    )
+    rows = stored_as(rows, spec.dtype)
     *_, width, scored, _, _ = _C.table_layout(group.handle, table)
     n = len(ids)
     steps = torch.zeros(n, dtype=torch.int32, device=group.device)
@@ -81,7 +84,7 @@ def entries_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> dict
     for whole, part in zip((rows, steps, scores, states), read[1:], strict=True):
         if len(whole):
             whole[there] = part
-    entries = {"weight": rows, "last_steps": steps}
+    entries = {**split_rows(rows, spec.dim), "last_steps": steps}
     if scored:
         entries["scores"] = scores
     entries |= split_states(states, group.state_layout, spec.dim)
@@ -115,7 +118,7 @@ def put_rows(
             0, where, torch.arange(len(where)), "amax", include_self=False
         )
         columns = slice(spec.column_offset, spec.column_offset + spec.dim)
-        own_rows = rows[mine][last][:, columns].to(spec.dtype).contiguous()
+        own_rows = stored_as(rows[mine][last][:, columns], spec.dtype).contiguous()
         with group.alone():
             group.note_rewrite()
             lost += _put_batch(group, table, feature, ids, own_rows, target)

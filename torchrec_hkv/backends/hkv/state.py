@@ -24,6 +24,13 @@ from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.stored_rows import (
+    int8_parts,
+    number_dtype,
+    numbers_of,
+    stored_as,
+    stored_with_scales,
+)
 
 _FORMAT = 1
 # Lowest bit of the epoch in the first element of the head; the format is in the bits below it.
@@ -31,6 +38,8 @@ _EPOCH_BIT = 8
 #: Name of the tensor about the whole table: format and epoch, state layout, updates, clock.
 HEAD = "table_state"
 _ROW_STATES = "optimizer_row_states"
+# Of rows of int8, beside their numbers: with them these are stored again bit for bit.
+_SCALES = "scales"
 # Unused positions, for capacities that are rounded up on each rank.
 _MORE_PLACES = 4096
 
@@ -75,7 +84,9 @@ def state_spec(
             f"table '{shard.name}': a shard has {slots} slots, but a state_dict has room for "
             f"{places}: spread its rows over fewer ranks."
         )
-    spec = {"weight": TensorSpec((places, shard.dim), shard.dtype)}
+    spec = {"weight": TensorSpec((places, shard.dim), number_dtype(shard.dtype))}
+    if shard.dtype == torch.int8:
+        spec[_SCALES] = TensorSpec((places,), torch.float32)
     states, _ = state_columns(optimizer)
     for k in range(states.of_columns):
         spec[_state_name(k)] = TensorSpec((places, shard.dim), torch.float32)
@@ -107,7 +118,7 @@ def _export_state(
     state = group.export_table(table)
     states = StateColumns.of_layout(group.state_layout)
     parts = {
-        "weight": state.rows,
+        **split_rows(state.rows, shard.dim),
         "ids": state.ids,
         "occupied": state.occupied,
         "last_steps": state.last_steps,
@@ -135,6 +146,13 @@ def head_of(group: TableGroup, table: int) -> Tensor:
     first = _FORMAT | group.epoch << _EPOCH_BIT
     step = int(group.optimizer_steps[table])
     return torch.tensor([first, group.state_layout, step, group.clock])
+
+
+def split_rows(stored: Tensor, dim: int) -> dict[str, Tensor]:
+    """Stored rows by the names of a table's state: numbers, and of rows of 8 bits their scales."""
+    if stored.dtype != torch.int8:
+        return {"weight": stored}
+    return {"weight": numbers_of(stored, dim), _SCALES: int8_parts(stored, dim)[1]}
 
 
 def split_states(states: Tensor, layout: int, dim: int) -> dict[str, Tensor]:
@@ -191,7 +209,7 @@ class StateLoad(EntriesLoad):
         state = TableState(
             occupied=cut["occupied"].contiguous(),
             ids=cut["ids"].contiguous(),
-            rows=cut["weight"].contiguous(),
+            rows=self._stored_rows(cut),
             states=self._joined(cut, slots),
             last_steps=cut["last_steps"].contiguous(),
             scores=cut["scores"].contiguous() if self._scored else torch.empty(0).long(),
@@ -221,7 +239,7 @@ class StateLoad(EntriesLoad):
         n = mine.numel()
         batch = {
             "ids": cut["ids"],
-            "rows": cut["weight"].contiguous(),
+            "rows": self._stored_rows(cut),
             "last_steps": cut["last_steps"],
             "states": self._joined(cut, n),
         }
@@ -247,6 +265,14 @@ class StateLoad(EntriesLoad):
         self._group.fill_frames(self._table)
         self._counts.finish()
         return self._lost
+
+    def _stored_rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        weight = tensors["weight"]
+        if self._shard.dtype != torch.int8:
+            return weight.contiguous()
+        if _SCALES not in tensors:
+            return stored_as(weight, torch.int8)
+        return stored_with_scales(weight, tensors[_SCALES])
 
     def _joined(self, tensors: Mapping[str, Tensor], n: int) -> Tensor:
         dim = self._shard.dim

@@ -45,7 +45,7 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
         _slots_wanted(shard),
         shard.dim,
         state_width(optimizer, shard.dim),
-        options.eviction,
+        options.table_eviction,
         element_bytes=shard.dtype.itemsize,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
@@ -86,7 +86,7 @@ def table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
         capacity=_slots_wanted(shard),
         dim=shard.dim,
         dtype=shard.dtype,
-        eviction=options.eviction,
+        eviction=options.table_eviction,
         hbm_bytes=hbm_bytes_of(shard, optimizer),
         seed=options.seed,
         initializer=initializer_of(shard),
@@ -106,5 +106,5 @@ def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Te
     options = options_of(shard)
     if options.dense:
         return {"weight": TensorSpec((shard.capacity, shard.dim), shard.dtype)}
-    slots, scored = memory_of(shard, optimizer).num_slots, keeps_scores(options.eviction)
+    slots, scored = memory_of(shard, optimizer).num_slots, keeps_scores(options.table_eviction)
     return state_spec(shard, optimizer, slots, scored, options.admission)

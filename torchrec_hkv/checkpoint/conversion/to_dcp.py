@@ -15,6 +15,7 @@ from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
 from torchrec_hkv.checkpoint.opened import SavedTable, initial_rows_of
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.progress import advance
 
 _COPIES = 5
@@ -144,7 +145,7 @@ class _Table:
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows and states of the row numbers from ``first`` up to ``first + n``, exclusive."""
         ids = torch.arange(first, first + n)
-        dtype = getattr(torch, self._table.identity["dtype"])
+        dtype = number_dtype(getattr(torch, self._table.identity["dtype"]))
         rows = torch.empty(n, self._table.dim, dtype=dtype)
         # A row that the table lacks has its initial values.
         for shard in self._table.parts or ():

@@ -20,6 +20,7 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 _MASK = (1 << 64) - 1
 # Kinds of hashed values; further states follow.
 _ENTRY, _LAST_STEP, _SCORE, _ROW, _STATE = range(5)
+_SCALE = 63  # the last one
 # Temporary bytes for each value of 4 bytes.
 _WORK = 24
 # Default memory limits on a CPU and on a GPU. A GPU needs large batches to be efficient.
@@ -67,6 +68,8 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
             if "scores" in batch:
                 total += _sum(ids, _SCORE, batch["scores"])
         total += _sum(ids, _ROW, _bits(batch["rows"]), columns)
+        if "scales" in batch:
+            total += _sum(ids, _SCALE, _bits(batch["scales"]))
         if "states" not in batch:
             continue
         own = _bits(batch["states"])
@@ -85,7 +88,8 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
 
 def _bits(values: Tensor) -> Tensor:
     """The bits of each value as int64."""
-    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16).long()
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return values.view(integers[values.dtype.itemsize]).long()
 
 
 def _sum(ids: Tensor, what: int, values: Tensor, columns: Tensor | None = None) -> Tensor:

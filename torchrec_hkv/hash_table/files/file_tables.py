@@ -24,6 +24,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.stored_rows import int8_parts, join_int8, stored_as
 from torchrec_hkv.write_behind import SaveHandle
 
 # Number of batches alive at a time in a load with another capacity: the batch that was read, the
@@ -51,6 +52,8 @@ class FileTable:
         layout = _C.table_layout(group.handle, table)
         *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
         self.fields = fields_of(*self._layout, self.keeps_scores)
+        #: Whether rows of files are codes of 8 bits as the table has them.
+        self.is_int8 = self._layout[1] == torch.int8
         self.slots = self.buckets * self.bucket_slots
         self._batch_bytes = batch_bytes
         self.batch = self._entries(_COPIES)
@@ -180,7 +183,9 @@ class Source(FileTable):
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
         (dtype,) = (field.dtype for field in self.fields if field.name == "rows")
-        if dtype == torch.int8:
+        if self.is_int8:
+            batch["rows"], batch["scales"] = int8_parts(batch["rows"], self._layout[0])
+        elif dtype == torch.int8:
             batch["rows"], batch["scales"] = self._quantised(batch["rows"])
         else:
             batch["rows"] = self._narrowed(batch["rows"], dtype)
@@ -247,19 +252,25 @@ class Target(FileTable):
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
         """Inserts entries; returns how many found no slot.
 
-        If the table stores counts and the entries have none, each gets the count 1.
+        Rows are numbers, codes of 8 bits with ``scales``, or as the table stores them. If the table
+        stores counts and the entries have none, each gets the count 1.
         """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
         _, dtype, width = self._layout
+        rows = moved["rows"]
+        if "scales" in moved:
+            rows = join_int8(rows, moved["scales"])
+        elif rows.dtype != dtype:
+            rows = stored_as(rows, dtype)
         if not self.keeps_scores:
             scores = torch.empty(0, dtype=torch.int64, device=device)
         elif (scores := moved.get("scores")) is None:
             scores = torch.ones(n, dtype=torch.int64, device=device)
         entries = (
             ids,
-            moved["rows"].to(dtype),
+            rows,
             moved["last_steps"],
             scores,
             moved.get("states", torch.zeros((n, width), device=device)),

@@ -242,7 +242,7 @@ _TABLE = Fields(
             )
         ),
         "column_offset": Integer(0, (1 << 31) - 1),
-        "dtype": Choice(("float32", "float16", "bfloat16")),
+        "dtype": Choice(("float32", "float16", "bfloat16", "int8")),
         "state_dim": Integer(0, 8192),
     }
 )

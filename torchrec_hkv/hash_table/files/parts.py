@@ -396,7 +396,7 @@ class PartsLoad:
                     picked = mine if picked is None else picked & mine
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
-                yield dequantised(batch)
+                yield batch if self._target.is_int8 else dequantised(batch)
                 advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 

@@ -371,7 +371,9 @@ def _replace(
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    lost += target.restore(dequantised(batch), exact)
+                    if not target.is_int8:
+                        batch = dequantised(batch)
+                    lost += target.restore(batch, exact)
                     advance(len(batch["ids"]) * entry_bytes(fields))
         if exact and lost:
             raise ValueError(f"{folder} is inconsistent: {lost} of its slots occur twice.")

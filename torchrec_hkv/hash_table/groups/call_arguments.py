@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.id_types import int64_ids
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: Policies that compute scores themselves.
@@ -22,7 +23,7 @@ class CallArguments:
     Attributes:
         device: device of the tables.
         row_width: number of columns of rows: the dim of the widest table.
-        dtype: dtype of rows: that of the tables, or float32 if theirs differ.
+        dtype: dtype of rows: that of the tables, or float32 if theirs differ or are int8.
         evictions: the policies of the tables, without repetition.
     """
 
@@ -38,7 +39,7 @@ class CallArguments:
         return cls(
             device,
             max(spec.dim for spec in tables),
-            dtypes.pop() if len(dtypes) == 1 else torch.float32,
+            number_dtype(dtypes.pop()) if len(dtypes) == 1 else torch.float32,
             tuple(dict.fromkeys(spec.eviction for spec in tables)),
         )
 

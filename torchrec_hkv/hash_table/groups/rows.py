@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
+from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 
@@ -28,8 +29,8 @@ class GroupRows:
             batch_size: the batch size of the call.
 
         Returns:
-            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype; views
-            of ``rows`` if the dtypes are equal.
+            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype
+            (float32 for int8); views of ``rows`` if the dtypes are equal.
         """
         ends = offsets[:: max(1, batch_size)].tolist()
         features = len(self.feature_tables)
@@ -41,7 +42,7 @@ class GroupRows:
             )
         specs = [self.tables[table] for table in self.feature_tables]
         return [
-            rows[begin:end, : spec.dim].to(spec.dtype)
+            rows[begin:end, : spec.dim].to(number_dtype(spec.dtype))
             for spec, begin, end in zip(specs, ends[:-1], ends[1:], strict=True)
         ]
 

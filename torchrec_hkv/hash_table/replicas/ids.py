@@ -43,14 +43,13 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
     places[order] = begins.cumsum(0) - 1
     places_of = places.split([part.numel() for part in parts])
     known = torch.zeros_like(ids, dtype=torch.bool)
-    left = known
     for replica in range(len(kinds)):
         known[places_of[3 * replica + 1]] = True
         known[places_of[3 * replica + 2]] = True
     mine = torch.cat(places_of[3 * own : 3 * own + 2])
     if not any(part.numel() for part in parts[2::3]):
         return MergedIds(ids, known, ids[:0], mine)
-    touched = torch.zeros_like(left)
+    touched = torch.zeros_like(known)
     for replica in range(len(kinds)):
         touched[torch.cat(places_of[3 * replica : 3 * replica + 2])] = True
     return MergedIds(ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine])

@@ -18,9 +18,12 @@ from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, fi
 from torchrec_hkv.hash_table.replicas.ids import MergedIds
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge, merged_values
 from torchrec_hkv.hash_table.replicas.wire import Wire
+from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv
 _STEP_BITS = 0xFFFFFFFF
+#: What a target asks for; batches are as large as they are.
+_TARGET_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +117,22 @@ class TableSync:
 
     def _find(self, own_slots: Tensor, own: Tensor) -> Tensor:
         """Slots of the merged ids, -1 where an id is not here."""
-        if own.numel() == self.ids.numel():
-            slots = torch.empty_like(self.ids)
-            slots[own] = own_slots
-            return slots
-        others = (~self.is_touched).nonzero().flatten()
         slots = torch.empty_like(self.ids)
         slots[own] = own_slots
-        slots[others] = find_slots(self.group, self.table, self.ids[others])
+        others = (~self.is_touched).nonzero().flatten()
+        if others.numel():
+            slots[others] = find_slots(self.group, self.table, self.ids[others])
         return slots
 
-    def insert(self) -> int:
+    def keep(self, entries: dict[str, Tensor]) -> None:
+        """Entries that are not here and will be inserted."""
+        self._absent.append(entries)
+
+    def finish(self) -> Synced:
+        """Called when all parts are merged."""
+        return Synced(self.ids.numel(), self._erased, self._insert())
+
+    def _insert(self) -> int:
         """Inserts what other replicas have; returns how many ids have no place in the end.
 
         At the end of all: an id that is displaced has been read before.
@@ -133,25 +141,14 @@ class TableSync:
         number = sum(part.numel() for part in ids)
         if number:
             group, table = self.group, self.table
-            target = Target(group, table, self._batch_bytes_of_target)
+            target = Target(group, table, _TARGET_BYTES)
             group.reserve(table, min(group.sizes()[table] + number, target.capacity))
             self.changes.grew()
-            target = Target(group, table, self._batch_bytes_of_target)
+            target = Target(group, table, _TARGET_BYTES)
             for batch in self._absent:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
         return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
-
-    #: Batches are as large as they are.
-    _batch_bytes_of_target = 1 << 20
-
-    def finish(self) -> Synced:
-        """Called when all parts are merged."""
-        return Synced(self.ids.numel(), self._erased, self.insert())
-
-    def keep(self, entries: dict[str, Tensor]) -> None:
-        """Entries that are not here and will be inserted."""
-        self._absent.append(entries)
 
 
 class Part:
@@ -203,7 +200,7 @@ class Part:
         )
         sums.zero_()
         dim = of.spec.dim
-        sums[there, :dim] = rows.to(torch.float32)
+        sums[there, :dim] = numbers_of(rows, dim).to(torch.float32)
         if of.states:
             sums[there, dim:-2] = states
         steps_of_all = last_steps.new_zeros(self.n)
@@ -242,7 +239,7 @@ class Part:
             _ops.write_values(*place, self._slots, ids, values, last_steps, scores, of.states)
         entries = {
             "ids": ids,
-            "rows": values[:, : spec.dim].to(of.dtype),
+            "rows": stored_as(values[:, : spec.dim], of.dtype),
             "last_steps": last_steps,
         }
         if of.states:

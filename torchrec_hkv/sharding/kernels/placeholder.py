@@ -88,10 +88,13 @@ def placeholder(
 
     Args:
         dim: number of columns of the table.
-        dtype: data type of the rows.
+        dtype: data type of the rows. The parameter of integers is float32, since only floats have
+            gradients.
         device: device of the table.
         notice: warns when its gradient is clipped; None for no warning.
     """
+    if not dtype.is_floating_point:
+        dtype = torch.float32
     parameter = TablePlaceholder(torch.empty(0, dim, dtype=dtype, device=device))
     parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
     parameter._notice = notice

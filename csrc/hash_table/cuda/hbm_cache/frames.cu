@@ -135,9 +135,10 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
       claim_frames(tables, batch, visit, slots, placed, others, moving, scratch, stream);
   if (moving.begin != nullptr) moving.begin(moving.begin_of);
   move_rows(tables, batch, moves, moving, stream);
-  const auto write_new = rows == NewRows::kInitial   ? write_new_kernel<NewRows::kInitial>
-                         : rows == NewRows::kUniform ? write_new_kernel<NewRows::kUniform>
-                                                     : write_new_kernel<NewRows::kUntouched>;
+  const auto write_new = rows == NewRows::kInitial      ? write_new_kernel<NewRows::kInitial>
+                         : rows == NewRows::kInitialAny ? write_new_kernel<NewRows::kInitialAny>
+                         : rows == NewRows::kUniform    ? write_new_kernel<NewRows::kUniform>
+                                                        : write_new_kernel<NewRows::kUntouched>;
   write_new<<<std::min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
       tables, batch, slots, placed, moves.new_places, any_missing);
   HKV_CUDA_CHECK_LAUNCH();

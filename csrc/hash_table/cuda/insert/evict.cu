@@ -345,6 +345,8 @@ EvictKernel choose_evict_kernel(const Placement& placement) {
       return evict_kernel<NewRows::kUntouched, kOneTable, false, kPacked>;
     case NewRows::kUniform:
       return evict_kernel<NewRows::kUniform, kOneTable, false, kPacked>;
+    case NewRows::kInitialAny:
+      return evict_kernel<NewRows::kInitialAny, kOneTable, false, kPacked>;
     default:
       return evict_kernel<NewRows::kInitial, kOneTable, false, kPacked>;
   }

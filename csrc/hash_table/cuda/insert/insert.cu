@@ -275,6 +275,8 @@ InsertKernel choose_insert_kernel(NewRows rows, const TableView* only) {
       return choose_insert_kernel<NewRows::kUntouched>(only);
     case NewRows::kUniform:
       return choose_insert_kernel<NewRows::kUniform>(only);
+    case NewRows::kInitialAny:
+      return choose_insert_kernel<NewRows::kInitialAny>(only);
     default:
       return choose_insert_kernel<NewRows::kInitial>(only);
   }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -55,9 +56,7 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int64_t byt
   }
 }
 
-__device__ __forceinline__ int64_t row_bytes(const TableView& table) {
-  return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-}
+__device__ __forceinline__ int64_t row_bytes(const TableView& table) { return table.rows.bytes(); }
 
 // What the lanes that write a row are to know of its id: of uniform rows the bits that a lane mixes
 // once for all.
@@ -74,7 +73,11 @@ __device__ __forceinline__ void write_new_row(const TableView& table, uint64_t s
   const auto id = static_cast<int64_t>(source);
   char* row = table.rows.at(slot, frame);
   if (kRows == NewRows::kUniform) write_uniform_row(table, source, row, lane);
-  if (kRows == NewRows::kInitial) {
+  if (kRows == NewRows::kInitialAny && table.rows.type == RowType::kInt8) {
+    write_int8_row<kTile>(row, table.dim(), lane, [&](int32_t c) {
+      return initial_value(table.initial_rows, id, static_cast<uint32_t>(c));
+    });
+  } else if (kRows == NewRows::kInitial || kRows == NewRows::kInitialAny) {
     if ((table.dim() | table.column_offset) % 4 == 0) {
       write_initial_row<4>(table, id, row, lane);
     } else {

@@ -395,7 +395,9 @@ void insert_in_order(const TableView* tables, const Batch& batch, const Visit& v
   HKV_CUDA_CHECK_LAUNCH();
   const auto complete = placement.rows == NewRows::kUntouched ? complete_kernel<NewRows::kUntouched>
                         : placement.rows == NewRows::kUniform ? complete_kernel<NewRows::kUniform>
-                                                              : complete_kernel<NewRows::kInitial>;
+                        : placement.rows == NewRows::kInitial
+                            ? complete_kernel<NewRows::kInitial>
+                            : complete_kernel<NewRows::kInitialAny>;
   complete<<<std::min(grid, resident_blocks(complete)), kThreads, 0, stream>>>(
       tables, batch, visit, slots, missing, *order);
   HKV_CUDA_CHECK_LAUNCH();

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
-  const int32_t bytes = store.width * element_size(store.type);
+  const auto bytes = static_cast<int32_t>(store.bytes());
   const bool mine = lane < kRowsOfWarp && first + lane < n;
   const int64_t slot = mine ? slots[first + lane] : kNoSlot;
   if (mine && found != nullptr) found[first + lane] = slot != kNoSlot;
@@ -82,15 +82,18 @@ __global__ void __launch_bounds__(kThreads)
             slot == kNoSlot ? nullptr : store.at(slot, table.frames.frame_of(slot)), bytes);
   for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
     const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
-    for (int32_t c = lane; c < store.width; c += kWarp) {
-      float value = 0.0f;
-      if (ids != nullptr) {
-        const InitialRows& init = table.initial_rows;
-        const uint32_t draw =
-            initial_draw(init, ids[i], static_cast<uint32_t>(table.column_offset + c));
-        value = kInitial == Distribution::kUniform ? scale_uniform(init, draw)
-                                                   : scale_normal(init, draw);
+    if (ids == nullptr) {
+      for (int32_t b = lane * 2; b < bytes; b += kWarp * 2) {
+        *reinterpret_cast<uint16_t*>(rows + i * bytes + b) = 0;
       }
+      continue;
+    }
+    for (int32_t c = lane; c < store.width; c += kWarp) {
+      const InitialRows& init = table.initial_rows;
+      const uint32_t draw =
+          initial_draw(init, ids[i], static_cast<uint32_t>(table.column_offset + c));
+      const float value =
+          kInitial == Distribution::kUniform ? scale_uniform(init, draw) : scale_normal(init, draw);
       store_element(store.type, rows + i * bytes, c, value);
     }
   }
@@ -230,11 +233,27 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int64_t id = batch.ids[i];
+  const auto initial = [&](int32_t c) {
+    return Columns<1>::initial(table.initial_rows, id, table.column_offset + c).v[0];
+  };
+  Int8Scale scale{};
+  if (type == RowType::kInt8) {
+    uint32_t largest = 0;
+    for (int32_t c = lane; c < table.dim(); c += kRowLanes) {
+      largest = max(largest, magnitude_bits(initial(c)));
+    }
+    scale = int8_scale(largest_of_tile<kRowLanes>(largest));
+  }
   for (int32_t c = lane; c < rows.columns; c += kRowLanes) {
     float value = 0.0f;
     if (c < table.dim()) {
-      value = Columns<1>::initial(table.initial_rows, id, table.column_offset + c).v[0];
-      if (type != rows.type) value = widen(type, narrow(type, value));
+      value = initial(c);
+      if (type == RowType::kInt8) {
+        value = scale.scale *
+                static_cast<float>(scale.inverse == 0.0f ? 0 : to_int8(value, scale.inverse, 0.0f));
+      } else if (type != rows.type) {
+        value = widen(type, narrow(type, value));
+      }
     }
     store_element(rows.type, rows.at(i), c, value);
   }
@@ -284,7 +303,7 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  if (only != nullptr) {
+  if (only != nullptr && only->rows.type == rows.type) {
     gather_of_one(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found, stream);
     return;
   }
@@ -302,7 +321,7 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
     const auto kernel = only != nullptr ? add_kernel<true> : add_kernel<false>;
     kernel<<<grid_for(n), kThreads, 0, stream>>>(only != nullptr ? *only : TableView{}, tables,
                                                  num_tables, slots, n, rows);
-  } else if (only == nullptr) {
+  } else if (only == nullptr || only->rows.type != rows.type) {
     assign_group_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots,
                                                                           n, rows, writer, claims);
   } else {

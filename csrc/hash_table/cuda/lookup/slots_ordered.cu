@@ -37,6 +37,22 @@ __device__ __forceinline__ float rounded(RowType type, float value) {
   return load_element(type, to, 0);
 }
 
+// The same for a row of 8 bits, which is rounded to the nearest after each. A warp.
+__device__ __forceinline__ void add_run_to_int8(const TableView& table, const int64_t* slots,
+                                                const int64_t* positions, const RowMatrix& rows,
+                                                int64_t first, int64_t n) {
+  const int lane = threadIdx.x % kWarp;
+  char* const row = row_to_write(table, slots[first] - table.first_slot, lane == 0);
+  float scale = *reinterpret_cast<const float*>(row);
+  __syncwarp();  // all lanes have read it
+  for (int64_t i = first; i < n && slots[i] == slots[first]; ++i) {
+    const auto* const from = reinterpret_cast<const float*>(rows.at(positions[i]));
+    scale = write_int8_row<kWarp>(row, table.dim(), lane, [&](int32_t c) {
+      return __fadd_rn(int8_value(row, scale, c), from[c]);
+    });
+  }
+}
+
 // A run's rows are added to its row one after the other, in the order of a CPU: a warp has one run
 // and 32 of its columns. Of a long run 32 rows are on their way at once; only their additions wait
 // for each other.
@@ -51,6 +67,10 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarp;
   const TableView& table = tables[table_of_slot(tables, num_tables, slot)];
   const RowType type = table.rows.type;
+  if (type == RowType::kInt8) {
+    if (blockIdx.y == 0) add_run_to_int8(table, slots, positions, rows, first, n);
+    return;
+  }
   const auto first_column = static_cast<int32_t>(blockIdx.y) * kWarp;
   if (first_column >= table.dim()) return;
   const int32_t c = first_column + lane;

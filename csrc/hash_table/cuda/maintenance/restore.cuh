@@ -22,7 +22,7 @@ struct Widths {
   int32_t state;  // bytes
 
   __device__ explicit Widths(const TableView& table)
-      : row(table.dim() * element_size(table.rows.type)),
+      : row(static_cast<int32_t>(table.rows.bytes())),
         state(table.states.width * static_cast<int32_t>(sizeof(float))) {}
 };
 

@@ -2,7 +2,8 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/offsets.cuh"
+#include "hash_table/cuda/pool/bag.cuh"
+#include "hash_table/cuda/pool/pool_int8.h"
 #include "hash_table/cuda/pool/pool_tiles.h"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/kernels.h"
@@ -10,60 +11,12 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// One bag of one feature, as a warp works on it.
-struct Bag {
-  int64_t first;  // positions [first, last)
-  int64_t last;
-  float scale;  // of the whole bag
-  int32_t feature;
-  int64_t output;  // place of its outputs
-};
-
-// A bag whose offsets can't be followed is reported, and has no ids.
-__device__ __forceinline__ Bag bag_at(const Batch& batch, int64_t number, bool mean,
-                                      int64_t stride) {
-  Bag bag;
-  bag.feature = batch.feature_of_bag(number);
-  bag.first = batch.offsets[number];
-  bag.last = batch.offsets[number + 1];
-  if (is_bad_bag(batch, number, bag.first, bag.last)) {
-    if (threadIdx.x % kWarp == 0) refuse_bag(batch, number, bag.first, bag.last);
-    bag.first = bag.last = 0;
-  }
-  bag.scale = mean && bag.last > bag.first ? 1.0f / static_cast<float>(bag.last - bag.first) : 1.0f;
-  bag.output = batch.output_of(bag.feature, number - batch.first_bag(bag.feature), stride);
-  return bag;
-}
-
-template <int kWidth>
-__device__ __forceinline__ Columns<kWidth> row_or_initial(const TableView& table, int64_t slot,
-                                                          int64_t id, int32_t column) {
-  return table.has(slot)
-             ? Columns<kWidth>::load(table.rows.type, table.row(slot - table.first_slot), column)
-             : Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + column);
-}
-
-template <int kWidth>
-__device__ void pool_bag(const TableView& table, const Batch& batch, const int64_t* slots,
-                         const float* weights, const Bag& bag, const Output<char>& out) {
-  const int lane = threadIdx.x % kWarp;
-  for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
-    Columns<kWidth> sum = Columns<kWidth>::zero();
-#pragma unroll 4
-    for (int64_t at = bag.first; at < bag.last; ++at) {
-      const float scale = weights != nullptr ? weights[at] * bag.scale : bag.scale;
-      sum.add(scale, row_or_initial<kWidth>(table, slots[at], batch.ids[at], column));
-    }
-    sum.store(out.type, out.at(bag.output), column);
-  }
-}
-
 constexpr int kBagsOfWarp = 4;
 
 // Has the rows of a warp's bags brought into the second-level cache all at once: a lane an id.
 __device__ __forceinline__ void prefetch_rows(const TableView& table, const int64_t* slots,
                                               int64_t first, int64_t last) {
-  const uint32_t bytes = static_cast<uint32_t>(table.dim()) * element_size(table.rows.type);
+  const uint32_t bytes = static_cast<uint32_t>(table.rows.bytes());
   if (bytes % 16 != 0) return;
   constexpr int64_t kMost = 2 * kWarp;  // of long bags the first ids will do
   const int64_t end = min(last, first + kMost);
@@ -89,12 +42,12 @@ __global__ void __launch_bounds__(kThreads)
   prefetch_rows(tables[batch.feature_tables[feature]], slots, max(batch.offsets[first], int64_t{0}),
                 min(batch.offsets[last_of_feature], batch.num_ids));
   for (int64_t number = first; number < end; ++number) {
-    const Bag bag = bag_at(batch, number, pooling.mean, out.stride);
+    const Bag bag = bag_at<kWarp>(batch, number, pooling.mean, out.stride);
     const TableView& table = tables[batch.feature_tables[bag.feature]];
     if (four_wide(table.dim(), bag.output)) {
-      pool_bag<4>(table, batch, slots, pooling.weights, bag, out);
+      pool_bag<kWarp, 4>(table, batch, slots, pooling.weights, bag, out);
     } else {
-      pool_bag<1>(table, batch, slots, pooling.weights, bag, out);
+      pool_bag<kWarp, 1>(table, batch, slots, pooling.weights, bag, out);
     }
   }
 }
@@ -121,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
                         float* __restrict__ weights_grad) {
   const int64_t number = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (number >= batch.num_bags) return;
-  const Bag bag = bag_at(batch, number, mean, grad.stride);
+  const Bag bag = bag_at<kWarp>(batch, number, mean, grad.stride);
   const TableView& table = tables[batch.feature_tables[bag.feature]];
   if (four_wide(table.dim(), bag.output)) {
     weights_grad_bag<4>(table, batch, slots, bag, grad, weights_grad);
@@ -168,6 +121,10 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
                cudaStream_t stream) {
   const int64_t bags = batch.num_bags;
   if (bags == 0) return;
+  if (shape.int8_rows) {
+    pool_int8(tables, batch, slots, pooling, out, shape, stream);
+    return;
+  }
   if (shape.four_wide && out.stride % 4 == 0) {
     const bool hot = static_cast<const volatile UpdateHint*>(hint)->hot_slots != 0;
     pool_four_wide(tables, batch, slots, pooling, out, shape, hot, stream);

@@ -68,14 +68,26 @@ __device__ __forceinline__ Columns<kWidth> load_columns(RowType type, const char
   return Columns<kWidth>::load(type, from, column);
 }
 
-// What RowUpdate reads of the position where a segment ends.
+// The columns of a row of 8 bits, without its scale.
 template <int kWidth>
+__device__ __forceinline__ void copy_int8(char* to, const char* row, int32_t column) {
+  const char* const from = row + kInt8Start;
+  if constexpr (kWidth == 4) {
+    copy_async<4>(to + column, from + column);
+  } else {
+    to[column] = from[column];
+  }
+}
+
+// What RowUpdate reads of the position where a segment ends.
+template <int kWidth, bool kInt8>
 struct RowInRing {
   const char* place;
   const Ring& ring;
   const float* sum;  // of the segment's positions before; null: there are none
   float scale;       // of the position's gradient
   RowType gradient_type, type;
+  float row_scale;  // of a row of 8 bits
 
   __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
     Columns<kWidth> total =
@@ -84,6 +96,11 @@ struct RowInRing {
     return total;
   }
   __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
+    if constexpr (kInt8) {
+      if (type == RowType::kInt8) {
+        return Columns<kWidth>::load_int8(place + ring.row + column, row_scale);
+      }
+    }
     return load_columns<kWidth>(type, place + ring.row, column);
   }
   __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
@@ -95,15 +112,16 @@ struct RowInRing {
   }
 };
 
-// kDepth: positions under way. row_class: of the tables to update, or kAllRowClasses.
-template <int kWidth, bool kColumnStates, int kDepth>
+// kDepth: positions under way. kInt8: some table has rows of 8 bits. row_class: of the tables to
+// update, or kAllRowClasses.
+template <int kWidth, bool kColumnStates, int kDepth, bool kInt8>
 __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
     segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                    const __grid_constant__ Scratch scratch, const __grid_constant__ Ring ring,
                    int row_class) {
   using Lanes = Tile<kLanes>;
   using Steps = Step<kLanes, kVectors, kWidth>;
-  using Source = RowInRing<kWidth>;
+  using Source = RowInRing<kWidth, kInt8>;
   extern __shared__ __align__(16) char shared[];
   char* const own = shared + threadIdx.x / kLanes * ring.of_tile;
   auto* const sum = reinterpret_cast<float*>(own);
@@ -129,10 +147,16 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
     char* row = nullptr;
     float* state = nullptr;
     RowOnce once{};
+    float row_scale = 0.0f;
     if (chunk.ends) {
       const RowPlace to(*chunk.table, chunk.key);
       row = to.row;
       state = to.state;
+      if constexpr (kInt8) {
+        if (chunk.table->rows.type == RowType::kInt8) {
+          row_scale = *reinterpret_cast<const float*>(row);
+        }
+      }
       once = load_once_values(*chunk.table, to.slot, state, optimizer);
     }
     const char* const gradient = update.grad.at(share.gradient);
@@ -165,7 +189,11 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
           Steps::for_each(its_dim, [&](int32_t first) {
             Steps::for_columns(its_dim, first, [&](int32_t column) {
-              copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
+              if (kInt8 && its_type == RowType::kInt8) {
+                copy_int8<kWidth>(to + ring.row, its_row, column);
+              } else {
+                copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
+              }
               if constexpr (kColumnStates) {
                 for (int s = 0; s < column_states(optimizer.kind); ++s) {
                   copy_columns<kWidth>(RowType::kFloat32, to + ring.states + s * ring.of_state,
@@ -197,9 +225,10 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
       if (end_mask >> source & 1) {
         RowOnce its{of_lane(once.square, source), of_lane(once.step, source),
                     of_lane(static_cast<unsigned long long>(once.rounding), source)};
-        const Source from{arrived, ring, open ? sum : nullptr, scale, type, table.type};
-        RowUpdate<kLanes, kVectors, kWidth, kColumnStates, false, Source>::run(
-            table, from, pointer_of_lane(row, source), pointer_of_lane(state, source), its);
+        const float its_scale = kInt8 ? of_lane(row_scale, source) : 0.0f;
+        const Source from{arrived, ring, open ? sum : nullptr, scale, type, table.type, its_scale};
+        RowUpdate<kLanes, kVectors, kWidth, kColumnStates, kInt8, Source>::run(
+            table, from, pointer_of_lane(row, source), pointer_of_lane(state, source), its, sum);
         if (lane == source) once = its;
         open = false;
       } else {
@@ -314,8 +343,10 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
     }
     constexpr int kDepth = 2;
     const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
-    const auto kernel =
-        states > 0 ? segment_kernel<kWidth, true, kDepth> : segment_kernel<kWidth, false, kDepth>;
+    const auto kernel = shape.int8_rows ? (states > 0 ? segment_kernel<kWidth, true, kDepth, true>
+                                                      : segment_kernel<kWidth, false, kDepth, true>)
+                        : states > 0    ? segment_kernel<kWidth, true, kDepth, false>
+                                        : segment_kernel<kWidth, false, kDepth, false>;
     LaunchShape launch_shape{
         dim3(static_cast<unsigned>((n + kSegmentThreads - 1) / kSegmentThreads)), kSegmentThreads};
     launch_shape.shared_bytes = kSegmentThreads / kWarp * ring.of_tile;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t value = sorted.value_of(pair);
       const uint32_t bag = scratch.bags != nullptr ? scratch.bags[value] : value;
       const TableView& table = tables[batch.feature_tables[batch.feature_of_bag(bag)]];
-      classes = 1u << row_class_of(table.dim(), table.rows.type == RowType::kFloat32);
+      classes = 1u << row_class_of(table.dim(), table.rows.type);
     }
   }
   classes = __reduce_or_sync(kAllLanes, classes);

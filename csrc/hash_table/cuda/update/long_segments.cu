@@ -16,8 +16,8 @@ __device__ __forceinline__ uint32_t pieces_of(const LongSegment& segment) {
          static_cast<uint32_t>(kPieceSize);
 }
 
-// kWidth: columns of a vector, 4 where the group allows.
-template <int kWidth, bool kColumnStates>
+// kWidth: columns of a vector, 4 where the group allows. kInt8: some table has rows of 8 bits.
+template <int kWidth, bool kColumnStates, bool kInt8>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_segments_kernel(const TableView* __restrict__ tables,
                          const __grid_constant__ Update update,
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
       __syncthreads();
     }
     if (warp == 0) {
-      update_row_in_memory<kWidth, kColumnStates>(
+      update_row_in_memory<kWidth, kColumnStates, kInt8>(
           table, update.optimizer, rate, slot_of(pair, table),
-          [&](int32_t column) { return Columns<kWidth>::load(total + column); });
+          [&](int32_t column) { return Columns<kWidth>::load(total + column); }, total);
     }
   }
   for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kShares * gridDim.x) {
@@ -96,23 +96,29 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     if (pieces > kShares) continue;
     const Pair pair = sorted.load(segment.first);
     const TableView& table = table_of_segment(pair);
-    update_row_in_memory<kWidth, kColumnStates>(
-        table, update.optimizer, rate, slot_of(pair, table), [&](int32_t column) {
+    update_row_in_memory<kWidth, kColumnStates, kInt8>(
+        table, update.optimizer, rate, slot_of(pair, table),
+        [&](int32_t column) {
           return sum_pieces(segment.first_piece, segment.first_piece + pieces, column);
-        });
+        },
+        longs.sums + static_cast<int64_t>(segment.first_piece) * longs.widest);
   }
 }
 
 }  // namespace
 
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                          UpdateHint* hint, cudaStream_t stream) {
+                          const GroupShape& shape, UpdateHint* hint, cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
   const bool states = has_column_states(update.optimizer);
-  const bool four = update.group_four_wide;
+  const auto choose = [&]<bool kInt8>() {
+    return update.group_four_wide ? (states ? long_segments_kernel<4, true, kInt8>
+                                            : long_segments_kernel<4, false, kInt8>)
+                                  : (states ? long_segments_kernel<1, true, kInt8>
+                                            : long_segments_kernel<1, false, kInt8>);
+  };
   const auto kernel =
-      four ? (states ? long_segments_kernel<4, true> : long_segments_kernel<4, false>)
-           : (states ? long_segments_kernel<1, true> : long_segments_kernel<1, false>);
+      shape.int8_rows ? choose.template operator()<true>() : choose.template operator()<false>();
   const unsigned blocks = resident_grid(states ? 3 : 4, update.batch.num_ids * 4);
   launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }

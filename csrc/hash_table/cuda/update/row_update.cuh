@@ -10,6 +10,7 @@
 #include "common/rounding.h"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/hbm_cache/frames.cuh"
+#include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
 
@@ -87,7 +88,7 @@ struct TableUpdate {
 struct RowOnce {
   float square;       // row-wise state; the update renews it
   float step;         // updates of this row so far, if rows count them; the update renews it
-  uint64_t rounding;  // key of stochastic rounding
+  uint64_t rounding;  // key of stochastic rounding, which rows of 8 bits always have
 };
 
 // Where a row has its values of this kind.
@@ -99,7 +100,8 @@ __device__ __forceinline__ RowOnce load_once_values(const TableView& table, int6
     once.square = state[row_square_column(optimizer.kind, table.dim())];
   }
   if (optimizer.own_steps) once.step = state[own_step_column(optimizer.kind, table.dim())];
-  if (optimizer.stochastic_rounding && table.rows.type != RowType::kFloat32) {
+  if ((optimizer.stochastic_rounding && table.rows.type != RowType::kFloat32) ||
+      table.rows.type == RowType::kInt8) {
     once.rounding = rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
                                  id_of_slot(table, slot), *table.optimizer_step);
   }
@@ -116,13 +118,20 @@ __device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t d
 // source: has gradient(column), value(column), first(column) and second(column), the row's
 // gradient, its values and its states from this column on, as Columns<kWidth>, which are read up to
 // three times. What the update makes of them goes to `values` and `state`, and into `once`, which
-// the caller stores. kFloat32: so are the rows of all tables.
-template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kFloat32, typename Source>
+// the caller stores. kInt8: rows may be of 8 bits. The columns of those are kept in `renewed`,
+// [dim], until the row's scale is known; the source may read gradients there, since a lane only
+// writes columns of its own, after it has read them for the last time.
+template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kInt8, typename Source>
 class RowUpdate {
  public:
   __device__ __forceinline__ static void run(const TableUpdate& table, const Source& source,
-                                             char* values, float* state, RowOnce& once) {
-    RowUpdate(table, source, values, state).update(once);
+                                             char* values, float* state, RowOnce& once,
+                                             float* renewed) {
+    RowUpdate update(table, source, values, state, renewed);
+    update.update(once);
+    if constexpr (kInt8) {
+      if (table.type == RowType::kInt8) update.store_int8(once.rounding);
+    }
   }
 
  private:
@@ -133,10 +142,12 @@ class RowUpdate {
   const Source& source_;
   char* const values_;
   float* const state_;
+  float* const renewed_;
+  mutable uint32_t largest_ = 0;  // magnitude_bits of the lane's columns in `renewed_`
 
   __device__ __forceinline__ RowUpdate(const TableUpdate& table, const Source& source, char* values,
-                                       float* state)
-      : table_(table), source_(source), values_(values), state_(state) {}
+                                       float* state, float* renewed)
+      : table_(table), source_(source), values_(values), state_(state), renewed_(renewed) {}
 
   // All reads of a step come before its first write, since the compiler can't know that what is
   // written is not read.
@@ -311,13 +322,44 @@ class RowUpdate {
 
   __device__ __forceinline__ void store(const Columns<kWidth>& value, int32_t column,
                                         uint64_t rounding) const {
-    if constexpr (kFloat32) {
-      value.store(reinterpret_cast<float*>(values_) + column);
-    } else if (table_.type == RowType::kFloat32) {
+    if constexpr (kInt8) {
+      if (table_.type == RowType::kInt8) {
+        value.store(renewed_ + column);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) largest_ = max(largest_, magnitude_bits(value.v[k]));
+        return;
+      }
+    }
+    if (table_.type == RowType::kFloat32) {
       value.store(reinterpret_cast<float*>(values_) + column);
     } else {
       store_narrow(value, column, rounding);
     }
+  }
+  // The row from `renewed_`.
+  __device__ __forceinline__ void store_int8(uint64_t rounding) const {
+    const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest_));
+    Steps::for_each(table_.dim, [&](int32_t first) {
+      Steps::for_columns(table_.dim, first, [&](int32_t column) {
+        const auto value = Columns<kWidth>::load(renewed_ + column);
+        const uint64_t bits = rounding_bits(rounding, static_cast<uint32_t>(column) / 4);
+        int8_t narrowed[kWidth] = {};
+        if (scale.inverse != 0.0f) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            const uint32_t draw = rounding_draw_of(bits, static_cast<uint32_t>(column + k));
+            narrowed[k] = to_int8(value.v[k], scale.inverse, int8_shift(draw));
+          }
+        }
+        char* const to = values_ + kInt8Start + column;
+        if constexpr (kWidth == 4) {
+          *reinterpret_cast<uint32_t*>(to) = pack_int8(narrowed);
+        } else {
+          *to = static_cast<char>(narrowed[0]);
+        }
+      });
+    });
+    if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(values_) = scale.scale;
   }
   __device__ __forceinline__ void store_narrow(const Columns<kWidth>& value, int32_t column,
                                                uint64_t rounding) const {
@@ -346,7 +388,7 @@ class RowUpdate {
 };
 
 // What RowUpdate reads of a row in global memory.
-template <int kWidth, typename GradientOf>
+template <int kWidth, bool kInt8, typename GradientOf>
 struct RowInMemory {
   const TableUpdate& table;
   const char* values;
@@ -357,6 +399,7 @@ struct RowInMemory {
     return gradient_of_column(column);
   }
   __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
+    if constexpr (kInt8) return Columns<kWidth>::load_any(table.type, values, column);
     return Columns<kWidth>::load(table.type, values, column);
   }
   __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
@@ -367,12 +410,13 @@ struct RowInMemory {
   }
 };
 
-// Updates a row where it is, by a warp. gradient(column): Columns<kWidth>.
-template <int kWidth, bool kColumnStates, typename GradientOf>
+// Updates a row where it is, by a warp. gradient(column): Columns<kWidth>. renewed: as of
+// RowUpdate.
+template <int kWidth, bool kColumnStates, bool kInt8, typename GradientOf>
 __device__ __forceinline__ void update_row_in_memory(const TableView& view,
                                                      const OptimizerConfig& optimizer,
                                                      float learning_rate, int64_t slot,
-                                                     const GradientOf& gradient) {
+                                                     const GradientOf& gradient, float* renewed) {
   const TableUpdate table(view, optimizer, learning_rate);
   const bool leads = Tile<kWarp>::lane() == 0;
   const int64_t frame = frame_to_write(view.frames, slot, leads);
@@ -380,10 +424,10 @@ __device__ __forceinline__ void update_row_in_memory(const TableView& view,
   auto* const state = reinterpret_cast<float*>(view.states.at(slot, frame));
   RowOnce once = load_once_values(view, slot, state, optimizer);
   __syncwarp();  // all lanes have read them
-  using Source = RowInMemory<kWidth, GradientOf>;
+  using Source = RowInMemory<kWidth, kInt8, GradientOf>;
   const Source source{table, values, state, gradient};
-  RowUpdate<kWarp, 1, kWidth, kColumnStates, false, Source>::run(table, source, values, state,
-                                                                 once);
+  RowUpdate<kWarp, 1, kWidth, kColumnStates, kInt8, Source>::run(table, source, values, state, once,
+                                                                 renewed);
   if (leads) store_once_values(once, table.dim, state, optimizer);
 }
 

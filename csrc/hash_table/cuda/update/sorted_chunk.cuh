@@ -11,8 +11,7 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // Whether a kernel for tables of this row class, or of all, updates the rows of a table.
 __device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_class) {
-  return row_class == kAllRowClasses ||
-         row_class_of(table.dim(), table.rows.type == RowType::kFloat32) == row_class;
+  return row_class == kAllRowClasses || row_class_of(table.dim(), table.rows.type) == row_class;
 }
 
 // A chunk of the segments that a tile updates: those that begin at its first kLanes positions, and

@@ -158,7 +158,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
   if (!update.group_four_wide) {
     // One kernel for all classes: its tiles have the same width for each.
     update_any_segments(tables, update, scratch, shape, kAllRowClasses, stream);
-    update_long_segments(tables, update, scratch, hint, stream);
+    update_long_segments(tables, update, scratch, shape, hint, stream);
     return;
   }
   const bool several = scratch.units.any();
@@ -174,7 +174,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
       first = true;
     }
   }
-  update_long_segments(tables, update, scratch, hint, stream);
+  update_long_segments(tables, update, scratch, shape, hint, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -159,7 +159,7 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
 // Updates the rows of long segments, whose pieces have been added up, and says in the hint how the
 // next batch is to be grouped (long_segments.cu).
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                          UpdateHint* hint, cudaStream_t stream);
+                          const GroupShape& shape, UpdateHint* hint, cudaStream_t stream);
 
 // Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);

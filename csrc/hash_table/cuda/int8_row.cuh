@@ -1,0 +1,59 @@
+// Rows of 8 bits on the GPU, by a tile of lanes. A row is written as a whole: its scale is known
+// once the lanes have seen all of its values.
+#pragma once
+
+#include <cstdint>
+
+#include "common/int8_rows.h"
+#include "hash_table/cuda/bucket.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// magnitude_bits of the largest of the tile's values.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest_of_tile(uint32_t largest) {
+  constexpr unsigned kFull = kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1;
+  return __reduce_max_sync(kFull << threadIdx.x % kWarp / kLanes * kLanes, largest);
+}
+
+__device__ __forceinline__ uint32_t pack_int8(const int8_t (&values)[4]) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    word |= static_cast<uint32_t>(static_cast<uint8_t>(values[k])) << 8 * k;
+  return word;
+}
+
+// Column c of a row of this scale.
+__device__ __forceinline__ float int8_value(const char* row, float scale, int32_t c) {
+  return __fmul_rn(scale, static_cast<float>(reinterpret_cast<const int8_t*>(row)[kInt8Start + c]));
+}
+
+// Writes a row, each value rounded to the nearest. value(c): that of column c, asked for twice; it
+// may read what the lane has of the row before, but not its scale. Returns the scale. All lanes of
+// the tile.
+template <int kLanes, typename Value>
+__device__ __forceinline__ float write_int8_row(char* row, int32_t dim, int lane,
+                                                const Value& value) {
+  uint32_t largest = 0;
+  for (int32_t first = lane * 4; first < dim; first += kLanes * 4) {
+    for (int32_t c = first; c < min(first + 4, dim); ++c) {
+      largest = max(largest, magnitude_bits(value(c)));
+    }
+  }
+  const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest));
+  for (int32_t first = lane * 4; first < dim; first += kLanes * 4) {
+    int8_t columns[4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (first + k < dim && scale.inverse != 0.0f) {
+        columns[k] = to_int8(value(first + k), scale.inverse, 0.0f);
+      }
+    }
+    *reinterpret_cast<uint32_t*>(row + kInt8Start + first) = pack_int8(columns);
+  }
+  if (lane == 0) *reinterpret_cast<float*>(row) = scale.scale;
+  return scale.scale;
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

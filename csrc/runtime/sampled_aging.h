@@ -1,0 +1,41 @@
+// The half-life of a table under LFU with aging, where a part of its ids is replayed in a smaller
+// table (torchrec_hkv/replay). It follows from all lookups, and c from miniatures that see all ids,
+// as in the table itself.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "hash_table/aged_lfu.h"
+#include "hash_table/miniatures.h"
+
+namespace torchrec_hkv::runtime {
+
+class SampledAging {
+ public:
+  // Of a table with so many slots. Without c, miniatures choose it, which begins as kFirstC.
+  SampledAging(int64_t slots, std::optional<double> c);
+
+  // Begins a call. Returns the half-life in calls; infinite where c is.
+  double begin_call();
+  // Ends it: the table looks up `ids`, int64 on the CPU. `evicts`: whether it has ever evicted.
+  void end_call(const at::Tensor& ids, bool evicts);
+
+  double c() const { return aged_.c; }
+
+ private:
+  static constexpr double kFirstC = 3;  // AgedLFU of torchrec_hkv/hash_table/eviction.py
+
+  int64_t slots_;
+  hash_table::AgedLfu aged_;
+  hash_table::MiniatureTally tally_{};
+  std::vector<uint32_t> entries_;  // none: c is fixed
+  hash_table::Miniatures miniatures_{};
+  uint64_t lookups_ = 0;
+  uint32_t now_ = 0;
+};
+
+}  // namespace torchrec_hkv::runtime

@@ -1,0 +1,53 @@
+"""A sync of many tables makes as many collective calls as that of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.thread_wire import ThreadWire, in_threads
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
+from torchrec_hkv.hash_table.replicas import GroupSync
+
+
+class _CountingWire(ThreadWire):
+    """Counts calls that send something."""
+
+    calls = 0
+
+    def _all_reduce(self, tensor, op):
+        self.calls += 1
+        super()._all_reduce(tensor, op)
+
+    def _all_gather(self, parts, tensor):
+        self.calls += 1
+        super()._all_gather(parts, tensor)
+
+
+def _calls(tables: int, eviction: str, batch_bytes: int) -> list[int]:
+    wires = _CountingWire.make(2)
+    specs = [TableSpec(f"t{t}", 500, 4 + t, eviction) for t in range(tables)]
+    features = list(range(tables))
+    groups = [TableGroup(specs, features, RowWiseAdagrad(), "cpu") for _ in wires]
+    syncs = [GroupSync(g, features, w, batch_bytes) for g, w in zip(groups, wires, strict=True)]
+    for first, group in enumerate(groups):
+        ids = torch.arange(100).repeat(tables) + 50 * first
+        offsets = torch.arange(tables + 1) * 100
+        anchor = torch.empty(0, requires_grad=True)
+        out = group.train_lookup(anchor, ids, offsets, None, 1, False, torch.tensor(0.1))
+        out.sum().backward()
+    for done in in_threads([sync.sync for sync in syncs]):
+        assert done.touched == 150 * tables
+    return [wire.calls for wire in wires]
+
+
+@pytest.mark.parametrize(("eviction", "reductions"), [("lru", 2), ("lfu", 3)])
+def test_calls_do_not_grow_with_tables(eviction, reductions):
+    for tables in (1, 5):
+        # Clocks and sizes; ids; rows, maxima and, where they add up, counts.
+        assert _calls(tables, eviction, 64 << 20) == [2 + reductions] * 2
+
+
+def test_rows_travel_in_rounds_that_fit():
+    # 150 ids of each table, of 44 to 60 bytes: 39,000 in all, at most 9,000 at a time.
+    assert _calls(5, "lru", 4 * 9000) == [2 + 2 * 5] * 2

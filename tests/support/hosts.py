@@ -1,0 +1,66 @@
+"""Hosts on this machine: all on the loopback device, or each in a network namespace of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Where a process can run.
+
+    Attributes:
+        prefix: words before a command that runs there.
+        address: at which others reach it.
+        device: the network device of that address.
+    """
+
+    prefix: tuple[str, ...]
+    address: str
+    device: str
+
+
+def on_loopback() -> list[Host]:
+    """Two hosts that share this machine's network."""
+    return [Host((), "127.0.0.1", "lo")] * 2
+
+
+@contextlib.contextmanager
+def in_namespaces() -> Iterator[list[Host]]:
+    """Two hosts, each with a network of its own; a cable connects them, and nothing else.
+
+    Raises:
+        OSError: this user or system can't make network namespaces.
+    """
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise OSError("network namespaces need root and the command ip")
+    names = [f"hkv{os.getpid()}{side}" for side in "ab"]
+    made = []
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            made.append(name)
+        _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1])
+        _ip("link", "set", names[1], "netns", names[1])
+        hosts = []
+        for number, name in enumerate(names, 1):
+            address = f"10.211.73.{number}"
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", name)
+            _ip("-n", name, "link", "set", name, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            hosts.append(Host(("ip", "netns", "exec", name), address, name))
+        yield hosts
+    finally:
+        for name in made:
+            _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")

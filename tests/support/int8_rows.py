@@ -1,0 +1,47 @@
+"""Rows of 8 bits in NumPy: what a table should make of rows of floats. Shares no code with it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ONES = (1 << 64) - 1
+
+
+def _mix64(x: int) -> int:
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _ONES
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _ONES
+    return x ^ x >> 31
+
+
+def draws(table_seed: int, id: int, step: int, dim: int, seed: int = 0) -> np.ndarray:
+    """16 random bits of each column in one update of a row."""
+    of_table = _mix64(_mix64((seed ^ 0x3C6EF372FE94F82B) & _ONES) ^ (table_seed & _ONES))
+    of_step = (of_table + step * 0x9E3779B97F4A7C15) & _ONES
+    key = _mix64(_mix64(of_step) ^ (id & _ONES))
+    bits = [_mix64((key + (quad + 1) * 0xD1B54A32D192ED03) & _ONES) for quad in range(-(-dim // 4))]
+    return np.array([bits[c // 4] >> c % 4 * 16 & 0xFFFF for c in range(dim)])
+
+
+def rounded(rows: Tensor, of_rows: np.ndarray | None = None) -> Tensor:
+    """Float32 rows ``[n, dim]`` after they were stored: as float32 again.
+
+    Args:
+        rows: the rows.
+        of_rows: draws ``[n, dim]`` for stochastic rounding; None for the nearest.
+    """
+    values = rows.cpu().numpy().astype(np.float32)
+    stored = np.zeros_like(values)
+    for i, row in enumerate(values):
+        largest = np.abs(row).max() if row.size else np.float32(0)
+        if not np.isfinite(row).all():
+            stored[i] = np.nan
+            continue
+        if largest < np.float32(2.0**-100):
+            continue
+        largest = min(largest, np.float32(2.0**127))
+        scale = largest / np.float32(127)
+        units = np.clip(row * (np.float32(127) / largest), -127, 127).astype(np.float32)
+        if of_rows is not None:
+            units = units + ((of_rows[i] - 32767.5) / 65536).astype(np.float32)
+        stored[i] = scale * np.rint(units).astype(np.float32)
+    return torch.from_numpy(stored)
