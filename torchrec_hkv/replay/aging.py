@@ -1,9 +1,9 @@
-"""Half-lives of counts in a sample, as in the table that the sample stands for.
+"""Half-lives of counts in a sampled table, equal to those in the whole table.
 
-A half-life is a number of lookups, of which a sample has more or less than its share by whether it
-has the most frequent ids. And ``"adaptive"`` chooses its c by miniature tables, which in a table of
-a sample would be too small to choose alike. So the half-life follows from all lookups, and c from
-miniatures of the whole table's size that see all ids, as they do in that table.
+A half-life is a number of lookups. A sample has more or fewer lookups than its share, depending on
+whether it contains the most frequent ids. And ``"adaptive"`` chooses c by miniature tables, which
+would be too small in a sampled table. So the half-life follows from the lookups of all ids, and c
+from miniatures that have the size they have in the whole table and see all ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrec_hkv.hash_table import AgedLFU, EvictionPolicy, TableGroup, table_m
 from torchrec_hkv.hash_table.groups.counters import COUNTERS
 
 _EVICTED = COUNTERS.index("evicted")
-#: Ratio by which the half-life of a sampled table may differ.
+#: Largest ratio by which the half-life of a sampled table may differ.
 _NEAR = 1.002
 
 
@@ -23,10 +23,10 @@ class SampledAging:
     """The half-life of a sampled table.
 
     Args:
-        group: of the table, which has an :class:`AgedLFU`.
-        table: its index.
-        eviction: the policy that it stands for, an :class:`AgedLFU` or ``"adaptive"``.
-        rows: of the whole table.
+        group: group of the sampled table, which has an :class:`AgedLFU`.
+        table: index of the table in the group.
+        eviction: policy of the whole table, an :class:`AgedLFU` or ``"adaptive"``.
+        rows: rows of the whole table.
     """
 
     def __init__(self, group: TableGroup, table: int, eviction: EvictionPolicy, rows: int) -> None:
@@ -51,7 +51,7 @@ class SampledAging:
             self._group.set_aging(self._table, wanted)
 
     def end_step(self, ids: Tensor) -> None:
-        """Shows the miniatures what the whole table looks up.
+        """Passes the lookups of the whole table to the miniatures.
 
         Args:
             ids: int64 ``[n]``, all ids of the step.

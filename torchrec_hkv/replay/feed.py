@@ -24,7 +24,7 @@ class Steps:
         groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
             replayed.
         ends: end of each step in ``ids``.
-        whole: the same steps with all ids of the log, for a sample that wants them. None otherwise.
+        whole: the same steps with all ids of the log, or None if they are not kept.
     """
 
     first: int
@@ -41,7 +41,7 @@ class Feed:
         columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
-        keeps_whole: whether the steps of a sample have all ids, too.
+        keeps_whole: whether to keep the steps with all ids, too.
     """
 
     def __init__(
