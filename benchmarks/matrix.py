@@ -4,6 +4,7 @@
         --plot docs/performance/matrix.svg
     python -m benchmarks matrix --sections dim dtype
     python -m benchmarks matrix --device cpu --out benchmarks/results/matrix_cpu.csv
+    python -m benchmarks matrix --device cpu --sections lfu --dims 4x8 4x32 --skews 1.2
 
 Each cell is one shape: columns of the tables, how ids repeat, the rows' type, the eviction policy,
 and the optimizer. Both sides run in one process on the same batches, eager, 20 steps back to back;
@@ -15,7 +16,8 @@ a load factor of .8, but for the section ``evicting``, whose tables have room fo
 
 On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
 Times are the least of 15 steps, which other work on the machine disturbs least: of what passed, and
-in the columns with ``cpu`` of the processor time of all threads. FBGEMM has no bf16 rows there, so
+in the columns with ``cpu`` of the processor time of all threads. Kernels count that of a running
+thread only now and then, so that it says little of short steps. FBGEMM has no bf16 rows there, so
 that those are beside its fp16 rows, and no Adam.
 """
 
@@ -319,6 +321,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--sections", nargs="+", help="some of them; default: all of the device")
+    parser.add_argument("--dims", nargs="+", help="of their cells, those of these, such as 4x64")
+    parser.add_argument("--skews", nargs="+", help="of their cells, those of these, such as 1.2")
     parser.add_argument(
         "--skip-stock",
         nargs="*",
@@ -338,7 +342,15 @@ def main(arguments: list[str] | None = None) -> None:
     if args.device == "cpu":
         _bind_threads()
         torch.set_num_threads(args.threads)
-    cells = [cell for name in chosen for cell in sections(args.device)[name]]
+    cells = [
+        cell
+        for name in chosen
+        for cell in sections(args.device)[name]
+        if (args.dims is None or _shown(cell.dims) in args.dims)
+        and (args.skews is None or cell.skew in args.skews)
+    ]
+    if not cells:
+        parser.error("no cell of these sections has these --dims and --skews")
     rows: list[dict[str, object]] = []
 
     def kept() -> Iterator[dict[str, object]]:

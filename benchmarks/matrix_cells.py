@@ -154,6 +154,11 @@ def _cpu_sections() -> dict[str, list[Cell]]:
             for dim in (8, 32, 64, 128, 512)
             for skew in (*skews, "hot")
         ],
+        "adaptive": [
+            four("adaptive", dim, skew, policy="adaptive")
+            for dim in (8, 32, 128)
+            for skew in (*skews, "hot")
+        ],
         "dtype": [
             four("dtype", dim, skew, dtype=dtype)
             for dtype in ("fp16", "bf16", "int8")

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef TORCHREC_HKV_CUDA
 #include <c10/core/DeviceGuard.h>
@@ -27,25 +28,43 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 
 }  // namespace
 
-GrowingHostMemory::GrowingHostMemory(int64_t most_bytes)
-    : GrowingMemory(c10::kCPU), reserved_(to_pages(most_bytes)) {
-  if (reserved_ == 0) return;
-  mapped_bytes_ = static_cast<size_t>(reserved_ < kHugePage ? reserved_ : reserved_ + kHugePage);
+HostAddresses::HostAddresses(int64_t bytes) : bytes_(to_pages(bytes)) {
+  if (bytes_ == 0) return;
+  mapped_bytes_ = static_cast<size_t>(bytes_ < kHugePage ? bytes_ : bytes_ + kHugePage);
   void* data =
       mmap(nullptr, mapped_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(data != MAP_FAILED, "could not reserve addresses for ", most_bytes,
+  TORCH_CHECK(data != MAP_FAILED, "could not reserve addresses for ", bytes,
               " bytes of host memory: ", std::strerror(errno), ".");
   data_ = mapped_ = static_cast<char*>(data);
-  if (reserved_ >= kHugePage) {
+  if (bytes_ >= kHugePage) {
     data_ += (kHugePage - 1) - (reinterpret_cast<uintptr_t>(mapped_) + kHugePage - 1) % kHugePage;
     // Advice: a system that does not take it is only slower.
-    (void)madvise(data_, static_cast<size_t>(reserved_), MADV_HUGEPAGE);
+    (void)madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
   }
 }
 
-GrowingHostMemory::~GrowingHostMemory() {
+HostAddresses::~HostAddresses() {
   if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
 }
+
+char* HostAddresses::take(int64_t bytes) {
+  char* const first = data_ + taken_;
+  taken_ += to_pages(bytes);
+  TORCH_INTERNAL_ASSERT(taken_ <= bytes_);
+  return first;
+}
+
+int64_t HostAddresses::bytes_for(int64_t bytes, int64_t arrays) {
+  return bytes + arrays * to_pages(1);
+}
+
+GrowingHostMemory::GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t most_bytes)
+    : GrowingMemory(c10::kCPU), addresses_(std::move(addresses)), reserved_(to_pages(most_bytes)) {
+  if (reserved_ > 0) data_ = addresses_->take(most_bytes);
+}
+
+GrowingHostMemory::GrowingHostMemory(int64_t most_bytes)
+    : GrowingHostMemory(std::make_shared<HostAddresses>(most_bytes), most_bytes) {}
 
 void GrowingHostMemory::grow(int64_t bytes) {
   const int64_t wanted = to_pages(bytes);

@@ -1,6 +1,9 @@
 // The two kinds of growing memory on the host; see growing_memory.h.
 #pragma once
 
+#include <cstdint>
+#include <memory>
+
 #include "runtime/growing_memory.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -9,18 +12,39 @@
 
 namespace torchrec_hkv::runtime {
 
-// Uses huge pages if the system grants them: ids access pages at random, and with small pages
-// nearly every access to a large table would miss the TLB.
+// Addresses of several arrays, one after the other. They are in huge pages if the system grants
+// them: ids access pages at random, and with small pages nearly every access to a large table would
+// miss the TLB. A huge page may hold parts of several arrays, so that small ones are in one, too.
+class HostAddresses {
+ public:
+  explicit HostAddresses(int64_t bytes);
+  ~HostAddresses();
+  HostAddresses(const HostAddresses&) = delete;
+  HostAddresses& operator=(const HostAddresses&) = delete;
+
+  // The next `bytes`, in pages of their own. Nothing backs them yet.
+  char* take(int64_t bytes);
+  // Enough for arrays of so many bytes together.
+  static int64_t bytes_for(int64_t bytes, int64_t arrays);
+
+ private:
+  int64_t bytes_ = 0;
+  int64_t taken_ = 0;
+  char* data_ = nullptr;
+  char* mapped_ = nullptr;  // data_, and the memory before it up to a huge page's border
+  size_t mapped_bytes_ = 0;
+};
+
 class GrowingHostMemory : public GrowingMemory {
  public:
+  // At addresses that are its own, or at the next ones of several arrays.
   explicit GrowingHostMemory(int64_t most_bytes);
-  ~GrowingHostMemory() override;
+  GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t most_bytes);
   void grow(int64_t bytes) override;
 
  private:
-  int64_t reserved_ = 0;
-  char* mapped_ = nullptr;  // data_, and the memory before it up to a huge page's border
-  size_t mapped_bytes_ = 0;
+  const std::shared_ptr<HostAddresses> addresses_;
+  const int64_t reserved_ = 0;
 };
 
 #ifdef TORCHREC_HKV_CUDA

@@ -1,6 +1,7 @@
 #include "runtime/table_memory.h"
 
 #include "hash_table/table_view.h"
+#include "runtime/growing_host_memory.h"
 
 namespace torchrec_hkv::runtime {
 namespace {
@@ -18,13 +19,27 @@ int64_t sets_of(const TableLayout& layout) {
          hash_table::frames_of_set(geometry.num_slots(), geometry.bucket_slots, layout.hbm_slots);
 }
 
-// One array, of PyTorch's memory where it is in HBM and the table never grows.
-SlotArray make_array(const TableLayout& layout, at::Device device, at::ScalarType dtype,
+// Addresses of a table's arrays on a CPU.
+std::shared_ptr<HostAddresses> addresses_of(const TableLayout& layout, at::Device device) {
+  if (!device.is_cpu()) return nullptr;
+  constexpr int64_t kArrays = 10;  // at most
+  const int64_t bytes = memory_of(layout, layout.geometry.num_buckets, device).host;
+  return std::make_shared<HostAddresses>(HostAddresses::bytes_for(bytes, kArrays));
+}
+
+// One array. addresses: the table's on a CPU. In HBM it is of PyTorch's memory where the table
+// never grows.
+SlotArray make_array(const TableLayout& layout, at::Device device,
+                     const std::shared_ptr<HostAddresses>& addresses, at::ScalarType dtype,
                      std::vector<int64_t> row, int64_t most, bool on_host = false) {
   int64_t bytes = most * static_cast<int64_t>(at::elementSize(dtype));
   for (const int64_t size : row) bytes *= size;
-  if (device.is_cpu() || on_host || layout.geometry.doublings > 0) {
-    const Place place = device.is_cpu() ? Place::kHost : on_host ? Place::kShared : Place::kDevice;
+  if (addresses != nullptr) {
+    return SlotArray(dtype, std::move(row), most,
+                     std::make_shared<GrowingHostMemory>(addresses, bytes));
+  }
+  if (on_host || layout.geometry.doublings > 0) {
+    const Place place = on_host ? Place::kShared : Place::kDevice;
     return SlotArray(dtype, std::move(row), most, make_growing_memory(place, bytes, device));
   }
   std::vector<int64_t> shape{most};
@@ -90,27 +105,31 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
 }
 
 TableMemory::TableMemory(const TableLayout& layout, at::Device device)
-    : digests(
-          make_array(layout, device, at::kShort, {kBucketDigests}, layout.geometry.num_buckets)),
-      ids(make_array(layout, device, at::kLong, {},
+    : TableMemory(layout, device, addresses_of(layout, device)) {}
+
+TableMemory::TableMemory(const TableLayout& layout, at::Device device,
+                         const std::shared_ptr<HostAddresses>& addresses)
+    : digests(make_array(layout, device, addresses, at::kShort, {kBucketDigests},
+                         layout.geometry.num_buckets)),
+      ids(make_array(layout, device, addresses, at::kLong, {},
                      layout.packed ? 0 : layout.geometry.num_slots())),
-      last_steps(make_array(layout, device, at::kInt, {},
+      last_steps(make_array(layout, device, addresses, at::kInt, {},
                             layout.packed ? 0 : layout.geometry.num_slots())),
       entries(make_array(
-          layout, device, at::kInt,
+          layout, device, addresses, at::kInt,
           {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) * hash_table::kSectorWords},
           layout.packed ? layout.geometry.num_buckets : 0)),
-      oldest(make_array(layout, device, at::kInt, {hash_table::kGroups},
+      oldest(make_array(layout, device, addresses, at::kInt, {hash_table::kGroups},
                         layout.packed ? layout.geometry.num_buckets : 0)),
-      scores(make_array(layout, device, at::kLong, {},
+      scores(make_array(layout, device, addresses, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),
-      rows(make_array(layout, device, layout.row_dtype, {layout.row_width}, layout.hbm_slots)),
-      states(make_array(layout, device, at::kFloat, {layout.state_width},
+      states(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
                         layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
-      rows_host(make_array(layout, device, layout.row_dtype, {layout.row_width},
-                           most_on_host(layout),
-                           /*on_host=*/true)),
-      states_host(make_array(layout, device, at::kFloat, {layout.state_width},
+      rows(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
+                      layout.hbm_slots)),
+      rows_host(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
+                           most_on_host(layout), /*on_host=*/true)),
+      states_host(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
                              layout.all_states_in_hbm ? 0 : most_on_host(layout),
                              /*on_host=*/true)),
       tags(at::zeros({sets_of(layout)}, at::dtype(at::kLong).device(device))),

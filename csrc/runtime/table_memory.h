@@ -12,6 +12,8 @@
 
 namespace torchrec_hkv::runtime {
 
+class HostAddresses;
+
 // An array by slot (or bucket). Where it grows, its address stays.
 class SlotArray {
  public:
@@ -114,14 +116,17 @@ class TableMemory {
   SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
   SlotArray oldest;      // int32 [num_buckets, 4], packed
   SlotArray scores;      // int64 [num_slots] or empty
+  SlotArray states;      // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
   SlotArray rows;        // [slots or frames in HBM, dim]
-  SlotArray states;      // the same, or [num_slots, width] where all are in HBM
   SlotArray rows_host;   // [num_slots, dim] where they don't fit in HBM, otherwise empty
   SlotArray states_host;
   SlotArray tags;     // int64 [sets of frames]
   SlotArray crowded;  // int32 [sets of frames]
 
  private:
+  TableMemory(const TableLayout& layout, at::Device device,
+              const std::shared_ptr<HostAddresses>& addresses);
+
   int64_t in_hbm(int64_t slots) const { return std::min(slots, layout_.hbm_slots); }
   int64_t states_in_hbm(int64_t slots) const { return states_move() ? in_hbm(slots) : slots; }
   int64_t on_host(int64_t slots) const { return rows_on_host(slots) ? slots : 0; }

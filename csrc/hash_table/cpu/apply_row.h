@@ -140,12 +140,16 @@ class RowUpdater {
     float squares = 0.0f;
     if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
     const HomeVectors rows(table.rows), states(table.states);
+    const bool narrow = table.rows.type != RowType::kFloat32;
+    // Of all rows, unless each counts its own steps.
+    const RowTerms common = config.own_steps ? RowTerms{} : first_terms(table, dim, nullptr);
     for (int64_t i = 0; i < n; ++i) {
       before(i);
-      float* const __restrict__ row = widened(table.rows.type, rows.at(slots[i]), dim);
+      float* __restrict__ row = reinterpret_cast<float*>(rows.at(slots[i]));
+      if (narrow) row = widened(table.rows.type, rows.at(slots[i]), dim);
       float* const __restrict__ state = reinterpret_cast<float*>(states.at(slots[i]));
       float* const second_state = state + dim;
-      RowTerms terms = first_terms(table, dim, state);
+      RowTerms terms = config.own_steps ? first_terms(table, dim, state) : common;
       if constexpr (kKind == Optimizer::kRowWiseAdagrad) {
         state[0] = adapt_row(config, squares, dim, state[0], &terms);
       }
@@ -157,12 +161,13 @@ class RowUpdater {
         if constexpr (column_states(kKind) >= 1) state[c] = first;
         if constexpr (column_states(kKind) >= 2) second_state[c] = second;
       }
-      store(table, slots[i], row, rows.at(slots[i]));
+      if (narrow) store(table, slots[i], row, rows.at(slots[i]));
     }
     return true;
   }
 
-  // begin_row, once for all rows that have been updated as often.
+  // begin_row, once for all rows that have been updated as often. state: of the row; read only if
+  // rows count their own steps.
   RowTerms first_terms(const TableView& table, int32_t dim, float* state) {
     float step = static_cast<float>(*table.optimizer_step);
     if (config_.own_steps) step = state[own_step_column(config_.kind, dim)] += 1.0f;

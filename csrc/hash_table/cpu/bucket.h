@@ -48,12 +48,26 @@ constexpr int64_t kCacheLine = 64;
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; }
 
-// Reads ahead. GCC takes functions and loops that only prefetch for ones that do nothing, and drops
-// them: hence the empty statement, which it may not drop. Few lines without a loop: who prefetches
-// waits for the memory with each instruction.
+// Brings a line into the cache to write it. What another processor has of it goes, now and not when
+// the line is written: that would hold up all later stores. GCC emits this instruction only for
+// processors that are named; those that lack it take it for none.
+inline void prefetch_to_write(const void* from) {
+#ifdef __x86_64__
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(from)));
+#else
+  __builtin_prefetch(from, 1);
+#endif
+}
+
+// Reads ahead, or prefetches to write. GCC takes functions and loops that only prefetch for ones
+// that do nothing, and drops them: hence the empty statement, which it may not drop. Few lines
+// without a loop: who prefetches waits for the memory with each instruction.
+template <bool kWrite = false>
 inline void prefetch_lines(const void* from, int64_t lines) {
   const auto prefetch = [&](int64_t line) {
-    __builtin_prefetch(static_cast<const char*>(from) + line * kCacheLine);
+    const char* const at = static_cast<const char*>(from) + line * kCacheLine;
+    if (kWrite) return prefetch_to_write(at);
+    __builtin_prefetch(at);
     asm volatile("");
   };
   if (lines < 1) return;
@@ -67,9 +81,10 @@ inline void prefetch_lines(const void* from, int64_t lines) {
   for (int64_t line = 4; line < lines; ++line) prefetch(line);
 }
 // The lines that have any of the bytes, at least one.
+template <bool kWrite = false>
 inline void prefetch_bytes(const void* from, int64_t bytes) {
   const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);
-  prefetch_lines(static_cast<const char*>(from) - before, lines_of(before + bytes));
+  prefetch_lines<kWrite>(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
 // Rows or states of a table on the CPU, all of which are at home. For loops over many: asking for
@@ -79,8 +94,8 @@ class HomeVectors {
   explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}
 
   char* at(int64_t slot) const { return first_ + slot * bytes_; }
-  void prefetch(int64_t slot) const {
-    if (bytes_ > 0) prefetch_bytes(at(slot), bytes_);
+  void prefetch_to_write(int64_t slot) const {
+    if (bytes_ > 0) prefetch_bytes</*kWrite=*/true>(at(slot), bytes_);
   }
 
  private:
@@ -109,10 +124,8 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
   return slot != kNoSlot ? slot : find_in_bucket(table, id, choice.second, choice.digest);
 }
 
-// `shared`: other threads may touch the slot at the same time. An atomic addition to a score keeps
-// the processor from going on with the ids that follow.
-inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given,
-                  bool shared = true) {
+// Other threads may touch the slot at the same time.
+inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
   if (last.load(std::memory_order_relaxed) != visit.now()) {
     last.store(visit.now(), std::memory_order_relaxed);
@@ -123,7 +136,6 @@ inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint
   const auto next = [&] {
     return next_score(table.eviction, old, visit.now(), visit.epoch(), given);
   };
-  if (!shared) return score.store(next(), std::memory_order_relaxed);
   for (uint64_t wanted = next(); wanted != old; wanted = next()) {
     if (score.compare_exchange_weak(old, wanted, std::memory_order_relaxed)) return;
   }

@@ -7,6 +7,8 @@
 #include "common/select.h"
 #include "common/stream.h"
 #include "hash_table/cpu/bucket.h"
+#include "hash_table/cpu/repeats.h"
+#include "hash_table/cpu/shares.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -15,13 +17,32 @@ namespace {
 // An id goes through four steps, each kAhead ids behind the one before, so that what a step reads
 // has arrived in the cache when it is the id's turn. Whether an id is there, and in which bucket,
 // is not to be foreseen: no step branches on it. What an id has no use for reads and writes `idle`.
-constexpr int kAhead = 12;
+constexpr int kAhead = 8;
 constexpr int kInFlight = 64;  // a power of two, at least 3 * kAhead + 1
 
 struct InFlight {
   BucketChoice choice;
   uint32_t bucket;  // the one that may hold it
   uint64_t mask;    // the digest's matches there
+};
+
+// Scores of a table that no other thread touches at the same time.
+class Score {
+ public:
+  Score(const TableView& table, const Visit& visit)
+      : scores_(table.scores), policy_(table.eviction), visit_(visit) {}
+
+  // Does nothing where `there` is false, without a branch.
+  void touch(int64_t slot, bool there, uint64_t given) {
+    uint64_t* const score = select(there, scores_ + slot, &idle_);
+    *score = next_score(policy_, *score, visit_.now(), visit_.epoch(), given);
+  }
+
+ private:
+  uint64_t* const scores_;
+  const Eviction policy_;
+  const Visit& visit_;
+  uint64_t idle_ = 0;
 };
 
 template <bool kTouch, bool kListed>
@@ -43,7 +64,8 @@ class Finder {
         shared_(shared),
         slots_(slots),
         found_at_(found_at),
-        now_(kTouch ? visit.now() : 0) {}
+        now_(kTouch ? visit.now() : 0),
+        score_(table, visit) {}
 
   // Returns how many it found.
   int64_t run() {
@@ -72,14 +94,14 @@ class Finder {
 
   InFlight& flying(int64_t at) { return flying_[static_cast<uint64_t>(at) % kInFlight]; }
 
-  void choose(int64_t at) {
+  [[gnu::always_inline]] void choose(int64_t at) {
     InFlight& it = flying(at);
     it.choice = choose_buckets(ids_[position(at)], table_.num_buckets);
     prefetch_line(table_, it.choice.first);
   }
 
   // Without a match there it can only be in its second bucket.
-  void look_in_first(int64_t at) {
+  [[gnu::always_inline]] void look_in_first(int64_t at) {
     InFlight& it = flying(at);
     const uint64_t mask = match_digests(digest_line(table_, it.choice.first), it.choice.digest);
     const bool maybe = mask != 0;
@@ -87,28 +109,32 @@ class Finder {
     const int64_t slot = first_slot_of(table_, it.choice.first) + lowest_bit(mask);
     const auto* const second = reinterpret_cast<const char*>(digest_line(table_, it.choice.second));
     __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second));
-    if (kTouch) {
-      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), second + kLineBytes), 1);
-    } else {
-      __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second + kLineBytes));
-    }
+    __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second + kLineBytes));
+    if (kTouch) prefetch_touched(slot, maybe);
   }
 
-  void look_in_bucket(int64_t at) {
+  [[gnu::always_inline]] void look_in_bucket(int64_t at) {
     InFlight& it = flying(at);
     it.mask = match_digests(digest_line(table_, it.bucket), it.choice.digest);
     const bool maybe = it.mask != 0;
     const int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
     __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), bytes(&idle_id_)));
-    if (kTouch) {
-      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_)), 1);
-      if (table_.scores != nullptr) {
-        __builtin_prefetch(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)), 1);
-      }
-    }
+    if (kTouch) prefetch_touched(slot, maybe);
   }
 
-  void finish(int64_t nth) {
+  // What finish() writes. Where other threads touch the table, too, most have done so before.
+  [[gnu::always_inline]] void prefetch_touched(int64_t slot, bool maybe) {
+    const char* const step = select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_));
+    if (shared_) {
+      __builtin_prefetch(step);
+    } else {
+      prefetch_to_write(step);
+    }
+    if (table_.scores == nullptr) return;
+    prefetch_to_write(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)));
+  }
+
+  [[gnu::always_inline]] void finish(int64_t nth) {
     const InFlight& it = flying(nth);
     const int64_t at = position(nth);
     const int64_t id = ids_[at];
@@ -121,15 +147,20 @@ class Finder {
       there = slot != kNoSlot;
     }
     slots_[at] = static_cast<int64_t>(select(there, table_.first_slot + slot, kNoSlot));
+    found_ += there;
     if (kTouch) {
       if (found_at_ != nullptr) found_at_[at] = there;
-      if (table_.scores != nullptr) {
-        if (there) touch(table_, slot, visit_, kListed ? given_[nth] : visit_.given(at), shared_);
+      if (shared_ && table_.scores != nullptr) {
+        if (there) touch(table_, slot, visit_, given(nth, at));
       } else {
         touch_step(select(there, &table_.last_steps[slot], &idle_step_));
+        if (table_.scores != nullptr) score_.touch(slot, there, given(nth, at));
       }
     }
-    found_ += there;
+  }
+
+  uint64_t given(int64_t nth, int64_t at) const {
+    return kListed && given_ != nullptr ? given_[nth] : visit_.given(at);
   }
 
   // Written only where that changes it: threads may touch one slot at once.
@@ -154,73 +185,10 @@ class Finder {
   bool* const found_at_;
   const uint32_t now_;
   int64_t found_ = 0;
+  Score score_;
   int64_t idle_id_ = 0;
   uint32_t idle_step_ = 0;
   InFlight flying_[kInFlight];
-};
-
-// Which positions of a range have the id of an earlier one, as far as a small table of ids that
-// came last remembers it.
-class Repeats {
- public:
-  static constexpr int64_t kMost = 4096;  // positions at a time
-
-  // Of positions from `first` on.
-  Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
-
-  // From now on, of positions from `first` on.
-  void forget(int64_t first) {
-    ids_ = all_ids_ + first;
-    first_ = first;
-    std::fill_n(firsts_, 1 << kBits, 0u);
-  }
-
-  // Lists those of positions [begin, end), at most kMost, that repeat none. Returns how many.
-  int64_t list(int64_t begin, int64_t end) {
-    int64_t n = 0;
-    uint32_t idle;
-    for (int64_t at = begin; at < end; ++at) {
-      const auto own = static_cast<uint32_t>(at - first_);
-      uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
-      const uint32_t first = entry;
-      const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
-      // Written only where that changes it: the next of a hot id need not wait for what this
-      // writes.
-      *select(repeats, &idle, &entry) = own;
-      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
-      listed_[n] = at;
-      n += !repeats;
-    }
-    return n;
-  }
-  const int64_t* listed() const { return listed_; }
-  // The position that the i-th of them repeats, or itself.
-  int64_t origin(int64_t i) const { return first_ + origins_[i]; }
-
-  // What each of n listed ids comes with: the sum over its positions before `end`, or what came
-  // last. list() must have been called once, for positions from the first to `end`.
-  const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
-    // By position, then by number.
-    for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
-    for (int64_t at = first_; at < end; ++at) {
-      uint64_t& total = given_[origins_[at - first_]];
-      const uint64_t more = visit.given(at);
-      total = sums ? std::min(total + more, kMostCounts) : more;
-    }
-    for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
-    return given_;
-  }
-
- private:
-  static constexpr int kBits = 12, kShift = 64 - kBits;
-
-  const int64_t* const all_ids_;
-  const int64_t* ids_;
-  int64_t first_;
-  uint32_t firsts_[1 << kBits];  // by a hash of the id, behind first_
-  uint32_t origins_[kMost];
-  int64_t listed_[kMost];
-  uint64_t given_[kMost];
 };
 
 // Finds the ids at positions [begin, end), all of one table, and returns how many it found. Where
@@ -232,24 +200,29 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
                    const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
   const bool scored = kTouch && table.scores != nullptr;
+  const bool summed = scored && shared;  // one atomic addition for all positions of an id
   int64_t found = 0;
   if (end - begin > kTrial) {
     Repeats repeats(ids, begin);
     int64_t stop = begin + kTrial;
     for (bool many = true; many && begin < end;) {
-      // An id that has been touched is not touched again: where it matters how often, what came
-      // before is forgotten.
-      if (scored) repeats.forget(begin);
+      // What has been added is not added again: what came before is forgotten.
+      if (summed) repeats.forget(begin);
       const int64_t n = repeats.list(begin, stop);
       const uint64_t* const given =
-          scored ? repeats.given(stop, n, sums_scores(table.eviction), visit) : nullptr;
+          summed ? repeats.given(stop, n, sums_scores(table.eviction), visit) : nullptr;
       Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, shared, slots,
                            found_at)
           .run();
+      Score score(table, visit);
       for (int64_t at = begin; at < stop; ++at) {
-        const int64_t slot = slots[repeats.origin(at - begin)];
+        const int64_t origin = repeats.origin(at - begin);
+        const int64_t slot = slots[origin];
         slots[at] = slot;
         if (kTouch && found_at != nullptr) found_at[at] = slot != kNoSlot;
+        if (scored && !summed) {
+          score.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at), visit.given(at));
+        }
         found += slot != kNoSlot;
       }
       many = n * 4 < (stop - begin) * 3;
@@ -262,40 +235,30 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
   return found + rest.run();
 }
 
+// Returns how many ids it has not found.
 template <bool kTouch>
-void find_part(const TableView* tables, const Batch& batch, const Visit& visit, bool shared,
-               int64_t* slots, bool* found_at, int64_t begin, int64_t end) {
-  for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
-    const int64_t stop = std::min(end, batch.feature_start(feature + 1));
-    if (stop <= begin) continue;
-    const TableView& table = tables[batch.feature_tables[feature]];
-    const int64_t found =
-        find_range<kTouch>(table, batch.ids, begin, stop, visit, shared, slots, found_at);
-    if (kTouch) {
-      count(table, kLookups, stop - begin);
-      count(table, kMisses, stop - begin - found);
-    }
-    begin = stop;
-  }
-}
-
-// Threads take parts far from each other's, which are mostly of different tables: in one table they
-// would write what the other one has in its cache.
-template <bool kTouch>
-void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
-              bool* found_at, int threads) {
+int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                 bool* found_at, int threads) {
   constexpr int64_t kLeast = 1024;
-  const int64_t rounds = std::clamp<int64_t>(batch.num_ids / (kLeast * std::max(threads, 1)), 1, 4);
-  const int64_t parts = rounds * std::max(threads, 1);
-  const bool shared = batch.num_ids > kLeast && threads > 1;
-  parallel_for(parts, 1, shared ? threads : 1, [&](int64_t first, int64_t last) {
-    for (; first < last; ++first) {
-      const int64_t part = first % threads * rounds + first / threads;
-      const int64_t begin = batch.num_ids * part / parts;
-      const int64_t end = batch.num_ids * (part + 1) / parts;
-      if (begin < end) find_part<kTouch>(tables, batch, visit, shared, slots, found_at, begin, end);
+  const Shares shares(batch, batch.num_ids > kLeast ? threads : 1);
+  std::atomic<int64_t> next = 0, missed = 0;
+  const int64_t workers = std::min<int64_t>(threads, shares.size());
+  parallel_for(workers, 1, threads, [&](int64_t, int64_t) {
+    for (int64_t s; (s = next.fetch_add(1, std::memory_order_relaxed)) < shares.size();) {
+      for (const Span* span = shares[s].begin; span != shares[s].end; ++span) {
+        const TableView& table = tables[span->table];
+        const int64_t found = find_range<kTouch>(table, batch.ids, span->begin, span->end, visit,
+                                                 !shares[s].alone, slots, found_at);
+        const int64_t missing = span->end - span->begin - found;
+        missed.fetch_add(missing, std::memory_order_relaxed);
+        if (kTouch) {
+          count(table, kLookups, span->end - span->begin);
+          count(table, kMisses, missing);
+        }
+      }
     }
   });
+  return missed.load();
 }
 
 }  // namespace
@@ -304,9 +267,9 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
   find_all<false>(tables, batch, Visit{}, slots, nullptr, threads);
 }
 
-void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
-                    bool* found, int threads) {
-  find_all<true>(tables, batch, visit, slots, found, threads);
+int64_t find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit,
+                       int64_t* slots, bool* found, int threads) {
+  return find_all<true>(tables, batch, visit, slots, found, threads);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "common/parallel.h"
@@ -102,9 +103,8 @@ class Partitions {
 
  private:
   // Positions of a partition, about: with its hash table and their gradients' places in the
-  // second-level cache. Where there are several threads, fewer, but for kLeast, so that there are
-  // some partitions of a thread's share.
-  static constexpr int64_t kMost = 32768, kLeast = 1024;
+  // second-level cache. Where tables can't be shared evenly by the threads, fewer, but for kLeast.
+  static constexpr int64_t kMost = 65536, kLeast = 1024;
   static constexpr int kMaxBits = 12;
 
   // Of so many positions, relative to others.
@@ -124,17 +124,38 @@ class Partitions {
       total += work(tables[table], own);
       features_[table].push_back(f);
     }
-    const int64_t share = threads > 1 ? total / (2 * threads) : total;
+    choose_bits(tables, ids, total, threads);
     for (size_t t = 0; t < bits_.size(); ++t) {
-      const auto too_large = [&](int64_t positions) {
-        return positions > kMost || (positions > kLeast && work(tables[t], positions) > share);
-      };
-      while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
       firsts_[t] = size();
       if (ids[t] == 0) continue;
       partitions_.resize(size() + (int64_t{1} << bits_[t]),
                          Partition{static_cast<int32_t>(t), bits_[t], nullptr, nullptr, ids[t]});
       dealt_ += bits_[t] > 0 ? ids[t] : 0;
+    }
+  }
+
+  // Whole tables, as long as the threads then have about equal work; parts of the others even it
+  // out.
+  void choose_bits(const TableView* tables, const std::vector<int64_t>& ids, int64_t total,
+                   int threads) {
+    std::vector<int32_t> by_work(bits_.size());
+    std::iota(by_work.begin(), by_work.end(), 0);
+    std::stable_sort(by_work.begin(), by_work.end(), [&](int32_t a, int32_t b) {
+      return work(tables[a], ids[a]) > work(tables[b], ids[b]);
+    });
+    threads = std::max(threads, 1);
+    std::vector<int64_t> loads(threads, 0);
+    const int64_t fair = total / threads + total / (16 * threads), part = total / (2 * threads);
+    for (const int32_t t : by_work) {
+      const int64_t own = work(tables[t], ids[t]);
+      int64_t& load = *std::min_element(loads.begin(), loads.end());
+      const bool whole = load + own <= fair;
+      if (whole) load += own;
+      const auto too_large = [&](int64_t positions) {
+        return positions > kMost ||
+               (!whole && positions > kLeast && work(tables[t], positions) > part);
+      };
+      while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
     }
   }
 

@@ -306,18 +306,9 @@ void remember_evicted(const TableView* tables, const Batch& batch, const Visit& 
   }
 }
 
-}  // namespace
-
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
-                    const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
-                    int threads) {
-  age(tables, aging, visit, threads);
-  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, visit);
-  if (placement.believed == nullptr) {
-    find_and_touch(tables, batch, visit, slots, found, threads);
-  } else {
-    find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
-  }
+// Admits ids that a find missed, places them and gives them rows.
+void insert_all_missing(const TableView* tables, const Batch& batch, const Visit& visit,
+                        const Placement& placement, int64_t* slots, int threads) {
   if (placement.admissions != nullptr) {
     admit(tables, batch, visit, *placement.admissions, slots, threads);
   }
@@ -336,6 +327,22 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, threads);
   }
+}
+
+}  // namespace
+
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
+                    int threads) {
+  age(tables, aging, visit, threads);
+  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, visit);
+  bool all_there = false;
+  if (placement.believed == nullptr) {
+    all_there = find_and_touch(tables, batch, visit, slots, found, threads) == 0;
+  } else {
+    find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
+  }
+  if (!all_there) insert_all_missing(tables, batch, visit, placement, slots, threads);
   if (placement.simulates) simulate(tables, batch, visit, threads);
 }
 

@@ -35,6 +35,8 @@ const float* scaled_gradient(const char* from, float scale, int32_t dim, float* 
 
 // Rows that are on their way from memory.
 constexpr int64_t kRowsAhead = 12;
+// Gradients likewise: those of a batch that exceeds a cache are in memory, too.
+constexpr int64_t kGradientsAhead = 12;
 
 // Rows of one table that are updated one after the other: slot(i) is that of the i-th of n.
 template <typename Slot>
@@ -56,8 +58,8 @@ class RowsAhead {
   void prefetch(int64_t i) const {
     if (i >= n_) return;
     const int64_t slot = slot_(i);
-    rows_.prefetch(slot);
-    states_.prefetch(slot);
+    rows_.prefetch_to_write(slot);
+    states_.prefetch_to_write(slot);
     if (ids_ != nullptr) prefetch_bytes(ids_ + slot, sizeof(int64_t));
   }
 
@@ -139,8 +141,15 @@ class Update {
     const std::vector<SlotGroups::Repeated>& all = groups.repeated();
     const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
     const RowsAhead rows(table, static_cast<int64_t>(all.size()), slot);
+    const int64_t last = all.empty() ? 0 : int64_t{all.back().first} + all.back().count;
+    int64_t asked = 0;  // gradients that have been asked for
     for (size_t i = 0; i < all.size(); ++i) {
       rows.before(i);
+      // Gradients are numbered in the order of these rows. A processor reads ahead in a long sum.
+      const int64_t end = int64_t{all[i].first} + all[i].count;
+      if (all[i].count > kGradientsAhead) asked = std::max(asked, end);
+      const int64_t until = std::min(last, end + kGradientsAhead);
+      for (; asked < until; ++asked) prefetch_gradient(table, groups.places()[asked]);
       const float* const scales = gradients_.scaled() ? groups.scales() + all[i].first : nullptr;
       const int64_t* const places = groups.places() + all[i].first;
       const RowGradients gradients{gradients_.data(), places, scales, all[i].count};
@@ -187,8 +196,15 @@ class Update {
     const uint32_t* const positions = worker.lone.positions.get() + first;
     const int64_t n = last - first;
     const RowsAhead rows(table, n, [&](int64_t i) { return slots[i]; });
+    int64_t asked = 0, asked_bag = bag;  // the next row whose gradient is asked for, and its bag
     for (int64_t i = 0; i < n;) {
       while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
+      for (const int64_t until = std::min(n, i + kGradientsAhead); asked < until; ++asked) {
+        if (positions[asked] < batch_.offsets[asked_bag]) continue;  // of the bag before
+        while (positions[asked] >= batch_.offsets[asked_bag + 1]) ++asked_bag;
+        prefetch_gradient(table, gradients_.place(feature, asked_bag));
+        ++asked_bag;
+      }
       const float scale = gradients_.scale(positions[i], bag);
       const int64_t same = of_one_gradient(positions + i, n - i, bag, scale);
       const float* const grad = scaled_gradient<kType>(gradients_.from(feature, bag), scale,
@@ -196,6 +212,13 @@ class Update {
       worker.updater.update(table, slots + i, same, grad, [&](int64_t k) { rows.before(i + k); });
       i += same;
     }
+  }
+
+  // The processor foresees the lines that follow the first ones.
+  void prefetch_gradient(const TableView& table, int64_t place) const {
+    constexpr int64_t kMostBytes = 4 * kCacheLine;
+    const char* const from = gradients_.data() + place * element_size(kType);
+    prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
   }
 
   // How many of n positions, from the first on, are in the bag and multiply its gradient by the

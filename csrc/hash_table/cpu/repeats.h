@@ -1,0 +1,76 @@
+// Ids that stand several times in a part of a batch, on the CPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/select.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// Which positions of a range have the id of an earlier one, as far as a small table of ids that
+// came last remembers it.
+class Repeats {
+ public:
+  static constexpr int64_t kMost = 4096;  // positions at a time
+
+  // Of positions from `first` on.
+  Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
+
+  // From now on, of positions from `first` on.
+  void forget(int64_t first) {
+    ids_ = all_ids_ + first;
+    first_ = first;
+    std::fill_n(firsts_, 1 << kBits, 0u);
+  }
+
+  // Lists those of positions [begin, end), at most kMost, that repeat none. Returns how many.
+  int64_t list(int64_t begin, int64_t end) {
+    int64_t n = 0;
+    uint32_t idle;
+    for (int64_t at = begin; at < end; ++at) {
+      const auto own = static_cast<uint32_t>(at - first_);
+      uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
+      const uint32_t first = entry;
+      const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
+      // Written only where that changes it: the next of a hot id need not wait for what this
+      // writes.
+      *select(repeats, &idle, &entry) = own;
+      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
+      listed_[n] = at;
+      n += !repeats;
+    }
+    return n;
+  }
+  const int64_t* listed() const { return listed_; }
+  // The position that the i-th of them repeats, or itself.
+  int64_t origin(int64_t i) const { return first_ + origins_[i]; }
+
+  // What each of n listed ids comes with: the sum over its positions before `end`, or what came
+  // last. list() must have been called once, for positions from the first to `end`.
+  const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
+    // By position, then by number.
+    for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
+    for (int64_t at = first_; at < end; ++at) {
+      uint64_t& total = given_[origins_[at - first_]];
+      const uint64_t more = visit.given(at);
+      total = sums ? std::min(total + more, kMostCounts) : more;
+    }
+    for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
+    return given_;
+  }
+
+ private:
+  static constexpr int kBits = 12, kShift = 64 - kBits;
+
+  const int64_t* const all_ids_;
+  const int64_t* ids_;
+  int64_t first_;
+  uint32_t firsts_[1 << kBits];  // by a hash of the id, behind first_
+  uint32_t origins_[kMost];
+  int64_t listed_[kMost];
+  uint64_t given_[kMost];
+};
+
+}  // namespace torchrec_hkv::hash_table::cpu
