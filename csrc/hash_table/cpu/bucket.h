@@ -94,6 +94,9 @@ class HomeVectors {
   explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}
 
   char* at(int64_t slot) const { return first_ + slot * bytes_; }
+  void prefetch(int64_t slot) const {
+    if (bytes_ > 0) prefetch_bytes</*kWrite=*/false>(at(slot), bytes_);
+  }
   void prefetch_to_write(int64_t slot) const {
     if (bytes_ > 0) prefetch_bytes</*kWrite=*/true>(at(slot), bytes_);
   }
