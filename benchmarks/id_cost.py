@@ -9,9 +9,11 @@ inserts them as ids; all are there. Both are measured in one run on the same bat
 other, each alone in memory.
 
 ``hkv_ms`` and ``fbgemm_ms`` are milliseconds a step, the median of five rounds of ``--steps`` back
-to back; ``ratio`` is the first over the second. ``create_ms`` is what it takes to create the hash
-table, and ``fill_mids`` the millions of new ids a second at which it is filled, up to a load factor
-of ``--load``. ``hkv_gb`` and ``fbgemm_gb`` are the bytes of the tables.
+to back; ``ratio`` is the first over the second. ``ordered_ms`` is the hash table's with the same
+ids in the order of their slots: what handling a batch page by page could save at most.
+``create_ms`` is what it takes to create the hash table, and ``fill_mids`` the millions of new ids a
+second at which it is filled, up to a load factor of ``--load``. ``hkv_gb`` and ``fbgemm_gb`` are
+the bytes of the tables.
 
 Without ``--rows`` sizes go from 10^6 by tens, and end with the largest 1, 2, … 9 times a power of
 ten of which the hash table and a step fit in free memory (4 GB on a CPU). Sizes that do not fit are
@@ -127,6 +129,15 @@ class HashSide:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._rate = torch.full((), _LEARNING_RATE, device=device)
 
+    def slots_of(self, ids: Tensor) -> Tensor:
+        """Where ids are, int64 ``[n]``."""
+        ends = torch.arange(2, device=ids.device) * len(ids)
+        return self._group.find(ids, ends, 1)
+
+    def in_slot_order(self, ids: Tensor) -> Tensor:
+        """The same ids, those of neighbouring slots after each other."""
+        return ids[self.slots_of(ids).argsort()]
+
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Pooled rows."""
         args = (ids, offsets, None, self._batch, False, self._rate)
@@ -156,22 +167,24 @@ def measure(size: Size, batch: int, steps: int, device: torch.device) -> dict[st
     offsets = torch.arange(batch + 1, device=device)
     grad = torch.randn(batch, size.dim, device=device)
 
-    def time_of(side: HashSide | SplitTableBatchedEmbeddingBagsCodegen) -> float:
+    def time_of(side: HashSide | SplitTableBatchedEmbeddingBagsCodegen, ids: list[Tensor]) -> float:
         def step(at: int) -> None:
             side.forward(ids[at % _BATCHES], offsets).backward(grad)
 
         return steps_ms(step, steps, device)
 
     table = make_fbgemm(size, device)
-    fbgemm_ms = time_of(table)
+    fbgemm_ms = time_of(table, ids)
     del table
     _free(device)
     side = HashSide(size, batch, device)
-    hkv_ms = time_of(side)
+    hkv_ms = time_of(side, ids)
+    ordered_ms = time_of(side, [side.in_slot_order(own) for own in ids])
     figures = {
         "hkv_ms": hkv_ms,
         "fbgemm_ms": fbgemm_ms,
         "ratio": hkv_ms / fbgemm_ms,
+        "ordered_ms": ordered_ms,
         "create_ms": side.create_ms,
         "fill_mids": side.fill_mids,
         "hkv_gb": size.hkv_bytes / 1e9,

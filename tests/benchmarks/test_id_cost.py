@@ -30,6 +30,7 @@ def test_a_row_for_each_size(tmp_path):
     for row in rows:
         ratio = float(row["hkv_ms"]) / float(row["fbgemm_ms"])
         assert float(row["ratio"]) == pytest.approx(ratio, rel=0.002)
+        assert float(row["ordered_ms"]) > 0
         assert float(row["create_ms"]) > 0 < float(row["fill_mids"])
         # Rows of 4 bytes a column and a state, of all slots.
         assert float(row["hkv_gb"]) >= float(row["fbgemm_gb"])
@@ -55,7 +56,7 @@ def test_sizes_end_with_the_largest_that_fits(dim):
     assert id_cost.fitting(dim, 0.85, batch, 10**6) == []
 
 
-def test_both_sides_train(tmp_path):
+def test_both_sides_train():
     """A step changes the rows of its ids, as it does in FBGEMM's table."""
     size, device = id_cost.Size(200, 8, 0.85), torch.device("cpu")
     ids, offsets = torch.arange(10), torch.arange(11)
@@ -67,6 +68,17 @@ def test_both_sides_train(tmp_path):
         # Row-wise Adagrad's first step: the gradient over its own root mean square.
         after = side.forward(ids, offsets).detach()
         torch.testing.assert_close(before.detach() - after, torch.full_like(after, 0.01))
+
+
+def test_order_of_slots():
+    side = id_cost.HashSide(id_cost.Size(3000, 8, 0.85), 100, torch.device("cpu"))
+    ids = torch.randint(3000, (100,))
+    ordered = side.in_slot_order(ids)
+    assert sorted(ordered.tolist()) == sorted(ids.tolist())
+    slots = side.slots_of(ordered)
+    assert slots[0] >= 0
+    assert (slots.diff() >= 0).all()
+    assert (side.slots_of(ids).diff() < 0).any()
 
 
 def test_plot(tmp_path):

@@ -77,7 +77,7 @@ def test_a_cell_is_measured(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "int8"])
 def test_a_cell_is_measured_on_a_cpu(dtype, reduction):
     cell = matrix.Cell("dim", (8, 132), "1.2", batch=64, bag=3, rows=500, reduction=reduction)
     cell = dataclasses.replace(cell, dtype=dtype, policy="lfu")

@@ -11,7 +11,7 @@ import torch
 from benchmarks import quality
 from benchmarks.quality import Bootstrap, predicted
 from benchmarks.quality_data import auc
-from benchmarks.quality_rows import DIM, HASHED, RATE, UNLIMITED, methods, rows_of
+from benchmarks.quality_rows import DIM, HASHED, INT8, RATE, UNLIMITED, methods, rows_of
 from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, made, read
 from torchrec_hkv import HKVOptions
 from torchrec_hkv.replay import evictions
@@ -78,7 +78,10 @@ def test_tables_train_as_a_dictionary_does():
                 total: dict[int, torch.Tensor] = {}
                 for sample, ident in enumerate(values.tolist()):
                     row = seen.setdefault((name, ident), out[sample, at].detach().clone())
-                    torch.testing.assert_close(out[sample, at].detach(), row)
+                    shown = out[sample, at].detach()
+                    # Each of ten updates may round off a unit; one may have been larger.
+                    lost = 16 / 127 * float(row.abs().max()) if method.endswith(INT8) else 0.0
+                    torch.testing.assert_close(shown, row, atol=lost + 1e-5, rtol=1e-5)
                     total[ident] = total.get(ident, 0) + gradient[sample, at]
                 for ident, part in total.items():
                     key = (name, ident)
@@ -132,7 +135,7 @@ def test_more_rows_are_better():
 
 def test_policies_are_those_of_the_options():
     assert [f"hkv, {name}" for name in evictions() if not name.startswith("epoch")] == [
-        name for name in methods() if name.startswith("hkv")
+        name for name in methods() if name.startswith("hkv") and not name.endswith(INT8)
     ]
     assert f"hkv, {HKVOptions().eviction}" in methods()
 

@@ -95,7 +95,7 @@ class HomeVectors {
 
   char* at(int64_t slot) const { return first_ + slot * bytes_; }
   void prefetch(int64_t slot) const {
-    if (bytes_ > 0) prefetch_bytes(at(slot), bytes_);
+    if (bytes_ > 0) prefetch_bytes</*kWrite=*/false>(at(slot), bytes_);
   }
   void prefetch_to_write(int64_t slot) const {
     if (bytes_ > 0) prefetch_bytes</*kWrite=*/true>(at(slot), bytes_);

@@ -15,7 +15,7 @@ namespace {
 using tensor_train::TableCpu;
 using tensor_train::cuda::CoreView;
 using tensor_train::cuda::HeadView;
-using tensor_train::cuda::TableView;
+using CudaTable = tensor_train::cuda::TableView;
 
 constexpr int32_t kMostRank = 256;
 
@@ -88,8 +88,8 @@ Places place_buffers(const TensorTrainGroup& group) {
 }
 
 // Sizes and types; pointers are null.
-TableView shape_view(const TableCpu& table, RowType type) {
-  TableView view{};
+CudaTable shape_view(const TableCpu& table, RowType type) {
+  CudaTable view{};
   view.head_type = table.cores == 4 ? RowType::kFloat32 : type;
   view.middle_type = view.last_type = type;
   view.head_q = table.head_q();
@@ -106,7 +106,7 @@ TableView shape_view(const TableCpu& table, RowType type) {
 
 // Gives plans the views of the tables and heads with their pointers.
 void point_to_cores(const TensorTrainGroup& group, RowType type, TensorTrainPlan* plan,
-                    std::vector<TableView>* views) {
+                    std::vector<CudaTable>* views) {
   const Places places = place_buffers(group);
   plan->zeros = at::zeros({places.zeros}, bytes_on(plan->device));
   plan->memory.push_back(at::empty({places.values}, bytes_on(plan->device)));
@@ -125,7 +125,7 @@ void point_to_cores(const TensorTrainGroup& group, RowType type, TensorTrainPlan
       plan->gradients.push_back(plan->zeros.slice(0, begin, begin + bytes).view(at::kFloat));
       plan->num_slices += table.p[k];
     }
-    TableView& view = (*views)[t];
+    CudaTable& view = (*views)[t];
     const size_t last = first + table.last_core();
     view.last = plan->cores[last];
     view.last_grad = gradients[last];
@@ -175,7 +175,7 @@ std::shared_ptr<TensorTrainPlan> make_plan(const TensorTrainGroup& group, c10::D
   plan->dtype = dtype;
   plan->cores = cores;
   const RowType type = dtype == at::kFloat ? RowType::kFloat32 : RowType::kBFloat16;
-  std::vector<TableView> views;
+  std::vector<CudaTable> views;
   std::vector<int32_t> columns;
   for (int32_t t = 0; t < group.num_tables(); ++t) {
     views.push_back(shape_view(group.table(t), type));
@@ -189,7 +189,7 @@ std::shared_ptr<TensorTrainPlan> make_plan(const TensorTrainGroup& group, c10::D
   plan->kernels = tensor_train::cuda::plan_tables(views.data(), group.num_tables());
 
   Layout layout;
-  const size_t of_views = views.size() * sizeof(TableView);
+  const size_t of_views = views.size() * sizeof(CudaTable);
   const size_t of_features = columns.size() * sizeof(int32_t);
   const size_t at_views = layout.take(of_views);
   const size_t at_tables = layout.take(of_features);
@@ -201,7 +201,7 @@ std::shared_ptr<TensorTrainPlan> make_plan(const TensorTrainGroup& group, c10::D
   std::memcpy(to + at_columns, columns.data(), of_features);
   plan->memory.push_back(upload(host, device));
   const auto* const from = static_cast<const char*>(plan->memory.back().const_data_ptr());
-  plan->kernels.tables = reinterpret_cast<const TableView*>(from + at_views);
+  plan->kernels.tables = reinterpret_cast<const CudaTable*>(from + at_views);
   plan->feature_tables = reinterpret_cast<const int32_t*>(from + at_tables);
   plan->feature_columns = reinterpret_cast<const int32_t*>(from + at_columns);
   return plan;

@@ -166,7 +166,7 @@ def test_a_delta_by_itself(run_ranks, chain, tmp_path):
     assert "lacks checkpoint 1 of its chain, which delta-000002 adds to" in refusal
     (tmp_path / "delta-000002").rename(tmp_path / "mine")
     (refusal, _) = run_ranks(2, _refusal, tmp_path / "mine")
-    assert "give it the name 'delta-000002' again" in refusal
+    assert "rename it to 'delta-000002' again" in refusal
     (tmp_path / "mine" / "chain.json").unlink()
     (refusal, _) = run_ranks(2, _refusal, tmp_path / "mine")
     assert "holds only what changed in table" in refusal
