@@ -240,7 +240,7 @@ class TableGroup {
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
   std::optional<int64_t> state_dim_;
-  hash_table::GroupShape shape_{0, true, true, true};
+  hash_table::GroupShape shape_{.widest = 0, .four_wide = true, .float32_rows = true};
   bool needs_scores_ = false;
   hash_table::MovingRows moving_rows_;
   bool remembers_evicted_ = false;
