@@ -19,7 +19,7 @@ def answer(capsys, *arguments):
 
 
 def memory(rows, dim, optimizer):
-    return table_memory(rows, dim, optimizer.state_width(dim), "lru")
+    return table_memory(rows, dim, optimizer.state_width(dim), "adaptive")  # the default
 
 
 def test_a_billion_rows_on_eight_gpus(capsys):

@@ -171,7 +171,8 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
                 values.append((shard.name, id_, "entry", steps[i], scores[i]))
                 step = int(state.optimizer_step)
                 values.append((shard.name, "all", "step", step, lookup._group.clock))
-            values.append((shard.name, id_, shard.column_offset, "more", *rows[i][shard.dim :]))
+            if len(rows[i]) > shard.dim:  # the scale of a row of 8 bits, which has all columns
+                values.append((shard.name, id_, "more", *rows[i][shard.dim :]))
             for c in range(shard.dim):
                 at = shard.column_offset + c
                 values.append((shard.name, id_, at, "row", rows[i][c]))

@@ -44,7 +44,7 @@ def test_options_are_hashable_and_described():
         ({"capacity": 0, "num_embeddings": 0}, r"table 'user': num_embeddings is 0, but must be"),
         ({"dim": 0}, r"table 'user': embedding_dim is 0, but backend 'hkv' takes 1 to 2048"),
         ({"dim": 4096}, r"table 'user': embedding_dim is 4096"),
-        ({"dtype": torch.int8}, r"data type is torch.int8, but backend 'hkv' takes torch.fl"),
+        ({"dtype": torch.int32}, r"data type is torch.int32, but backend 'hkv' takes torch.fl"),
         (
             {"options": HKVOptions(hbm_bytes=1000)},
             r"table 'user': hbm_bytes is 1000, but 1000 rows on a rank need at least \d+: their",
