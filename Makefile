@@ -1,5 +1,5 @@
 # make demo    trains the example on MovieLens with two processes
-# make test    runs the tests
+# make test    runs the tests that take seconds; TEST_SLOW=1 runs all
 # make build   sets up the environment and builds the extension
 # make docs    builds the documentation into build/docs; a warning is an error
 # make wheel   builds a wheel for other machines into dist
@@ -44,6 +44,7 @@ NPROC := $(if $(filter cuda1,$(DEVICE)$(GPUS)),1,2)
 THREADS := $(shell n=$$(($(MAX_JOBS) / $(NPROC))); echo $$((n < 1 ? 1 : n)))
 DEMO_ARGS :=
 TEST_ARGS :=
+TEST_SLOW :=
 # Processes that share the tests; more than four would wait for each other's ranks.
 TEST_PROCESSES := $(shell n=$(MAX_JOBS); echo $$((n > 4 ? 4 : n)))
 
@@ -60,7 +61,7 @@ demo: $(EXTENSION) $(DATA)
 		examples/train_movielens.py --device $(DEVICE) $(DEMO_ARGS)
 
 test: $(EXTENSION)
-	$(PYTHON) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(if $(TEST_SLOW),,-m 'not slow') $(TEST_ARGS)
 
 build: $(EXTENSION)
 

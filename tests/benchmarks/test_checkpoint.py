@@ -27,6 +27,7 @@ def run(tmp_path, *more):
         return list(csv.DictReader(file)), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--same-model", "--optimizer", "adam"]])
 def test_a_row_each_time(tmp_path, more):
     """It compares what was loaded itself, and stops where that is not what was saved."""
@@ -37,6 +38,7 @@ def test_a_row_each_time(tmp_path, more):
     assert not list(tmp_path.glob("torchrec_hkv_*"))
 
 
+@pytest.mark.slow
 def test_what_would_not_end_in_time_is_left_out(tmp_path):
     rows, said = run(tmp_path, "--time-limit", "0.001")
     assert rows == []

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parents[2]
 
 
@@ -28,6 +30,7 @@ def test_an_unknown_name():
     assert "matrix" in refused.stderr
 
 
+@pytest.mark.slow
 def test_arguments_go_to_the_benchmark():
     helped = run("table_group", "--help")
     assert helped.returncode == 0

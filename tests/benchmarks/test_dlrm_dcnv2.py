@@ -29,6 +29,7 @@ def run(*more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
 def test_a_row_for_each_batch(tmp_path, sharding):
     out = tmp_path / "out.csv"
@@ -43,6 +44,7 @@ def test_a_row_for_each_batch(tmp_path, sharding):
         assert float(row["ratio"]) == pytest.approx(hkv / stock, rel=0.05)
 
 
+@pytest.mark.slow
 def test_tables_too_full_to_hold_all_rows_are_refused():
     done = run("--load", "1.5")
     assert done.returncode != 0

@@ -43,6 +43,7 @@ def test_a_subset(device_type, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which(compiler()) is None, reason="needs a C++ compiler")
 def test_beside_unordered_map(tmp_path):
     """It compares rows itself, and stops where they differ."""

@@ -15,6 +15,7 @@ ARGUMENTS = ["--tables", "3", "--rows", "300", "--batches", "4", "8", "--device"
 ARGUMENTS += ["--steps", "2", "--rounds", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sharding"), [(1, "table_wise"), (2, "row_wise")])
 def test_a_row_for_each_part_and_batch(tmp_path, ranks, sharding):
     out = tmp_path / "out.csv"

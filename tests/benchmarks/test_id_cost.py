@@ -19,6 +19,7 @@ def _run(tmp_path, *arguments):
     return list(csv.DictReader(out.open()))
 
 
+@pytest.mark.slow
 def test_a_row_for_each_size(tmp_path):
     rows = _run(tmp_path, "--rows", "500", "3000")
     assert [(row["dim"], row["rows"]) for row in rows] == [
@@ -36,6 +37,7 @@ def test_a_row_for_each_size(tmp_path):
         assert float(row["hkv_gb"]) >= float(row["fbgemm_gb"])
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_fit_is_left_out(tmp_path, capsys):
     rows = _run(tmp_path, "--rows", "500", "100000000", "--memory-gb", "2.1")
     assert {row["rows"] for row in rows} == {"500"}
@@ -81,6 +83,7 @@ def test_order_of_slots():
     assert (side.slots_of(ids).diff() < 0).any()
 
 
+@pytest.mark.slow
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "p.svg"

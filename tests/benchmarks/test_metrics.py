@@ -10,6 +10,7 @@ from benchmarks import metrics
 SIZES = ["--tables", "2", "--rows", "500", "--dim", "4", "--ids", "64", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_row_for_each_case(tmp_path):
     out = tmp_path / "out.csv"
     metrics.main([*SIZES, "--steps", "4", "--every", "2", "--seconds", "0.1", "--out", str(out)])

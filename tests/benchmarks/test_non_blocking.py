@@ -9,6 +9,7 @@ import pytest
 from benchmarks.non_blocking import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", ["0", "0.5"])
 def test_rows(device_type, tmp_path, delta):
     out = tmp_path / "rows.csv"
@@ -26,6 +27,7 @@ def test_rows(device_type, tmp_path, delta):
         assert row["commit"]
 
 
+@pytest.mark.slow
 def test_a_save_that_takes_too_long_is_given_up(tmp_path):
     out = tmp_path / "rows.csv"
     main(["--bytes", "2e7", "--seconds", "0.01", "--device", "cpu", "--out", str(out)])

@@ -18,6 +18,7 @@ from tests.support.calibrations import calibration
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     calibration(fused=1e-3, hkv=2e-3, tt=3e-3).save(tmp_path / "c.json")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

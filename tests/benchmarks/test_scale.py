@@ -42,6 +42,7 @@ def test_groups_send_nothing_to_other_hosts_but_syncs(tmp_path):
     assert 0.8 * most < float(two["sync_mb"]) * 1e6 <= most
 
 
+@pytest.mark.slow
 def test_bandwidths_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "b.json").write_text(json.dumps({"hbm": 1.0}))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 
+import pytest
+
 from benchmarks import serving
 
 
+@pytest.mark.slow
 def test_rows(tmp_path):
     out = tmp_path / "out.csv"
     sizes = ["--rows", "300", "--ids", "60", "--dim", "16", "--requests", "2", "--rounds", "1"]

@@ -36,6 +36,7 @@ def run(ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_row_for_the_step_and_one_for_the_exchange(tmp_path):
     out = tmp_path / "out.csv"
     done = run(2, "--out", str(out), "--profile", str(tmp_path / "profile"))
@@ -57,6 +58,7 @@ def test_a_row_for_the_step_and_one_for_the_exchange(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_groups_and_wire_dtype_are_said(tmp_path):
     out = tmp_path / "out.csv"
     done = run(2, "--num-groups", "2", "--wire-dtype", "bf16", "--out", str(out))
@@ -66,6 +68,7 @@ def test_groups_and_wire_dtype_are_said(tmp_path):
     assert {(row["num_groups"], row["wire_dtype"]) for row in rows} == {("2", "bf16")}
 
 
+@pytest.mark.slow
 def test_tables_too_full_to_hold_all_ids_are_refused():
     done = run(1, "--load", "1.5")
     assert done.returncode != 0

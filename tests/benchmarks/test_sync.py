@@ -13,6 +13,7 @@ from benchmarks.environment import ROOT
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_two_replicas(tmp_path):
     out = tmp_path / "sync.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]

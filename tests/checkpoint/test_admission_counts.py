@@ -59,6 +59,7 @@ def _load(rank, world_size, device, sharding_type, where, folder, plain=False):
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("where", list(WHERE))
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A checkpoint of tables under one of LRU, LFU and AgedLFU loads into tables under another."""
 
+import pytest
+
 from tests.support.checkpointed import evaluate, make_tables, train
 from torchrec_hkv import AgedLFU, checkpoint
 
@@ -21,6 +23,7 @@ def _load_in_turn(rank, world_size, device, folder):
     return [its.equal(rows[0]) for its in rows]
 
 
+@pytest.mark.slow
 def test_rows_come_along(run_ranks, tmp_path):
     for equal in run_ranks(2, _load_in_turn, tmp_path):
         assert all(equal)

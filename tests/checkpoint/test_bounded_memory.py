@@ -84,6 +84,7 @@ print(sum(file.stat().st_size for file in (folder / "c").rglob("shard-*")) / 2**
 """
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path):
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -59,6 +59,7 @@ def _refusals(rank, world_size, device, folder):
     return messages
 
 
+@pytest.mark.slow
 def test_every_file(run_ranks, tmp_path):
     run_ranks(2, _save, tmp_path / "c")
     messages = run_ranks(2, _refusals, tmp_path / "c")

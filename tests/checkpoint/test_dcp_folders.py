@@ -33,6 +33,7 @@ def _load(rank, world_size, device, folder, sharding_type):
     return held(model, "adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "sharding_type"), [(3, "row_wise"), (2, "column_wise")])
 def test_hash_tables(run_ranks, tmp_path, capsys, world_size, sharding_type):
     before = run_ranks(2, _save, tmp_path)

@@ -74,6 +74,7 @@ def _exchange(rank, world_size, device, types, optimizer):
         torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -120,6 +121,7 @@ def _from_unsharded(rank, world_size, device):
     torch.testing.assert_close(outputs[1][:8].cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_sharded(run_ranks):
     run_ranks(2, _from_unsharded)
 
@@ -137,6 +139,7 @@ def _load(rank, world_size, device, kernel, types, optimizer, folder):
     return train_dense(model, rank, device, range(4, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [("fused", "hkv"), ("hkv", "fused"), ("hkv", "hkv")])
 def test_checkpoints_load_into_each_other(run_ranks, kernels, tmp_path):
     types, optimizer = ("row_wise", "row_wise"), OPTIMIZERS["rowwise_adagrad"]
@@ -146,6 +149,7 @@ def test_checkpoints_load_into_each_other(run_ranks, kernels, tmp_path):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_states_that_stock_tables_have_not(run_ranks, types, world_size, host_size, tmp_path):
@@ -177,6 +181,7 @@ def _read(rank, world_size, device, types, folder):
     return model(dense_batch(0, 9, device)).detach().cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("types", [("row_wise", "row_wise"), ("column_wise", "table_wise")])
 def test_other_world_sizes_and_types(run_ranks, world_size, types, tmp_path):

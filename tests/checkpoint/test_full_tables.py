@@ -97,6 +97,7 @@ def test_refused_where_loss_is_not_allowed(run_ranks, tmp_path):
     run_ranks(3, _refused, tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_no_warning_where_nothing_leaves(run_ranks, tmp_path):
     run_ranks(2, _save, tmp_path / "c")
     for ranks, rows in ((2, ROWS), (3, 2 * ROWS)):

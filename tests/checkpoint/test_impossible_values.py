@@ -166,6 +166,7 @@ def _named(rank, world_size, device, folder):
         loads.check()
 
 
+@pytest.mark.slow
 def test_the_error_names_file_key_value_and_what_is_allowed(run_ranks, tmp_path):
     run_ranks(2, _save, tmp_path / "c")
     run_ranks(1, _named, tmp_path / "c")

@@ -77,6 +77,7 @@ def _of_chain(rank, world_size, device, folder):
     return checkpoint.digest(model)
 
 
+@pytest.mark.slow
 def test_deltas_are_the_full_save(run_ranks, tmp_path):
     trained = run_ranks(2, _chain, tmp_path)
     for folder in (tmp_path / "chain", tmp_path / "whole"):

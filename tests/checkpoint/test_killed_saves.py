@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # One process forks for every save, since starting Python with TorchRec takes seconds. A child dies
@@ -134,6 +136,7 @@ def _run(folder, kills, seed):
     return [int(number) for number in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_killed_at_any_line(tmp_path):
     # TORCHREC_HKV_KILLS=50 takes some minutes.
     kills = int(os.environ.get("TORCHREC_HKV_KILLS", "9"))

@@ -60,6 +60,7 @@ def _refused(rank, world_size, device, folder):
     return messages, str(refusal.value)
 
 
+@pytest.mark.slow
 def test_both_are_named(run_ranks, tmp_path):
     assert set(OPTIMIZERS) >= {"adagrad", "adam"}
     run_ranks(2, _save, tmp_path)
@@ -87,6 +88,7 @@ def _smaller(rank, world_size, device, folder):
     return str(refusal.value), lost, checkpoint.digest(model)
 
 
+@pytest.mark.slow
 def test_too_little_room(run_ranks, tmp_path):
     saved = run_ranks(1, _full, tmp_path / "c")[0]
     total = sum(int(digest.split("-")[0]) for digest in saved.values())

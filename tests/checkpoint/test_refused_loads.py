@@ -42,6 +42,7 @@ def _refused_then_loaded(rank, world_size, device, folder, good):
     return float(dense.state_dict()["state"]["bias"]["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fresh_optimizer(run_ranks, tmp_path, ranks):
     run_ranks(2, _save, tmp_path / "good")

@@ -49,6 +49,7 @@ def _reshard(rank, world_size, device, types, optimizer, options, folder):
     return before[1], after[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "types", "optimizer", "counts"),
     [

@@ -54,6 +54,7 @@ def _check(saved, loaded):
         torch.testing.assert_close(outputs, saved[0][2], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saver", "sharding_type", "loader", "other"),
     [
@@ -76,6 +77,7 @@ def test_other_ranks_and_types(run_ranks, tmp_path, saver, sharding_type, loader
     _check(saved, loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saver", "sharding_type", "loader", "other"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support.checkpointed import DIMS, held, make_tables, train
@@ -31,6 +32,7 @@ def _values(results):
     return states, {value for value in everything if value[3] != "of the row"}
 
 
+@pytest.mark.slow
 def test_cut_and_joined_again(run_ranks, tmp_path):
     saved = run_ranks(2, _save, "row_wise", tmp_path / "rows")
     cut = run_ranks(3, _move, "column_wise", tmp_path / "rows", tmp_path / "columns")

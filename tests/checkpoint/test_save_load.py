@@ -57,6 +57,7 @@ def _go_on(rank, world_size, device, backend, sharding_type, folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -88,6 +89,7 @@ def _killed(rank, world_size, device, folder):
     checkpoint.save(folder, model)
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_last_good_one(run_ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     saved = run_ranks(2, _save, folder, 2)
@@ -99,6 +101,7 @@ def test_a_killed_save_leaves_the_last_good_one(run_ranks, tmp_path):
     torch.testing.assert_close(run_ranks(2, _load, folder), newer, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_save_killed_while_it_is_put_in_place_leaves_the_last_good_one(run_ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     saved = run_ranks(2, _save, folder, 2)

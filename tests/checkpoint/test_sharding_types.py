@@ -29,6 +29,7 @@ def _go_on(rank, world_size, device, backend, sharding_type, folder):
     return {key: counts["size"] for key, counts in table_counters(fresh).items()}, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("sharding_type", TYPES)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -125,6 +125,7 @@ def test_help_and_version(arguments, capsys):
     assert "torchrec-hkv" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module():
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

@@ -38,6 +38,7 @@ def toy_cases(monkeypatch):
     monkeypatch.setattr(type(toy), "calibration_cases", lambda self, device_type: cases)
 
 
+@pytest.mark.slow
 def test_a_backend_of_ones_own(toy_cases, tmp_path, capsys):
     path = tmp_path / "constants.json"
     threads = torch.get_num_threads()
@@ -57,6 +58,7 @@ def test_a_backend_of_ones_own(toy_cases, tmp_path, capsys):
         assert sum(constants.values()) > 0
 
 
+@pytest.mark.slow
 def test_the_default_place(toy_cases, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "told.json"))
     assert main(["calibrate", "--kernel", "toy", "--device", "cpu"]) == 0

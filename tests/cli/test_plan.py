@@ -121,6 +121,7 @@ def test_memory_of_each_gpu(capsys):
     assert "memory" not in answer(capsys, *BILLION)
 
 
+@pytest.mark.slow
 def test_no_gpus_of_this_size_are_enough(capsys):
     content = answer(capsys, "plan", "--table", "a:1B:64", "--hbm", "1MiB")
     assert content["fits_on_gpus"] is None

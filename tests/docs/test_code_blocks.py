@@ -68,6 +68,7 @@ def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=name)
 def test_block(block, tmp_path):
     if block.mark == "not run":

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_code_blocks import END_OF_RANK, run
 from tests.support.code_blocks import code_blocks, matches
 
@@ -13,6 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "tutorial.md"
 MARK = "-- end of block"
 
 
+@pytest.mark.slow
 def test_tutorial(tmp_path):
     blocks = code_blocks(PAGE)
     code = "".join(

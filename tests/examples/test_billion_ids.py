@@ -13,6 +13,7 @@ def bytes_after(word, text):
     return sum(int(number.replace(",", "")) for number in found.groups())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type, tmp_path):
     figures = tmp_path / "figures.json"
@@ -32,6 +33,7 @@ def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type, tmp_pat
     assert (content["ids"], content["stated_bytes"], content["failures"]) == (50_000, stated, [])
 
 
+@pytest.mark.slow
 def test_processes_share_the_ids():
     done = run_example("billion_ids.py", "--ids", 50_001, processes=2)
     assert done.returncode == 0, done.stderr
@@ -39,11 +41,13 @@ def test_processes_share_the_ids():
     assert "held 25,001 of 25,001 ids" in done.stdout
 
 
+@pytest.mark.slow
 def test_too_many_ids_get_one_sentence():
     message = refusal("billion_ids.py", "--ids", 10**13)
     assert "init_capacity is 11,111,111,111,111, but the memory" in message
 
 
+@pytest.mark.slow
 def test_help():
     done = run_example("billion_ids.py", "--help")
     assert done.returncode == 0

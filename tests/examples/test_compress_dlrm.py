@@ -37,6 +37,7 @@ def check_stages(output, stages):
     assert "Tensor-Train tables: " in output  # the line of progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_tables_are_compressed_by_rank_and_trained_on(processes, ratings, tmp_path):
     arguments = ("--rank", 4, "--tune-steps", 150)
@@ -45,6 +46,7 @@ def test_tables_are_compressed_by_rank_and_trained_on(processes, ratings, tmp_pa
     assert stages[2]["auc"] > stages[1]["auc"]  # much was cut away
 
 
+@pytest.mark.slow
 def test_tables_are_compressed_to_an_error(ratings, tmp_path, device_type):
     _, stages = compressed(
         ratings, tmp_path, "--error", 0.05, "--tune-steps", 1, device=device_type
@@ -55,12 +57,14 @@ def test_tables_are_compressed_to_an_error(ratings, tmp_path, device_type):
     assert cut["auc"] == pytest.approx(dense["auc"], abs=0.005)
 
 
+@pytest.mark.slow
 def test_help():
     done = run_example("compress_dlrm.py", "--help")
     assert done.returncode == 0
     assert "--tune-steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_bad_input_gets_one_sentence(ratings, tmp_path):
     assert "There is no data file" in refusal("compress_dlrm.py", "--data", tmp_path / "none.dat")
     both = refusal("compress_dlrm.py", "--data", ratings, "--rank", 4, "--error", 0.5)
@@ -73,6 +77,7 @@ def test_bad_input_gets_one_sentence(ratings, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_log_without_large_columns(tmp_path):
     lines = ["\t".join(["1", *["3"] * 13, *["0000000a"] * 26])] * 50
     path = tmp_path / "train.txt"
@@ -81,6 +86,7 @@ def test_a_log_without_large_columns(tmp_path):
     assert "no column of many ids" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 7])
 def test_the_state_of_the_highest_validation_auc_is_kept(every, ratings, tmp_path):
     """A rate that ruins the tables does not make the model worse."""
@@ -104,6 +110,7 @@ def test_the_state_of_the_highest_validation_auc_is_kept(every, ratings, tmp_pat
         assert stages[2]["auc"] == stages[1]["auc"]
 
 
+@pytest.mark.slow
 def test_without_validation_rows_the_last_state_is_kept(ratings, tmp_path):
     ruin = ("--rank", 4, "--tune-steps", 40, "--tune-rate", 1, "--tune-dense-rate", 1)
     output, stages = compressed(ratings, tmp_path, *ruin, "--validation-share", 0)
@@ -111,6 +118,7 @@ def test_without_validation_rows_the_last_state_is_kept(ratings, tmp_path):
     assert stages[2]["auc"] != stages[1]["auc"]
 
 
+@pytest.mark.slow
 def test_validation_rows_that_leave_less_than_a_batch(ratings):
     message = refusal("compress_dlrm.py", "--data", ratings, "--validation-share", 1)
     assert "--validation-share 1.0 leaves 0 rows to train on, but a batch has 256" in message

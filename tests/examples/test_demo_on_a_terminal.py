@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.example_runs import ROOT, write_ratings
 
 ESCAPES = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 
 
+@pytest.mark.slow
 def test_80_columns(tmp_path):
     main, side = pty.openpty()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

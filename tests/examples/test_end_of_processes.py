@@ -86,6 +86,7 @@ def left(script: Path, *arguments: object) -> str:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
@@ -103,6 +104,7 @@ def test_examples(tmp_path, script, arguments):
     assert left(script, "--device", "cpu", "--data", ratings, *arguments) == "LEFT []"
 
 
+@pytest.mark.slow
 def test_an_example_on_clicks(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("\n".join(criteo_lines()) + "\n")
@@ -110,6 +112,7 @@ def test_an_example_on_clicks(tmp_path):
     assert left(ROOT / "examples" / "train_dlrm.py", *arguments) == "LEFT []"
 
 
+@pytest.mark.slow
 def test_a_benchmark():
     sizes = ("--tables", 2, "--rows", 200, "--dim", 4, "--batch", 8, "--bag", 2)
     counts = ("--steps", 1, "--rounds", 1, "--warm-up", 1, "--device", "cpu")
@@ -117,12 +120,14 @@ def test_a_benchmark():
     assert left(script, *sizes, *counts) == "LEFT []"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     script = tmp_path / "calibrate.py"
     script.write_text(CALIBRATE)
     assert left(script, tmp_path / "calibration.json") == "LEFT []"
 
 
+@pytest.mark.slow
 def test_as_the_documentation_says_it(tmp_path):
     script = tmp_path / "by_hand.py"
     script.write_text(BY_HAND)

@@ -30,6 +30,7 @@ def example(name):
     return str(ROOT / "examples" / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2], ids=["alone", "torchrun"])
 @pytest.mark.parametrize(
     ("package", "option", "name"),
@@ -61,6 +62,7 @@ def test_a_sentence_is_the_last_that_is_said(package, option, name, processes, t
     assert processes or "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_tables_are_printed_without_rich(tmp_path):
     done = run(
         without("rich", tmp_path),
@@ -73,6 +75,7 @@ def test_tables_are_printed_without_rich(tmp_path):
     assert "hkv, room for every id" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [["-m", "torchrec_hkv", "env"], ["-c", "from torchrec_hkv import get_default_sharders"]],

@@ -40,6 +40,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["before", "after"])
 def test_both_versions_run_on_two_processes(which, tmp_path):
     script = tmp_path / "training.py"

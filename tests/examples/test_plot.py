@@ -20,6 +20,7 @@ def results(count):
     ]
 
 
+@pytest.mark.slow
 def test_the_demo_draws_or_the_package_is_asked_for(tmp_path):
     arguments = ["--data", write_ratings(tmp_path / "ratings.dat"), "--limit", 1000]
     arguments += ["--runs", "hkv", "--epochs", 1, "--plot", tmp_path / "auc.png"]

@@ -33,6 +33,7 @@ def lists_of(features) -> dict:
     return made if weights is None else {**made, "weights": by_feature(weights)}
 
 
+@pytest.mark.slow
 def test_served(run_ranks, tmp_path):
     pytest.importorskip("fastapi", reason="needs FastAPI")
     pytest.importorskip("uvicorn", reason="needs uvicorn")

@@ -2,9 +2,12 @@
 
 import importlib.util
 
+import pytest
+
 from tests.support.example_runs import refusal, run_example, write_ratings
 
 
+@pytest.mark.slow
 def test_files_are_written_or_the_package_is_asked_for(tmp_path):
     arguments = ["--data", write_ratings(tmp_path / "ratings.dat"), "--limit", 1000]
     arguments += ["--tensorboard", tmp_path / "board"]

@@ -32,6 +32,7 @@ def trained(script, path, tmp_path, *arguments, processes=None, device="cpu"):
     return done.stdout, json.loads(figures.read_text())["runs"]["hkv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_dlrm_learns_from_criteos_text(processes, criteo, tmp_path):
     output, run = trained("train_dlrm.py", criteo, tmp_path, "--epochs", 8, processes=processes)
@@ -41,6 +42,7 @@ def test_dlrm_learns_from_criteos_text(processes, criteo, tmp_path):
     assert "hit rate" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_evaluations_in_between_change_nothing(processes, criteo, tmp_path):
     _, alone = trained("train_dlrm.py", criteo, tmp_path, processes=processes)
@@ -59,6 +61,7 @@ def test_evaluations_in_between_change_nothing(processes, criteo, tmp_path):
     assert f"after 50 steps: test loss {evaluations[-1]['loss']:.4f}" in output
 
 
+@pytest.mark.slow
 def test_deepfm_learns(tmp_path, device_type):
     ratings = write_ratings(tmp_path / "ratings.dat")
     output, run = trained("train_deepfm.py", ratings, tmp_path, "--epochs", 8, device=device_type)
@@ -66,18 +69,21 @@ def test_deepfm_learns(tmp_path, device_type):
     assert f"test AUC {run['test_auc']:.4f}" in output
 
 
+@pytest.mark.slow
 def test_small_tables_evict(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.dat")
     _, run = trained("train_deepfm.py", ratings, tmp_path, "--rows", 0.25)
     assert run["counters"]["evicted"] > 0
 
 
+@pytest.mark.slow
 def test_real_clicks(tmp_path):
     path = shared_file("criteo_clicks_60k.npz")
     _, run = trained("train_dlrm.py", path, tmp_path, "--limit", 4000)
     assert run["counters"]["size"] > 1000
 
 
+@pytest.mark.slow
 def test_bad_input_gets_one_sentence(tmp_path, criteo):
     assert "There is no data file" in refusal("train_dlrm.py", "--data", tmp_path / "none.txt")
     assert "required: --data" in refusal("train_dlrm.py")

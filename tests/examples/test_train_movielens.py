@@ -55,6 +55,7 @@ def trained(request, clicks, tmp_path_factory):
     return done.stdout, json.loads(path.read_text()), request.param or 1
 
 
+@pytest.mark.slow
 def test_hash_tables_with_room_for_all_ids_train_as_stock_tables_do(trained):
     _, figures, _ = trained
     runs = figures["runs"]
@@ -112,24 +113,29 @@ def refused(*arguments):
     return done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_missing_file_is_refused_in_one_sentence(tmp_path):
     assert "There is no data file" in refused("--data", tmp_path / "nothing.dat")
 
 
+@pytest.mark.slow
 def test_batch_larger_than_the_data_is_refused(clicks):
     message = refused("--data", clicks, "--limit", 100, "--batch-size", 81)
     assert message == "error: A batch of 81 rows is more than the 80 rows to train on."
 
 
+@pytest.mark.slow
 def test_folder_that_does_not_exist_is_refused_before_training(clicks, tmp_path):
     message = refused("--data", clicks, "--json", tmp_path / "none" / "figures.json")
     assert "There is no folder" in message
 
 
+@pytest.mark.slow
 def test_batch_size_of_zero_is_refused(clicks):
     assert "'0' is not a positive number" in refused("--data", clicks, "--batch-size", 0)
 
 
+@pytest.mark.slow
 def test_error_under_torchrun_is_said_once(tmp_path):
     done = example("--data", tmp_path / "nothing.dat", processes=2)
     assert done.returncode != 0

@@ -61,6 +61,7 @@ def ratings(tmp_path_factory):
     return write_ratings(tmp_path_factory.mktemp("ratings") / "ratings.dat")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_periods_get_better_and_ids_expire(processes, ratings, tmp_path):
     figures = tmp_path / "figures.json"
@@ -80,6 +81,7 @@ def test_periods_get_better_and_ids_expire(processes, ratings, tmp_path):
     assert f"AUC {content['auc']:.4f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_real_ratings(tmp_path, device_type):
     path = shared_file("movietweetings_100k.dat")
     done = run_example(
@@ -89,6 +91,7 @@ def test_real_ratings(tmp_path, device_type):
     assert "mean of the last" in done.stdout
 
 
+@pytest.mark.slow
 def test_bad_input_gets_one_sentence(ratings):
     assert "name fewer days" in refusal("train_online.py", "--data", ratings, "--days", 60)
     assert "'2' is not a number above 0" in refusal(

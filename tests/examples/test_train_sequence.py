@@ -33,6 +33,7 @@ def _figures(path):
     return {key: scores[0] for key, scores in json.loads(path.read_text())["runs"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "processes", "more"),
     [
@@ -62,6 +63,7 @@ def test_chains_are_learned(order, processes, more, tmp_path):
     assert 0 < scores["hkv"]["ndcg"] <= scores["hkv"]["recall"]
 
 
+@pytest.mark.slow
 def test_real_ratings_in_time(tmp_path, device_type):
     done = run_example(
         "train_sequence.py",
@@ -80,6 +82,7 @@ def test_real_ratings_in_time(tmp_path, device_type):
     assert "<svg" in (tmp_path / "recall.svg").read_text()
 
 
+@pytest.mark.slow
 def test_bad_input_gets_one_sentence(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.dat", rows=100, users=400)
     message = refusal("train_sequence.py", "--data", ratings, "--batch-size", 60)

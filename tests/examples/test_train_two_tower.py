@@ -20,6 +20,7 @@ def write_tastes(path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_recall_is_better_than_that_of_the_most_liked_items(processes, tmp_path):
     figures = tmp_path / "figures.json"
@@ -37,6 +38,7 @@ def test_recall_is_better_than_that_of_the_most_liked_items(processes, tmp_path)
     assert "hit rate" in done.stdout
 
 
+@pytest.mark.slow
 def test_real_ratings(tmp_path, device_type):
     done = run_example(
         "train_two_tower.py",
@@ -76,6 +78,7 @@ def _recall(rank, world_size, device):
     return recalls(_Vectors(users, items), train, later, 1, device)
 
 
+@pytest.mark.slow
 def test_bad_input_gets_one_sentence(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.dat", rows=400)
     message = refusal("train_two_tower.py", "--data", ratings, "--batch-size", 300)

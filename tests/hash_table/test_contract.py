@@ -57,6 +57,7 @@ def checked_table(
     return CheckedTable(policy, capacity, device=device, **options, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("capacity", [7, 64, 100, 200, 1000])
 def test_random_calls(device_type, kind, policy, capacity):
@@ -79,6 +80,7 @@ ADMISSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("capacity", [64, 200, 1000])
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -111,6 +113,7 @@ def test_kinds_with_admission(device_type, kind, policy, admission):
     assert checked.model.unadmitted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("number", [1, 5])
 def test_groups(device_type, kind, policy, number):

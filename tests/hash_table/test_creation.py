@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from tests.support.gpu import needs_gpu
@@ -25,6 +26,7 @@ def make_and_use(device: str, capacity: int, seconds: float) -> None:
     assert table.size == 1000
 
 
+@pytest.mark.slow
 def test_10_to_the_8_slots_on_a_cpu():
     """1.8 GB, of which a page is touched where an id comes to stand."""
     make_and_use("cpu", 10**8, 2)

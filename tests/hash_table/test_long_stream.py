@@ -116,6 +116,7 @@ def compare_step(model, step):
     model.train(step.keys, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize(
     ("device", "hbm_share"),

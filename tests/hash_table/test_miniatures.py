@@ -47,6 +47,7 @@ def batch(generator: torch.Generator, n: int, base: int, width: int) -> list[int
     return ((torch.rand(n, generator=generator) ** 3 * width).long() + base).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     capacity=st.one_of(st.integers(1, 200), st.integers(900, 1200), st.just(9000)),
@@ -66,6 +67,7 @@ def test_they_follow_the_model(capacity, seed, size, drift, with_counts):
     modelled.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [50, 300, 5000])
 def test_they_follow_the_model_on_each_device(device_type, capacity):
     modelled = Modelled(make(device_type, capacity, eviction="adaptive"))

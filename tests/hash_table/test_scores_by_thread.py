@@ -47,6 +47,7 @@ def last(_: int, given: int) -> int:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("skew", [1.0, 6.0])
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def draw(kind, lengths, device):
     return torch.randint(300, (n,), device=device)  # "repeated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def check(device, capacity, batch, weighted, kind, before):
     torch.testing.assert_close(rows.double(), first - 0.5 * total, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["alone", "repeated"])
 @pytest.mark.parametrize("kind", ["alone", "few repeated", "repeated"])
 @pytest.mark.parametrize("weighted", [False, True])

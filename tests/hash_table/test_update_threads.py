@@ -72,6 +72,7 @@ def sums_in_pieces(ids: Tensor, terms: Tensor) -> Tensor:
     return total.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -110,6 +111,7 @@ def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
         assert torch.equal(torch.stack([after[id_] for id_ in ids]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [RowWiseAdagrad(), Adagrad(), Adam(), Adam(clip_norm=0.5)],

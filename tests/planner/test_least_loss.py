@@ -152,6 +152,7 @@ def _power_law(ids):
     return IdFrequencies.of_counts(1e9 / torch.arange(1, ids + 1, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_fewer_rows_where_the_histogram_says_that_few_ids_have_most_lookups():
     page = ParameterConstraints(
         compute_kernels=["fused", "hkv"], frequencies=_power_law(_ROWS["page"])
@@ -172,6 +173,7 @@ def test_fewer_rows_where_the_histogram_says_that_few_ids_have_most_lookups():
         _plan(330 * _MIB, constraints={"page": more, "user": stays, "item": stays})
 
 
+@pytest.mark.slow
 def test_a_capacity_below_the_number_of_ids_is_a_loss_that_the_user_chose():
     constraint = ParameterConstraints(compute_kernels=["hkv"], frequencies=_power_law(8_000_000))
     plan = _plan(4 << 30, constraints={"page": constraint})
@@ -190,6 +192,7 @@ def test_rows_of_16_bits_come_after_rows_of_32():
     assert "rows are float16, and float32 in the config" in " ".join(str(tight).split())
 
 
+@pytest.mark.slow
 def test_the_report_says_what_is_lost_why_and_what_more_memory_buys():
     plan = _plan(60 * _MIB)
     report = _reports(plan)["page"]

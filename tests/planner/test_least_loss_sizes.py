@@ -62,6 +62,7 @@ def _alone(table, kernel, frequencies):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "kernel"), [(0, "tt"), (1, "tt"), (2, "hkv"), (3, "hkv")])
 def test_two_tables(seed, kernel):
     draw = random.Random(seed)

@@ -86,6 +86,7 @@ def arrived(ranks, features, batch_size, longest):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("longest", [0, 3])

@@ -9,6 +9,7 @@ from tests.support.served import SEEDS, batch_of, exported
 from torchrec_hkv import serving
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_equal_bits(sharding, run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", sharding)[0]
@@ -24,6 +25,7 @@ def test_equal_bits(sharding, run_ranks, tmp_path):
     assert counters["ebc.embedding_bags.country"]["lookups"] > 0
 
 
+@pytest.mark.slow
 def test_rows_trained_in_8_bits(run_ranks, tmp_path):
     """Served as float32, so that outputs are those of the trainer."""
     want = run_ranks(1, exported, tmp_path / "model", "row_wise", None, 4, torch.int8)[0]
@@ -34,6 +36,7 @@ def test_rows_trained_in_8_bits(run_ranks, tmp_path):
             assert torch.equal(got[key], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_two_ranks(sharding, run_ranks, tmp_path):
     """Table-wise to the bit; row-wise, ranks sum their parts of a bag, in another order."""
@@ -52,6 +55,7 @@ def exported_twice(rank, world_size, device, folder):
     return exported(rank, world_size, device, folder, steps=3)
 
 
+@pytest.mark.slow
 def test_replaces_a_model(run_ranks, tmp_path):
     want = run_ranks(1, exported_twice, tmp_path / "model")[0]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

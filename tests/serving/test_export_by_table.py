@@ -10,6 +10,7 @@ from torchrec_hkv import serving
 from torchrec_hkv.serving.manifest import Manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["int8", "int4"])
 def test_row_formats(rows, run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", "table_wise", {"rows": rows})[0]
@@ -23,6 +24,7 @@ def test_row_formats(rows, run_ranks, tmp_path):
     assert formats == {rows}
 
 
+@pytest.mark.slow
 def test_tables_by_name(run_ranks, tmp_path):
     """A format and unknown ids by table; a Tensor-Train table that is named has rows."""
     default = [0.5] * 12

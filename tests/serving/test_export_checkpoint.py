@@ -51,6 +51,7 @@ def assert_served(model, want, near: float = 0.0):
             torch.testing.assert_close(got[key], value, rtol=near, atol=near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "ranks", "near"),
     # Where ranks sum their parts of a bag, the trainer's order of a sum is another.
@@ -65,6 +66,7 @@ def test_exported(sharding, ranks, near, run_ranks, tmp_path):
     assert model.counters()["ebc.embedding_bags.user"]["unknown"] > 0
 
 
+@pytest.mark.slow
 def test_formats_and_unknown(run_ranks, tmp_path):
     want = run_ranks(1, rows_saved, tmp_path)[0]
     rows = {"user": "int8", "country": "fp16", "ebc.embedding_bags.pages": "fp32"}
@@ -104,6 +106,7 @@ def chained(rank, world_size, device, folder: Path):
     return [outputs_of(model, seed, 2 + seed) for seed in SEEDS]
 
 
+@pytest.mark.slow
 def test_base_of_a_chain(run_ranks, tmp_path):
     """Following goes on after the base that was exported."""
     want = run_ranks(1, chained, tmp_path)[0]

@@ -70,6 +70,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_faults(run_ranks, tmp_path):
     want = run_ranks(1, chains, tmp_path)[0]
     for number, (damage, message) in enumerate(FAULTS):
@@ -124,5 +125,6 @@ def another_model(rank, world_size, device, folder: Path) -> None:
     assert "of another model" in served.freshness().error
 
 
+@pytest.mark.slow
 def test_another_model(run_ranks, tmp_path):
     run_ranks(1, another_model, tmp_path)

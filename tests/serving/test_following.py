@@ -82,6 +82,7 @@ def followed(rank, world_size, device, folder: Path, sharding: str, rows: str | 
         assert_served(served, outputs(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "rows", "knows"),
     [
@@ -93,6 +94,7 @@ def test_followed(sharding, rows, knows, run_ranks, tmp_path):
     run_ranks(1, followed, tmp_path, sharding, rows, knows)
 
 
+@pytest.mark.slow
 def test_two_ranks(run_ranks, tmp_path):
     run_ranks(2, followed_on_two, tmp_path)
 
@@ -160,5 +162,6 @@ def read_while_applied(rank, world_size, device, folder: Path):
     assert len(seen) > 20
 
 
+@pytest.mark.slow
 def test_read_while_applied(run_ranks, tmp_path):
     run_ranks(1, read_while_applied, tmp_path)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.served import batch_of, make_served, outputs_of, train
@@ -34,6 +35,7 @@ def chained(rank, world_size, device, folder: Path):
     return outputs_of(model, 1, 4)
 
 
+@pytest.mark.slow
 def test_killed(run_ranks, tmp_path):
     want = run_ranks(1, chained, tmp_path)[0]
     (scratch := tmp_path / "scratch").mkdir()

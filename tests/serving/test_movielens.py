@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.models.dlrm import DLRM
@@ -172,6 +173,7 @@ def compare(folder: Path, number: int, want: list[torch.Tensor]) -> None:
         torch.testing.assert_close(got, its, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_served_as_trained(run_ranks, tmp_path):
     server = subprocess.Popen([sys.executable, "-c", SERVER, str(tmp_path), str(ROUNDS)])
     try:

@@ -9,6 +9,7 @@ from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of
 from torchrec_hkv import serving
 
 
+@pytest.mark.slow
 def test_requests(served):
     model = serving.load(served[0])
     assert model.features == ((*BAGS, *SEQUENCE), tuple(WEIGHTED))

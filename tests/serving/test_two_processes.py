@@ -53,6 +53,7 @@ def test_exports(tmp_path):
     assert not (tmp_path / "model" / "part").exists()
 
 
+@pytest.mark.slow
 def test_loads_while_replaced(tmp_path):
     """All numbers of a model that is loaded are of one export."""
     for value in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.support.served import SEEDS, as_ids, batch_of
@@ -22,6 +23,7 @@ torch.save((out, loaded), sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_without_torchrec(served, tmp_path):
     """In a process of its own."""
     _, want = served

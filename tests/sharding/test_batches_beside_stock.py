@@ -31,6 +31,7 @@ def _check(outcomes):
             torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])

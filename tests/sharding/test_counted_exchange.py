@@ -54,6 +54,7 @@ def _compare(rank, world_size, device, stagger, samples):
     return int(expected.values().numel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [(7, 7, 7, 7), (1, 5, 3, 2), (4, 0, 4, 4), (0, 0, 0, 0)])
 @pytest.mark.parametrize(("world_size", "stagger"), [(2, 1), (4, 1), (4, 2)])
 def test_as_torchrecs(run_ranks, world_size, stagger, samples):

@@ -9,6 +9,7 @@ from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])

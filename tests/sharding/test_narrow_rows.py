@@ -15,6 +15,7 @@ from torchrec_hkv import ParameterConstraints
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise", "column_wise"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])

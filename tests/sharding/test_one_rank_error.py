@@ -33,6 +33,7 @@ print("not reached", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_float_ids_on_one_rank_end_both(device_type, tmp_path):
     if device_type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

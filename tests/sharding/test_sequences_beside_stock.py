@@ -22,6 +22,7 @@ def _check(outcome):
         torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -40,6 +41,7 @@ def test_ids_are_given_back_raw(run_ranks, sharding_type, dedup):
         _check(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_ids_sent_once_train_alike_and_are_looked_up_less(run_ranks, sharding_type, optimizer):
@@ -61,6 +63,7 @@ def test_batch_sizes_of_features(run_ranks, sharding_type, dedup):
         _check(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_narrow_exchange(run_ranks, sharding_type, wire):

@@ -23,6 +23,7 @@ def _check(outcomes):
             torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "host_size"), HOSTS)
 @pytest.mark.parametrize(
     "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
@@ -35,6 +36,7 @@ def test_equal_to_stock(run_ranks, pooling, sharding_type, world_size, host_size
     _check(run_ranks(world_size, train_beside_stock, scenario, host_size=host_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 )

@@ -35,6 +35,7 @@ VARIANTS = {
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("sharding_type", TYPES)
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -46,6 +47,7 @@ def test_a_training_step(run_ranks, device_type, variant, sharding_type, world_s
     run_ranks(world_size, run_own_test, host_size, scenario, host_size=host_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", TYPES[:5])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_states(run_ranks, sharding_type, optimizer):

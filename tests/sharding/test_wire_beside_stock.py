@@ -10,6 +10,7 @@ from tests.support.beside_stock import Scenario, train_beside_stock
 pytestmark = pytest.mark.compat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire", "sharding_type"),
     [

@@ -27,6 +27,7 @@ def sampled(shape, tables=8, count=3000, **arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("rank", [8, 32, 128])
 @pytest.mark.parametrize("mean", [0.0, -0.3])

@@ -25,6 +25,7 @@ def make(device="cpu", optimizer=None, shapes=SHAPES):
     return group, cores, bags
 
 
+@pytest.mark.slow
 def test_opcheck_of_lookups(device_type):
     group, cores, bags = make(device_type)
     args = (group.handle, bags.ids, bags.offsets)

@@ -123,6 +123,7 @@ def test_a_terminal_that_can_not_rewrite_gets_lines(tmp_path):
     assert output.count("/54]") == 10
 
 
+@pytest.mark.slow
 def test_the_time_goes_on_while_nothing_is_done(tmp_path):
     slow = 'import time; print("[1/2] c++ a.cpp"); time.sleep(2.5); print("[2/2] c++ b.cpp")'
     output, _ = on_terminal(slow, tmp_path, columns=80)

@@ -24,6 +24,7 @@ def _load(rank, world_size, device, path, optimizer):
     return held(model, optimizer), checkpoint.digest(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_all_values(run_ranks, tmp_path, optimizer):
     before = run_ranks(2, _save, tmp_path / "dcp", optimizer)

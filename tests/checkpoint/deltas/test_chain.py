@@ -54,6 +54,7 @@ def _check(written, loaded, write):
     assert joined([rank[write][2] for rank in written]) == joined([result[1] for result in loaded])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise", "column_wise"])
 def test_every_prefix(run_ranks, tmp_path, sharding_type, optimizer):
@@ -69,6 +70,7 @@ def test_every_prefix(run_ranks, tmp_path, sharding_type, optimizer):
             assert run_ranks(2, _load, full, sharding_type, optimizer, {}) == loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["expiry", "admission", "bf16"])
 def test_another_world_size(run_ranks, tmp_path, world_size, name):
@@ -79,6 +81,7 @@ def test_another_world_size(run_ranks, tmp_path, world_size, name):
         _check(written, loaded, write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eviction", "admission"])
 def test_the_same_world_size(run_ranks, tmp_path, name):
     folder, options = tmp_path / "chain", _options(name)
@@ -116,6 +119,7 @@ def _load_dense(rank, world_size, device, path):
     return checkpoint.digest(model), _outputs(model, device, 77, train=False)
 
 
+@pytest.mark.slow
 def test_dense_tables(run_ranks, tmp_path):
     """They are whole in every delta."""
     folder = tmp_path / "chain"

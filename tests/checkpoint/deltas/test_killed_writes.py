@@ -181,6 +181,7 @@ print(len(os.listdir(chain)), lines, old, new)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["write", "write without blocking", "save", "compact"])
 def test_killed_at_any_line(tmp_path, what):
     # TORCHREC_HKV_KILLS=50 takes some minutes.

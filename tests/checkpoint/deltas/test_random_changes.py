@@ -94,6 +94,7 @@ def _check_delta(written: Written, last: int, since: int) -> None:
     assert left == {slot: id_ for slot, id_ in were.items() if are.get(slot) != id_}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(CHAINS))
 def test_random_changes(device_type, tmp_path, seed):
     changing = Changing(seed, device_type, tmp_path)

@@ -70,6 +70,7 @@ def _expected(values, states, dtype):
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_as", "loaded_as"), [("row_wise", "row_wise"), ("row_wise", "column_wise")]
 )

@@ -129,6 +129,7 @@ def _foreign_shard(chain, other):
     return f"{place} is not what the checkpoint was saved with: it is of save"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -206,6 +207,7 @@ def _damage_all(rank, world_size, device, chain):
     return messages
 
 
+@pytest.mark.slow
 def test_any_damage(run_ranks, chain):
     # Of earlier deltas the tensors are not read: the newest has all of them.
     for name in ("base-000000", "delta-000001", "delta-000002"):

@@ -54,6 +54,7 @@ def _check(run_ranks, folder, written, world_sizes=(1, 2)):
             )
 
 
+@pytest.mark.slow
 def test_the_same_ranks_go_on_with_a_delta(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     first = run_ranks(2, _begin, folder, {})
@@ -64,6 +65,7 @@ def test_the_same_ranks_go_on_with_a_delta(run_ranks, tmp_path):
     _check(run_ranks, folder, written)
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_with_a_base(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     first = run_ranks(2, _begin, folder, {})

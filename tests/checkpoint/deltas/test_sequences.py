@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ operations = st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=14)
 
 
 # tests/stress/test_chain_sequences.py does thousands.
+@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,

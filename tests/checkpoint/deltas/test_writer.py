@@ -72,6 +72,7 @@ def _digest(rank, world_size, device, path):
     return checkpoint.digest(model)
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_at_another_world_size(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     run_ranks(2, _steps, folder, {"every_steps": 2})
@@ -98,6 +99,7 @@ def _load_between(rank, world_size, device, folder):
     return states
 
 
+@pytest.mark.slow
 def test_rows_that_change_without_a_lookup(run_ranks, tmp_path):
     states = run_ranks(2, _load_between, tmp_path / "chain")[0]
     assert [name.split("-")[0] for name, _ in states] == ["base", "delta", "delta", "delta"]
@@ -153,6 +155,7 @@ def _fail(rank, world_size, device, folder):
     return before, writer.write().name, checkpoint.digest(model)
 
 
+@pytest.mark.slow
 def test_a_write_that_fails(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     before, name, after = run_ranks(2, _fail, folder)[0]
@@ -178,6 +181,7 @@ def _compacted(rank, world_size, device, folder):
     )
 
 
+@pytest.mark.slow
 def test_compact(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     run_ranks(2, _steps, folder, {"every_steps": 2})
@@ -197,6 +201,7 @@ def test_compact(run_ranks, tmp_path):
     assert run_ranks(2, _compacted, folder) == wanted
 
 
+@pytest.mark.slow
 def test_compact_what_a_killed_writer_did_not_name(run_ranks, tmp_path):
     folder = tmp_path / "chain"
     run_ranks(1, _steps, folder, {"every_steps": 2})

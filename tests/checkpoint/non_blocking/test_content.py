@@ -116,6 +116,7 @@ def _load_chain(rank, world_size, device, folder, names):
     return states
 
 
+@pytest.mark.slow
 def test_deltas(run_ranks, tmp_path):
     results = run_ranks(2, _write_deltas, tmp_path)
     names = results[0][0]

@@ -55,6 +55,7 @@ for capacity in capacities:
 """
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path):
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -39,6 +39,7 @@ def saved(request, tmp_path_factory):
     return folder, table, content, KINDS[request.param]
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(data=st.data())
 def test_load(saved, data):

@@ -62,6 +62,7 @@ def tables():
     return [filled("cpu", 300, 500, eviction="lfu") for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_killed_at_any_line(tmp_path, tables):
     path = tmp_path / "t"
     tables[1].save(tmp_path / "trial")

@@ -57,6 +57,7 @@ def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads, on_
     assert entries(loaded) == before
 
 
+@pytest.mark.slow
 def test_large_files(device_type, tmp_path):
     # More than 16 MiB a file, which goes past the page cache.
     table = HashTable(128, 60_000, device=device_type)
@@ -197,6 +198,7 @@ print(last)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_between(tmp_path):
     table = HashTable(3, 700)
     table.insert_or_assign(torch.arange(500), torch.randint(0, 99, (500, 3)).float())

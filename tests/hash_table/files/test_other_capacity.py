@@ -51,6 +51,7 @@ def test_a_table_that_would_be_too_full_is_refused(device_type, tmp_path):
     assert_refused(lambda t: t.load(tmp_path), filled(device_type, 9, 510), "sure to fit only")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_bytes", [500, 20_000, 64 << 20])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_lost_ranks_lowest(device_type, tmp_path, policy, batch_bytes):

@@ -48,6 +48,7 @@ print(start, made, full, most())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
 def test_host_memory():
     output = subprocess.run(

@@ -240,6 +240,7 @@ class HashTableMachine(RuleBasedStateMachine):
         self.checked.next_epoch(by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_follows_the_model(policy):
     run_state_machine_as_test(

@@ -10,6 +10,7 @@ from tests.support.row_training import exact_gradients, make_group, read_rows
 STEPS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [7, 64, 260])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", OPTIMIZERS)

@@ -30,6 +30,7 @@ def skewed_batch(names: torch.Tensor) -> torch.Tensor:
     return rows[torch.randperm(len(rows))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", WIDTHS)

@@ -211,6 +211,7 @@ def _run(case: _Case, seed: int, device: str) -> None:
             replicas.set_epoch(epoch + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=CASES, seed=st.integers(0, 2**32))
 def test_the_rules(case, seed):

@@ -63,6 +63,7 @@ def _check_close(rows, others):
     torch.testing.assert_close(rows, others, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [False, True])
 def test_any_number_of_groups(run_ranks, tmp_path, chain):
     folder = tmp_path / "saved"
@@ -74,6 +75,7 @@ def test_any_number_of_groups(run_ranks, tmp_path, chain):
             _check_close(its_rows, rows)
 
 
+@pytest.mark.slow
 def test_from_one_group_to_several(run_ranks, tmp_path):
     folder = tmp_path / "saved"
     digest, rows = run_ranks(2, _save, folder, None, False)[0]

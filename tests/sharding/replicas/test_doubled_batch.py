@@ -52,6 +52,7 @@ def _copy_stock(one, groups):
                     parameter.fill_(0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding_type", "inter_host"),
     [("row_wise", False), ("row_wise", True), ("table_wise", True), ("column_wise", False)],
@@ -64,6 +65,7 @@ def test_two_by_two(run_ranks, sharding_type, inter_host):
     assert sum(len(ids) for of_rank in of_ranks for ids in of_rank.values()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_two_by_three(run_ranks, group_size):
     of_ranks = run_ranks(6, _train, group_size, "row_wise", False)
