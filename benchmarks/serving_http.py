@@ -31,14 +31,15 @@ from torchrec_hkv import serving
 EXAMPLE = Path(__file__).parents[1] / "examples" / "serving" / "serve_http.py"
 KEYS = ("case", "rows", "dim", "ids", "rate", "connections")
 PORT = 8613
-#: Sends the bodies of a file in turn; each connection waits so that all together have the rate.
+#: Sends the bodies of a file in turn; each connection waits, some time around the mean, so that all
+#: together have about the rate and do not send at the same moments.
 SCRIPT = """
 local bodies, at = {}, 0
 function init(args)
   for line in io.lines(args[1]) do bodies[#bodies + 1] = line end
   wait = tonumber(args[2])
 end
-function delay() return wait end
+function delay() return math.random(0, 2 * wait) end
 function request()
   at = at %% #bodies + 1
   return wrk.format("POST", "/predict", {["Content-Type"] = "application/json"}, bodies[at])
