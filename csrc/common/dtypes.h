@@ -1,6 +1,6 @@
 // Element types of rows. Arithmetic is in float; narrower rows are widened when read and rounded
-// when written, 16-bit ones to the nearest, ties to even. Rows of 8 bits are of tables alone:
-// outputs, gradients and rows that calls are given or give back have another type.
+// when written, 16-bit ones to the nearest, ties to even. Only tables store rows of 8 bits:
+// outputs, gradients, and rows that calls take or return have another type.
 #pragma once
 
 #include <cstdint>

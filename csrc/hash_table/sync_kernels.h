@@ -24,8 +24,8 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads);
 int64_t count_changes(const uint8_t* changes, int64_t n);
 void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slots, uint8_t* bits);
 
-// Of a table whose rows are float32. Rows, states, last steps and scores (null: not wanted) of the
-// entries at slots; zeros at kNoSlot.
+// Reads rows, states, last steps and, unless `scores` is null, scores of the entries at `slots`. An
+// invalid slot (kNoSlot) reads zeros. The table's rows must be float32.
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
                  uint32_t* last_steps, uint64_t* scores, int threads);
 

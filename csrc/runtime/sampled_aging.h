@@ -16,7 +16,7 @@ namespace torchrec_hkv::runtime {
 
 class SampledAging {
  public:
-  // Of a table with so many slots. Without c, miniatures choose it, which begins as kFirstC.
+  // slots: of the table. c: fixed; without a value, miniatures choose it, beginning with kFirstC.
   SampledAging(int64_t slots, std::optional<double> c);
 
   // Begins a call. Returns the half-life in calls; infinite where c is.

@@ -141,7 +141,7 @@ class RowUpdater {
     if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
     const HomeVectors rows(table.rows), states(table.states);
     const bool narrow = table.rows.type != RowType::kFloat32;
-    // Of all rows, unless each counts its own steps.
+    // The terms are the same for all rows, unless each row counts its own steps.
     const RowTerms common = config.own_steps ? RowTerms{} : first_terms(table, dim, nullptr);
     for (int64_t i = 0; i < n; ++i) {
       before(i);

@@ -33,9 +33,9 @@ const float* scaled_gradient(const char* from, float scale, int32_t dim, float* 
   return scaled;
 }
 
-// Rows that are on their way from memory.
+// Number of rows that are prefetched ahead.
 constexpr int64_t kRowsAhead = 12;
-// Gradients likewise: those of a batch that exceeds a cache are in memory, too.
+// Number of gradients that are prefetched ahead: those of a large batch do not fit the cache.
 constexpr int64_t kGradientsAhead = 12;
 
 // Rows of one table that are updated one after the other: slot(i) is that of the i-th of n.

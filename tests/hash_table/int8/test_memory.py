@@ -18,7 +18,7 @@ def test_planned_bytes_are_taken(device_type, dim, state_dim):
 
 
 def test_less_than_a_third_of_float32():
-    """Of rows of 128 columns; with the index of ids, too."""
+    """Holds for rows of 128 columns, with and without the index of ids."""
     narrow, wide = (table_memory(1_000_000, 128, 0, "lru", size) for size in (1, 4))
     assert narrow.row_bytes / wide.row_bytes <= 0.26
     assert narrow.bytes / wide.bytes <= 0.30

@@ -38,7 +38,7 @@ _EPOCH_BIT = 8
 #: Name of the tensor about the whole table: format and epoch, state layout, updates, clock.
 HEAD = "table_state"
 _ROW_STATES = "optimizer_row_states"
-# Of rows of int8, beside their numbers: with them these are stored again bit for bit.
+# Scales of int8 rows. A load that has them restores the rows bit for bit.
 _SCALES = "scales"
 # Unused positions, for capacities that are rounded up on each rank.
 _MORE_PLACES = 4096
