@@ -30,6 +30,12 @@ def skewed_ids(n, first=0):
     return ((torch.rand(n) ** 4 * ROWS).long() + first) % ROWS
 
 
+def uncached_id(bag):
+    """The smallest id without a hot row."""
+    hot = bag.hot_rows.ids
+    return (~torch.isin(torch.arange(ROWS, device=hot.device), hot)).nonzero()[0, 0]
+
+
 def offsets_of(ids, bags):
     return torch.linspace(0, ids.numel(), bags + 1).long()[:-1].to(ids.device)
 
@@ -78,6 +84,7 @@ def test_lookup_and_gradients_are_those_of_the_full_weight(device_type, mode, we
     bag.cache_populate()
     bag.hot_rows.rows.data += torch.randn_like(bag.hot_rows.rows)
     bags = tt.random_bags([bag.shape], [0], 20, 8).to(device_type)
+    bags.ids[:2] = torch.stack([bag.hot_rows.ids[0], uncached_id(bag)])  # a hit and a miss
     ids, starts = bags.ids, bags.offsets[:-1]
     weights = bags.weights.requires_grad_() if weighted else None
     out = bag(ids, starts, weights)
