@@ -77,14 +77,14 @@ def test_what_is_lost_ranks_lowest(device_type, tmp_path, policy, batch_bytes):
     for id_ in before.keys() - after.keys():
         own = rank(before[id_], policy, smaller)
         assert all(own <= lowest[bucket] for bucket in buckets_of(id_, buckets))
-    # And of the highest few are missing.
+    # Few of the highest are missing. Up to a load of .9, two buckets nearly always have a slot.
     ranked = sorted(before, key=lambda id_: rank(before[id_], policy, smaller), reverse=True)
-    best = ranked[: smaller.capacity]
+    best = ranked[: int(0.9 * smaller.capacity)]
     last = rank(before[best[-1]], policy, smaller)
     missing = [
         id_ for id_ in best if id_ not in after and rank(before[id_], policy, smaller) > last
     ]
-    assert len(missing) <= 0.05 * smaller.capacity
+    assert len(missing) <= 0.02 * smaller.capacity
 
 
 @pytest.mark.parametrize("policy", POLICIES)
