@@ -297,7 +297,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   }
   const uint64_t* given = data_of(keys);
   hash_table::Placement placement{
-      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
+      group.initial_rows(), hash_table::RefuseLower::kAged, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
   placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA

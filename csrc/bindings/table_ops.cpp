@@ -174,7 +174,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor left_tables = at::empty({several ? room : 0}, ids.options().dtype(at::kInt));
   hash_table::Placement placement{
       initialize ? group.initial_rows() : hash_table::NewRows::kUntouched,
-      /*refuse_lower=*/true,
+      hash_table::RefuseLower::kAll,
       given_rows,
       {}};
   if (believed) placement.believed = believed->const_data_ptr<bool>();

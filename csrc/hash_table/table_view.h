@@ -303,10 +303,26 @@ struct MovingRows {
   }
 };
 
+// Which new ids are refused if all entries that they could replace rank above them.
+enum class RefuseLower : uint8_t {
+  kNone,
+  kAged,  // those of tables that rank by decayed counts; finite half-lives only
+  kAll,
+};
+
+// Whether a new id of this score is refused rather than replace an entry of rank `lowest`.
+HKV_HOST_DEVICE bool is_outranked(const TableView& table, RefuseLower refuse, uint64_t score,
+                                  uint32_t now, uint64_t lowest) {
+  if (refuse == RefuseLower::kNone) return false;
+  const Ranking ranking = table.ranking();
+  if (refuse == RefuseLower::kAged && !ranking.aged) return false;
+  return ranking.of(score, now) < lowest;
+}
+
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
-  bool refuse_lower;     // an id whose score is lower than all it could replace is refused
+  RefuseLower refuse_lower;
   RowMatrix given_rows;  // by position, what ids came with; read where leavers are wanted
   Leavers leavers;
   // [positions], what the caller believes of each id: that it is in the table before the call, or

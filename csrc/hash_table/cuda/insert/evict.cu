@@ -175,7 +175,7 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
 
 // The same of any tables.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
-                                             bool refuse_lower) {
+                                             RefuseLower refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;

@@ -66,7 +66,7 @@ struct MiniatureSet {
     return -1;
   }
 
-  // The entry that leaves, of those that the call has not touched, or -1.
+  // The entry that a new id replaces, or -1: the call has touched the others, or they rank above it.
   __device__ __forceinline__ int32_t lowest() const {
     Leaving least;
 #pragma unroll
@@ -84,7 +84,7 @@ struct MiniatureSet {
                           __shfl_xor_sync(kAllLanes, least.entry, offset)};
       if (other < least) least = other;
     }
-    return least.entry;
+    return least.rank <= rank_of_new(ranking, now) ? least.entry : -1;
   }
 
   // The entry of the highest tag that came in this call, if that is above `tag`; else -1.

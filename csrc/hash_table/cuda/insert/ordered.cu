@@ -163,7 +163,7 @@ __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, u
 // A place for an id, while nobody else looks at its buckets; cpu::choose_place chooses alike. By a
 // tile, whose lanes all get the answer.
 __device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
-                                              uint64_t score, const Visit& visit, bool refuse_lower,
+                                              uint64_t score, const Visit& visit, RefuseLower refuse_lower,
                                               unsigned tile, int lane) {
   uint32_t bucket = choice.first;
   uint64_t free = free_slots_of_tile(table, choice.first, tile, lane);
@@ -183,7 +183,7 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
                             ? oldest_packed(table, choice, visit.pinned_from(), tile, lane)
                             : lowest_rank(table, choice, visit.pinned_from(), tile, lane);
   if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
-  if (refuse_lower && table.ranking().of(score, visit.now()) < victim.rank.score) {
+  if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
     return Place{kOutranked, kNoSlot, 0};
   }
   return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
@@ -229,7 +229,7 @@ struct InHand {
 
 __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
     place_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                 bool refuse_lower, int64_t* __restrict__ slots, const Missing missing,
+                 RefuseLower refuse_lower, int64_t* __restrict__ slots, const Missing missing,
                  const __grid_constant__ InsertionOrder order) {
   if (*missing.number == 0) return;
   constexpr int kTiles = kWarp / kVictimLanes;

@@ -270,12 +270,13 @@ __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, cons
 // Claims the place of another entry for an id of this score whose buckets are full. By a tile,
 // whose lanes all get the answer; `refuse_lower` as in Placement.
 __device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
-                                              uint64_t score, const Visit& visit, bool refuse_lower,
+                                              uint64_t score, const Visit& visit,
+                                              RefuseLower refuse_lower,
                                               unsigned tile, int lane) {
   for (;;) {
     const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
     if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
-    if (refuse_lower && table.ranking().of(score, visit.now()) < victim.rank.score) {
+    if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
       return Place{kOutranked, kNoSlot, 0};
     }
     bool claimed = false;
