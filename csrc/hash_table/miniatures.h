@@ -6,8 +6,9 @@
 //
 // A miniature has sets of up to 64 entries; an id belongs to one set. The effect of a call on a set
 // does not depend on the order of its ids: all hits count and store the step, then each missing id
-// takes a free entry or the entry of the lowest rank that the call has not touched and that does not
-// rank above a new id. If there are too few of these, the missing ids with the lowest tags stay.
+// takes a free entry or the entry of the lowest rank that the call has not touched, if a training
+// lookup replaces that rank by an id that was looked up once. If there are too few of these, the
+// missing ids with the lowest tags stay.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +25,6 @@ constexpr int kMiniatureWays = 64;
 
 // AgedLfu::c of each miniature: LRU, and half-lives up to one that is close to LFU.
 HKV_HOST_DEVICE double c_of_miniature(int k) { return k == 0 ? 0. : k < 4 ? 1 << (k - 1) : 16.; }
-// Rank of an id that is new in a call. Its positions in the call do not count, so that the order in
-// which new ids come does not matter.
-HKV_HOST_DEVICE uint64_t rank_of_new(const Ranking& ranking, uint32_t now) {
-  return ranking.of(1, now);
-}
 // Hit rate that the longest half-life may lose against the best, in hundredths of the best.
 constexpr uint64_t kToleratedPercent = 2;
 

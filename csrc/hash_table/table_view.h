@@ -306,7 +306,7 @@ struct MovingRows {
 // Which new ids are refused if all entries that they could replace rank above them.
 enum class RefuseLower : uint8_t {
   kNone,
-  kAged,  // those of tables that rank by decayed counts; finite half-lives only
+  kAged,  // those of tables that rank by decayed counts, with kGraceHalfLives
   kAll,
 };
 
@@ -315,8 +315,8 @@ HKV_HOST_DEVICE bool is_outranked(const TableView& table, RefuseLower refuse, ui
                                   uint32_t now, uint64_t lowest) {
   if (refuse == RefuseLower::kNone) return false;
   const Ranking ranking = table.ranking();
-  if (refuse == RefuseLower::kAged && !ranking.aged) return false;
-  return ranking.of(score, now) < lowest;
+  if (refuse == RefuseLower::kAll) return ranking.of(score, now) < lowest;
+  return ranking.aged && ranking.replaced_by_new(score, now) < lowest;
 }
 
 // How ids that are missing are placed.

@@ -1,6 +1,6 @@
 """A training lookup refuses new ids that rank below all entries that they could replace.
 
-Only tables that rank by decayed counts do: a new id counts as looked up once, in this step.
+Only tables that rank by decayed counts do. A new id counts as looked up four times, in this step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Model:
                 self.entries[id_] = (self.entries[id_][0] + 1, self.steps)
                 continue
             if len(self.entries) == self.slots:
-                if not left or left[-1][0] > self.aged.rank(1, self.steps):
+                if not left or left[-1][0] > self.aged.rank_of_new(self.steps):
                     self.refused += 1
                     continue
                 del self.entries[left.pop()[-1]]
@@ -86,10 +86,11 @@ def test_equal_to_a_dictionary(device_type, c, capacity):
 
 
 def filled(device, eviction):
-    """A table of ids that were looked up five times each in the last step."""
+    """A table of ids that were looked up in each of 20 steps."""
     group = make(device, eviction)
     ids = random_ids(64)
-    insert(group, Bags.flat(ids.repeat(5)).to(device))
+    for _ in range(20):
+        insert(group, Bags.flat(ids).to(device))
     return group, set(ids.tolist())
 
 
@@ -108,8 +109,8 @@ def test_refused_ids_read_their_initial_rows(device_type, eviction):
 
 def test_counts_decay_until_new_ids_have_room(device_type):
     group, there = filled(device_type, AgedLFU(1.0))
-    # log2(5) half-lives of 64 lookups each.
-    for _ in range(12):
+    # More than log2(20) half-lives of 64 lookups each.
+    for _ in range(60):
         ids = random_ids(16)
         insert(group, Bags.flat(ids).to(device_type))
     assert not there & counts_of(group).keys()

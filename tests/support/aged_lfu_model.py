@@ -72,3 +72,7 @@ class AgedLFUModel:
         if math.isinf(self.c):
             return count
         return (touched << 16) + (self.half_life * log2_of_count(count) >> 16)
+
+    def rank_of_new(self, now: int) -> int:
+        """The highest rank that a new id replaces: it counts as looked up four times."""
+        return self.rank(4, now)

@@ -82,7 +82,7 @@ class MiniaturesModel:
                 left = [
                     (ranks.rank(count, last), last, other)
                     for other, (count, last) in held.items()
-                    if last != now and ranks.rank(count, last) <= ranks.rank(1, now)
+                    if last != now and ranks.rank(count, last) <= ranks.rank_of_new(now)
                 ]
                 if not left:
                     continue

@@ -61,10 +61,10 @@ class MiniatureSet {
     last_steps_[p] = now_;
   }
 
-  // The entry that a new id replaces, or -1: the call has touched the others, or they rank above it.
+  // The entry that a new id replaces, or -1.
   int lowest() const {
     const Lowest lowest = lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
-    if (lowest.rank.score > rank_of_new(ranking_, now_)) return -1;
+    if (lowest.rank.score > ranking_.replaced_by_new(1, now_)) return -1;
     int best = -1;
     for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
       const int p = __builtin_ctzll(left);

@@ -66,7 +66,7 @@ struct MiniatureSet {
     return -1;
   }
 
-  // The entry that a new id replaces, or -1: the call has touched the others, or they rank above it.
+  // The entry that a new id replaces, or -1.
   __device__ __forceinline__ int32_t lowest() const {
     Leaving least;
 #pragma unroll
@@ -84,7 +84,7 @@ struct MiniatureSet {
                           __shfl_xor_sync(kAllLanes, least.entry, offset)};
       if (other < least) least = other;
     }
-    return least.rank <= rank_of_new(ranking, now) ? least.entry : -1;
+    return least.rank <= ranking.replaced_by_new(1, now) ? least.entry : -1;
   }
 
   // The entry of the highest tag that came in this call, if that is above `tag`; else -1.

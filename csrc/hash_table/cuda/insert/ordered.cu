@@ -163,8 +163,8 @@ __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, u
 // A place for an id, while nobody else looks at its buckets; cpu::choose_place chooses alike. By a
 // tile, whose lanes all get the answer.
 __device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
-                                              uint64_t score, const Visit& visit, RefuseLower refuse_lower,
-                                              unsigned tile, int lane) {
+                                              uint64_t score, const Visit& visit,
+                                              RefuseLower refuse_lower, unsigned tile, int lane) {
   uint32_t bucket = choice.first;
   uint64_t free = free_slots_of_tile(table, choice.first, tile, lane);
   const int number_first = __popcll(free);

@@ -271,8 +271,7 @@ __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, cons
 // whose lanes all get the answer; `refuse_lower` as in Placement.
 __device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit,
-                                              RefuseLower refuse_lower,
-                                              unsigned tile, int lane) {
+                                              RefuseLower refuse_lower, unsigned tile, int lane) {
   for (;;) {
     const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
     if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
