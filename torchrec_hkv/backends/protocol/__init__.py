@@ -16,9 +16,13 @@ A backend derives from :class:`Backend` (``backend.py``), and its tables from :c
 - ``counting.py``: counters and memory;
 - ``costs.py``: memory and work, for the planner;
 - ``choices.py``: options that the planner may choose.
+
+A lookup may have further bases: :class:`CachedLookup` (``caches.py``) if its tables have caches.
 """
 
 from torchrec_hkv.backends.protocol.backend import Backend
+from torchrec_hkv.backends.protocol.caches import CachedLookup
+from torchrec_hkv.backends.protocol.counting import DeviceCounters
 from torchrec_hkv.backends.protocol.group_lookup import GroupLookup
 from torchrec_hkv.backends.specs import (
     BackendOptions,
@@ -32,6 +36,8 @@ from torchrec_hkv.backends.specs import (
 __all__ = [
     "Backend",
     "BackendOptions",
+    "CachedLookup",
+    "DeviceCounters",
     "GroupLookup",
     "Kept",
     "OptimizerSpec",

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from torchrec_hkv.backends.specs import StorageBytes
+
+
+class DeviceCounters(NamedTuple):
+    """Counters of the tables of a group, on their device.
+
+    Attributes:
+        keys: the shards, a row each.
+        names: the counters, a column each.
+        values: int64 ``[shards, counters]``.
+    """
+
+    keys: Sequence[str]
+    names: Sequence[str]
+    values: torch.Tensor
 
 
 class CountingLookup(abc.ABC):
@@ -17,21 +32,13 @@ class CountingLookup(abc.ABC):
     def counters(self, key: str) -> dict[str, int]:
         """Counters of a shard since its creation, by name. Synchronizes with the GPU.
 
-        Hash tables return ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``,
-        ``unadmitted``, ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``,
-        ``size`` and ``capacity``.
+        A backend counts what it likes. Metrics show the counters that
+        :class:`torchrec_hkv.metrics.TableMetrics` has, such as ``lookups``, ``hits`` and ``size``.
         """
 
-    def device_counters(self) -> tuple[Sequence[str], torch.Tensor] | None:
+    def device_counters(self) -> DeviceCounters | None:
         """The counters of all tables, without synchronization; None, the default, if the backend
-        can't return them so.
-
-        Returns:
-            Shard keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
-            ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
-            ``written_home``, ``host_hits``, ``returned``, ``size``. More columns may follow, named
-            by :data:`torchrec_hkv.hash_table.groups.counters.DEVICE_COUNTS`.
-        """
+        can't return them so."""
         return None
 
     def capacity(self, key: str) -> int:

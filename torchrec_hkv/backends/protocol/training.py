@@ -1,4 +1,4 @@
-"""What a training loop changes between steps: epochs, accumulation of gradients, caches."""
+"""What a training loop changes between steps: epochs, and accumulation of gradients."""
 
 from __future__ import annotations
 
@@ -24,11 +24,3 @@ class TrainingLookup:
         one update. Only called if :attr:`Backend.accumulates`.
         """
         raise NotImplementedError
-
-    def populate_caches(self) -> int:
-        """Selects again which rows the tables' caches hold, if they have caches.
-
-        Returns:
-            Number of caches; 0 by default.
-        """
-        return 0
