@@ -22,6 +22,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from click_training import (
     TRAIN_SHARE,
     Reporter,
     Settings,
+    make_dense_optimizer,
     test_auc,
     train,
     training_batches,
@@ -47,6 +49,8 @@ from launch import (
     share,
     share_or_zero,
 )
+from plot import Bars, add_plot, check_plot, write_panels
+from saves import Saves, add_saves, check_saves
 from tensor_train_tables import compress, local_tensors, move_over
 
 from torchrec_hkv.planner.report import format_bytes
@@ -164,9 +168,14 @@ def work(
         return test_auc(model, batches.in_order(rows, settings.batch_size))
 
     dense = build(log, STOCK, settings.device, settings.seed, ROW_LEARNING_RATE)
-    steps = settings.epochs * (len(training) // settings.batch_size)
+    optimizer = make_dense_optimizer(dense)
+    saves = Saves(dense, optimizer, "dense", settings.save, settings.resume)
+    done = int(saves.resume()[0])
+    steps = max(settings.epochs - done, 0) * (len(training) // settings.batch_size)
     with Reporter(dense, STOCK, steps, board and board / "dense") as reporter:
-        train(dense, training_batches(batches, training, settings), reporter)
+        train(
+            dense, training_batches(batches, training, settings, done, saves), reporter, optimizer
+        )
     columns = [column.name for column in log.columns if column.open_ended]
     parts = compress(dense, columns, arguments.rank, arguments.error)
     before = sum(part.dense_bytes for part in parts.values())
@@ -191,7 +200,8 @@ def work(
     with Reporter(model, variant, arguments.tune_steps, board and board / "tt") as reporter:
         if best is not None:
             tuning = best.watch(tuning, arguments.validate_every)
-        train(model, tuning, reporter, arguments.tune_dense_rate)
+        optimizer = make_dense_optimizer(model, arguments.tune_dense_rate)
+        train(model, tuning, reporter, optimizer)
     if best is not None:
         best.restore()
         if rank == 0:
@@ -199,8 +209,18 @@ def work(
                 f"kept the state after {best.step} of {best.steps} steps: validation AUC "
                 f"{best.first:.4f} before, {best.highest:.4f} then"
             )
+    Saves(model, optimizer, "tt", settings.save, None).save(len(stages))
     stages.append(Stage("trained on", after, ratio, None, auc(model)))
     return stages
+
+
+def draw(path: Path, name: str, stages: list[Stage]) -> None:
+    """Draws the AUC on the test and the size of the tables of each model."""
+    panels = [
+        Bars("test AUC", {stage.model: stage.auc for stage in stages}, 0.5),
+        Bars("MiB of tables", {stage.model: stage.table_bytes / 2**20 for stage in stages}),
+    ]
+    write_panels(path, name, panels)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -251,6 +271,8 @@ def parse_arguments() -> argparse.Namespace:
         default=0.0,
         help="learning rate of the other layers after the compression (default: %(default)s)",
     )
+    add_plot(parser, "test AUC and table bytes of the models")
+    add_saves(parser, "of the dense model after each epoch, and of the compressed one at the end")
     arguments = parser.parse_args()
     if arguments.rank is None and arguments.error is None:
         arguments.rank = 16
@@ -264,6 +286,8 @@ def main() -> None:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse_arguments()
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
@@ -276,6 +300,8 @@ def main() -> None:
                 content = {"data": log.name, "stages": [dataclasses.asdict(s) for s in stages]}
                 arguments.json.write_text(json.dumps(content, indent=2) + "\n")
                 print(f"Written: {arguments.json}")
+            if arguments.plot:
+                draw(arguments.plot, log.name, stages)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from click_data import DataError
+from click_training import make_dense_optimizer
+from saves import Saves, epochs_done
 from sequence_data import Events, Histories, Sampler, batches, last_events, without_last
 from sequence_model import BOUND, DIM, SequenceModel, sampled_softmax
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_hkv import (
@@ -30,7 +31,7 @@ from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
 
 RUNS = {"stock": "stock, every item known", "hkv": "hkv, items as they come"}
 K = 10
-ROW_LEARNING_RATE, DENSE_LEARNING_RATE, DROPOUT = 0.1, 1e-3, 0.2
+ROW_LEARNING_RATE, DROPOUT = 0.1, 0.2
 # Histories that are scored at a time, on each rank.
 CHUNK = 256
 # Points of a curve.
@@ -50,6 +51,8 @@ class Settings:
         seed: of rows, weights, batches and samples.
         device: of the model.
         tensorboard: folder of metrics, a folder in it for each run; None for none.
+        save: folder of checkpoints, a folder in it for each run; None for none.
+        resume: folder of checkpoints to continue from; None to begin.
     """
 
     batch_size: int
@@ -60,6 +63,8 @@ class Settings:
     seed: int
     device: torch.device
     tensorboard: Path | None = None
+    save: Path | None = None
+    resume: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +124,16 @@ class Run:
         )
         if stock:
             self._set_rows()
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LEARNING_RATE)
+        self.optimizer = make_dense_optimizer(self.model)
+        # The step of a pass or the epoch, and the sums of hits, gains and predictions.
+        self.saves = Saves(
+            self.model,
+            self.optimizer,
+            f"{key}_{settings.seed}",
+            settings.save,
+            settings.resume,
+            numbers=4,
+        )
         # Sharding draws random numbers, for stock tables others than for hash tables.
         torch.manual_seed(settings.seed)
 
@@ -303,22 +316,27 @@ def check_time(events: Events, batch_size: int) -> None:
 
 
 def train_known(events: Events, key: str, settings: Settings) -> Score:
-    """Passes over all histories without their last items; these are predicted at the end."""
+    """Passes over all histories without their last items; these are predicted at the end.
+
+    Random draws after resuming differ from those of a run that was not interrupted.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pieces, tests = without_last(events, settings.length), last_events(events)
     made = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     sampler.add(np.concatenate(pieces))
-    steps = settings.epochs * (len(pieces) // settings.batch_size)
+    first = epochs_done(made.saves, settings.epochs, settings.resume)
+    steps = (settings.epochs - first) * (len(pieces) // settings.batch_size)
     step, sums = 0, np.zeros(3)
     with Progress(made, steps) as progress:
-        for epoch in range(settings.epochs):
+        for epoch in range(first, settings.epochs):
             for batch in batches(len(pieces), settings.batch_size, settings.seed + 1000 * epoch):
                 mine = batch[rank::world_size]
                 made.step([pieces[one] for one in mine], sampler, only_last=False)
                 step += 1
             sums = score_last(made, events, tests, sampler)
             progress(step, step * settings.batch_size, sums[0] / sums[2])
+            made.saves.save(epoch + 1, *sums)
     hits, gain, count = sums
     return Score(hits / count, gain / count, int(count), made.held(), progress.points)
 
@@ -349,9 +367,15 @@ def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
     made = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     steps = -(-len(events) // size)
-    sums, since = np.zeros(3), np.zeros(3)
+    first, *numbers = made.saves.resume()
+    if first == steps:
+        raise DataError(f"--resume is {settings.resume}, which holds the state after the pass.")
+    sums, since = np.array(numbers), np.zeros(3)
+    if first:
+        sampler.add(events.items[: int(first) * size])
     with Progress(made, steps) as progress:
-        for step, begin in enumerate(range(0, len(events), size), start=1):
+        for step in range(int(first) + 1, steps + 1):
+            begin = (step - 1) * size
             batch = np.arange(begin, min(begin + size, len(events)))
             again = batch[events.position[batch] > 0]
             mine = again[rank::world_size]
@@ -365,8 +389,9 @@ def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
                 whole = zip(histories, events.items[mine], strict=True)
                 made.step([np.append(*pair) for pair in whole], sampler, only_last=True)
             if step * POINTS // steps > (step - 1) * POINTS // steps and since[2]:
-                progress(step, begin + len(batch), since[0] / since[2])
+                progress(step, begin + len(batch) - int(first) * size, since[0] / since[2])
                 sums += since if begin >= len(events) // 5 else 0.0
                 since[:] = 0
+                made.saves.save(step, *sums)
     hits, gain, count = sums
     return Score(hits / count, gain / count, int(count), made.held(), progress.points)

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from click_batches import ClickBatch, ClickBatches
 from click_data import SECONDS_A_DAY, ClickLog, DataError
 from click_model import Variant, build
-from click_training import DENSE_LEARNING_RATE, ROW_LEARNING_RATE, auc, gather
+from click_training import ROW_LEARNING_RATE, auc, gather, make_dense_optimizer
 from launch import MOVIELENS, load, make_parser, positive, processes, run, share
+from plot import Curves, add_plot, check_plot, write_panels
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_hkv import checkpoint
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
@@ -173,10 +173,7 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
         "online", "online", "hkv", arguments.rows, eviction="lru", expire_after=expire
     )
     model = build(log, variant, device, arguments.seed, ROW_LEARNING_RATE)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = KeyedOptimizerWrapper(
-        dense, lambda parameters: torch.optim.Adam(parameters, lr=DENSE_LEARNING_RATE)
-    )
+    optimizer = make_dense_optimizer(model)
     saved = None if arguments.deltas is None else Saved(arguments.deltas, model, optimizer)
     first = 0 if saved is None else saved.resume()
     if first == len(periods):
@@ -224,6 +221,17 @@ def report(done: list[Period]) -> dict[str, float]:
     return means
 
 
+def draw(path: Path, name: str, done: list[Period]) -> None:
+    """Draws the AUC of each period, and the ids that the tables hold after it."""
+    auc = [(period.number, period.auc) for period in done]
+    held = [(period.number, period.metrics.size) for period in done]
+    panels = [
+        Curves("period", "AUC before training on it", {"AUC": auc}),
+        Curves("period", "ids held", {"ids": held}),
+    ]
+    write_panels(path, name, panels)
+
+
 def main() -> None:
     """Parses arguments, learns, prints.
 
@@ -250,6 +258,7 @@ def main() -> None:
         metavar="SHARE",
         help="rows of a table for each id that its column will ever have (default: %(default)s)",
     )
+    add_plot(parser, "the AUC of each period, and the ids held after it")
     parser.add_argument(
         "--deltas",
         type=Path,
@@ -257,6 +266,7 @@ def main() -> None:
         help="save what changed after each period there, and go on from what is there",
     )
     arguments = parser.parse_args()
+    check_plot(arguments.plot)
     log = load(arguments)
     with processes(arguments.device) as device:
         done = learn(log, arguments, device)
@@ -266,6 +276,8 @@ def main() -> None:
                 content = {"data": log.name, **means}
                 content["periods"] = [dataclasses.asdict(period) for period in done]
                 arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+            if arguments.plot:
+                draw(arguments.plot, log.name, done)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from launch import MOVIELENS, load, make_parser, positive, processes, run, share
-from plot import check_plot
+from plot import Curves, add_plot, check_plot, write_panels
+from saves import add_saves, check_saves
 from sequence_data import Events, last_events
-from sequence_plot import write_sequence_plot
 from sequence_training import (
     RUNS,
     Score,
@@ -80,8 +79,8 @@ def main() -> None:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse()
-    if arguments.plot:
-        check_plot(arguments.plot)
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments)
     events = Events.of(log)
     if arguments.order == "known":
@@ -107,6 +106,8 @@ def main() -> None:
                 seed=seed,
                 device=device,
                 tensorboard=arguments.tensorboard,
+                save=arguments.save,
+                resume=arguments.resume,
             )
             learn = train_known if arguments.order == "known" else pass_over_time
             for key in arguments.runs:
@@ -158,12 +159,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=positive, default=1, help="so many, from --seed on (default: %(default)s)"
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw recall@10 as it goes, as .png, .svg or .pdf; needs matplotlib",
-    )
+    add_plot(parser, "recall@10 as it goes")
+    add_saves(parser, "after each epoch, or each twentieth of the pass in time order")
     return parser.parse_args()
 
 
@@ -182,9 +179,8 @@ def write(arguments: argparse.Namespace, name: str, results: dict[str, list[Scor
         print(f"Written: {arguments.json}")
     if arguments.plot:
         title = f"{name}, order {arguments.order}"
-        titled = {RUNS[key]: scores for key, scores in results.items()}
-        write_sequence_plot(arguments.plot, title, titled)
-        print(f"Written: {arguments.plot}")
+        curves = {RUNS[key]: scores[0].progress for key, scores in results.items()}
+        write_panels(arguments.plot, title, [Curves("steps", "recall@10", curves, legend=True)])
 
 
 if __name__ == "__main__":
