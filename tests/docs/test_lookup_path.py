@@ -53,7 +53,7 @@ def _files_on_stack(rank, world_size, device):
 
 def _named():
     """The files in the table of the page's section."""
-    section = PAGE.read_text().split("## The way of a lookup")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## The path of a lookup")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE))
 
 

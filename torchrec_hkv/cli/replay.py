@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a table, and the columns that look it up; may be repeated (default: each column)",
     )
     add("--sort-by", metavar="COLUMN", help="of a log that is not in order of time; small ones")
-    add("--missing", metavar="ID", type=int, help="an id that stands for none")
+    add("--missing", metavar="ID", type=int, help="the value that marks a missing id")
     add(
         "--rows",
         required=True,
