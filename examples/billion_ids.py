@@ -7,10 +7,10 @@
     python examples/billion_ids.py --ids 1000000 --device cpu --save table
     python examples/billion_ids.py --ids 2000000 --device cpu --resume table  # the other million
 
-Every id is looked up once and trained: the ids are a permutation of the integers, in no order. Then
-it is checked that the table holds all of them, that rows are what one step of the optimizer made of
-their initial values, and that no more bytes were taken than were stated. Exit code 1 where
-one of these is not so, 2 for bad input.
+Every id is looked up and trained once. The ids are spread over all int64. Then the example checks
+that the table holds all of them, that each row equals its initial row after one step of the
+optimizer, and that the table took no more bytes than stated. The exit code is 1 if a check fails,
+and 2 for bad input.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from torchrec_hkv.planner.report import format_bytes
 
 # Nothing is evicted before a table is 95 % full.
 LOAD = 0.9
-# float32 values of state a column, by optimizer.
+# float32 values of state in each column, by optimizer.
 STATES = {"sgd": 0, "adagrad": 1}
 LEARNING_RATE = 0.5
-# GiB that gradients may take, and what else a step needs beside the table.
+# GiB for gradients and whatever else a step needs beside the table.
 GRADIENTS_GB = 8
-# Of this process, where torchrun started several.
+# Rank of this process under torchrun.
 RANK = int(os.environ.get("RANK", "0"))
-# An odd number, by which multiplication permutes the int64.
+# Multiplication by an odd number permutes the int64.
 MULTIPLIER = -7046029254386353131
 
 
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-hbm-gb",
         type=positive,
         metavar="GIB",
-        help="of the GPU's memory; what is beyond lies in host memory (default: all in the GPU's)",
+        help="limit of the table in HBM; further rows are in host memory (default: no limit)",
     )
     add_device_and_outputs(parser)
     add_plot(parser, "the speed while ids are trained, and the bytes that the table took")
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """Bytes of a GPU's and of host memory."""
+    """Bytes in HBM and in host memory."""
 
     hbm: int
     host: int
@@ -101,7 +101,7 @@ class Taken:
 
 
 def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
-    """What the table will take."""
+    """The bytes that the table will take."""
     states = STATES[arguments.optimizer] * arguments.dim
     memory = table_memory(capacity, arguments.dim, states, "lru", initial_capacity=capacity)
     if arguments.device == "cpu":
@@ -113,7 +113,7 @@ def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
 def make(
     arguments: argparse.Namespace, capacity: int
 ) -> tuple[HierarchicalHashEmbedding, torch.optim.Optimizer]:
-    """The embedding with memory for all ids from the start.
+    """Creates the embedding, with memory for all ids from the start, and its optimizer.
 
     Raises:
         DataError: there is too little memory.
@@ -136,7 +136,7 @@ def make(
 
 
 def batches(part: range, batch_size: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Distinct ids, spread over all int64."""
+    """Yields batches of distinct ids."""
     for first in range(0, len(part), batch_size):
         batch = part[first : first + batch_size]
         yield torch.arange(batch.start, batch.stop, batch.step, device=device) * MULTIPLIER
@@ -201,7 +201,7 @@ def resume(embedding: HierarchicalHashEmbedding, folder: Path, part: range) -> i
 
 @torch.no_grad()
 def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size: int) -> float:
-    """Of all rows, against what one step makes of an initial row."""
+    """The largest difference of a row from its initial row after one step."""
     embedding.eval()
     error = torch.zeros((), device=embedding.device)
     for ids in batches(part, batch_size, embedding.device):
@@ -212,7 +212,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
             seed=0,
             initializer=embedding.initializer,
         )
-        # Of a gradient of ones: the step of Adagrad is that of SGD the first time.
+        # The gradient is 1, for which the first step of Adagrad equals that of SGD.
         error = error.maximum((embedding(ids) - (start - LEARNING_RATE)).abs().max())
     return error.item()
 
@@ -220,7 +220,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
 def failures(
     embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: Taken
 ) -> list[str]:
-    """What is not as it should be; prints what is."""
+    """Prints what the table holds and takes; returns a sentence for each check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
     taken = Taken(group.hbm_bytes(0), group.host_bytes(0))
     print(

@@ -1,4 +1,4 @@
-"""One model trained on one click log: what train_dlrm.py and train_deepfm.py have in common."""
+"""Trains one model on one click log: the main function of train_dlrm.py and train_deepfm.py."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from torchrec_hkv.sharding import table_counters
 
 ROW_LEARNING_RATE = 0.05
 DENSE_LEARNING_RATE = 1e-3
-# Of the rows, in time; the others are the test.
+# Share of the rows, in order of time, to train on; the others are the test.
 TRAIN_SHARE = 0.8
 # Batches between two refreshes of the progress line, which sums metrics over the ranks.
 REFRESH = 8
@@ -51,7 +51,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, device: torch.device, **more: Any) -> Settings:
-        """Those of arguments that all examples of click models have, and more."""
+        """Settings from the arguments that all click models have, and further ones."""
         return cls(
             epochs=arguments.epochs,
             batch_size=arguments.batch_size,
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Quality of the last training batches after a step, each judged before training on it."""
+    """Quality of the last training batches, each predicted before it was trained on."""
 
     step: int
     loss: float
@@ -75,7 +75,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run gave; counts are over all ranks and, in ``counters``, over all hash tables."""
+    """The result of a run. Counts are over all ranks; ``counters`` are over all hash tables."""
 
     variant: Variant
     auc: float
@@ -139,7 +139,7 @@ def training_batches(
 ) -> Iterable[ClickBatch]:
     """Batches of the epochs from ``first`` on. The order is the same in every variant.
 
-    Saves after each epoch: its last batch has been trained on when the next one is asked for.
+    Saves after each epoch: its last batch has been trained on when the next one is requested.
     """
     for epoch in range(first, settings.epochs):
         seed = settings.seed + 1000 * epoch
@@ -149,7 +149,7 @@ def training_batches(
 
 
 class Reporter:
-    """The progress line of a run, and its TensorBoard where a folder is named."""
+    """Shows the progress of a run on the console and, if a folder is given, in TensorBoard."""
 
     def __init__(self, model: nn.Module, variant: Variant, steps: int, folder: Path | None) -> None:
         self.steps = steps
@@ -174,20 +174,20 @@ class Reporter:
         self._parts.__exit__(*error)
 
     def step(self, samples: int) -> None:
-        """After each step, with the rows of it over all ranks."""
+        """Counts a step and its samples, over all ranks."""
         self.samples += samples
         if self.watch is not None:
             self.watch.step()
 
     def quality(self, step: int, loss: float, auc: float) -> None:
-        """Loss and AUC of the last training batches."""
+        """Shows loss and AUC of the last training batches."""
         self.progress.append(Progress(step, loss, auc))
         self.line.update(step, self.samples, **{"train loss": loss, "train AUC": auc})
         if self.board is not None:
             self.board.scalars(step, **{"train/loss": loss, "train/AUC": auc})
 
     def tested(self, auc: float) -> None:
-        """AUC on the test, after the last step."""
+        """Shows the test AUC, after the last step."""
         self.line.update(self.steps, **{"test AUC": auc})
         if self.board is not None:
             self.board.scalars(self.steps, **{"test/AUC": auc})
@@ -249,7 +249,7 @@ def train_and_judge(
         nonlocal loss
         for step, batch in enumerate(training, start=1):
             yield batch
-            # It has been trained on when the next one is asked for.
+            # It has been trained on when the next one is requested.
             reporter.step(len(batch.labels) * ranks)
             if step % REFRESH == 0 or step == reporter.steps:
                 loss, auc = recent_quality(recent)
@@ -293,7 +293,7 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def gather(local: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors, one after the other; they are equally long."""
+    """Concatenates the tensors of all ranks, which have equal lengths."""
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local.contiguous())
     return torch.cat(parts)

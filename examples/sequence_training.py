@@ -40,7 +40,7 @@ POINTS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the runs have in common.
+    """The settings of all runs.
 
     Attributes:
         batch_size: histories of a step, over all ranks.
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         recall: recall@10.
@@ -87,7 +87,7 @@ class Score:
 
 
 class Run:
-    """A model, and how items are called by its table."""
+    """A model, and the ids of items in its table."""
 
     def __init__(self, events: Events, key: str, settings: Settings) -> None:
         """
@@ -154,7 +154,7 @@ class Run:
             shard.tensor.copy_(rows[start : start + len(shard.tensor)])
 
     def ids(self, items: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """As the table knows them, on its device: a stock table has row numbers."""
+        """The ids of items in the table, on its device; for a stock table row numbers."""
         named = np.asarray(items)
         if self.key == "stock":
             named = np.searchsorted(self.items, named)
@@ -205,7 +205,7 @@ class Run:
         targets: np.ndarray,
         sampler: Sampler,
     ) -> torch.Tensor:
-        """Places of targets among the known items, from 0; ``len(known)`` for unknown ones.
+        """Ranks of targets among the known items, from 0; ``len(known)`` for unknown targets.
 
         Args:
             histories: of this rank; some on every rank.
@@ -237,14 +237,14 @@ class Run:
         return torch.where(torch.from_numpy(number < len(known)), place, len(known))
 
     def held(self) -> int:
-        """Items of the table."""
+        """The number of items in the table."""
         if self.key == "stock":
             return len(self.items)
         return sum(collect(self.model, dist.group.WORLD).values(), TableMetrics()).size
 
 
 class Progress:
-    """A line of progress and, where it was asked for, TensorBoard."""
+    """Shows the progress of a run on the console and, if requested, in TensorBoard."""
 
     def __init__(self, made: Run, steps: int) -> None:
         """
@@ -285,7 +285,7 @@ class Progress:
 
 
 def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
-    """Hits among the first ten, what they gain, and predictions, of all ranks."""
+    """Sums over all ranks: hits among the first ten, their gains, and the number of predictions."""
     hit = places < K
     gain = (hit / torch.log2(places.double() + 2)).sum()
     sums = torch.stack([hit.sum().double(), gain, torch.tensor(float(len(places))).double()])
@@ -295,7 +295,7 @@ def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
 
 
 def check_known(events: Events, length: int, batch_size: int) -> None:
-    """Raises DataError where there are too few histories for :func:`train_known`."""
+    """Raises DataError if there are too few histories for :func:`train_known`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     pieces, tests = without_last(events, length), last_events(events)
     if len(pieces) < batch_size or len(tests) < processes:
@@ -306,7 +306,7 @@ def check_known(events: Events, length: int, batch_size: int) -> None:
 
 
 def check_time(events: Events, batch_size: int) -> None:
-    """Raises DataError where there are too few choices for :func:`pass_over_time`."""
+    """Raises DataError if there are too few choices for :func:`pass_over_time`."""
     again = (events.position[len(events) // 5 + batch_size :] > 0).sum()
     if len(events) < 5 * batch_size or again < batch_size:
         raise DataError(
@@ -316,7 +316,7 @@ def check_time(events: Events, batch_size: int) -> None:
 
 
 def train_known(events: Events, key: str, settings: Settings) -> Score:
-    """Passes over all histories without their last items; these are predicted at the end.
+    """Trains on all histories without their last items, and predicts these after each epoch.
 
     Random draws after resuming differ from those of a run that was not interrupted.
     """
@@ -342,7 +342,7 @@ def train_known(events: Events, key: str, settings: Settings) -> Score:
 
 
 def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
-    """Sums over the last item of each user."""
+    """Predicts the last item of each user; returns the sums of :func:`_summed`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = np.zeros(3)
     step = CHUNK * world_size
@@ -359,9 +359,9 @@ def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -
 
 
 def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
-    """One pass: each batch of choices is predicted, and then trained on.
+    """Makes one pass in order of time: predicts each batch of choices, then trains on it.
 
-    The figures are those after the first fifth.
+    The figures are those after the first fifth of the pass.
     """
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), settings.batch_size
     made = Run(events, key, settings)

@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 2 examples/train_two_tower.py
 
-Users and items are in hash tables: any ids, nothing known ahead. Trained on what users liked, but
-for each user's last fifth in time. Then items are ranked for each user, without those liked before,
-and recall@k is the share of that fifth that is among the first k. Beside it stands the recall of
-the most liked items.
+Users and items are in hash tables, so their ids need not be known in advance. The model is trained
+on what users liked, except for the last fifth of each user's likes in time. Then it ranks items for
+each user, without those liked before. recall@k is the share of the last fifth among the first k
+items. It is printed beside the recall of the most liked items.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, Watch, collect
 
-# Ids of a forward of one tower in the evaluation, on each rank.
+# Number of ids in a forward of one tower in the evaluation, on each rank.
 CHUNK = 4096
 ROW_LEARNING_RATE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Likes:
-    """Who liked what, in order of time: int64 ``[n]`` each."""
+    """Users and the items they liked, in order of time: int64 ``[n]`` each."""
 
     users: np.ndarray
     items: np.ndarray
 
 
 def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
-    """Those to train on, and each user's last fifth.
+    """The likes to train on, and the last fifth of each user's likes.
 
     Raises:
-        DataError: the log has no users and movies, or nothing that could be recalled.
+        DataError: the log has no users and movies, or no later likes to recall.
     """
     columns = {column.name: column for column in log.columns}
     if not {"user", "movie"} <= set(columns):
@@ -113,7 +113,7 @@ def train(
     device: torch.device,
     arguments: argparse.Namespace,
 ) -> list[tuple[int, float]]:
-    """Passes over the likes in random order.
+    """Trains on the likes in random order.
 
     Returns:
         Steps and losses.
@@ -154,7 +154,7 @@ def train(
 
 @torch.no_grad()
 def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Vectors of ids, ``[n, dim]``; each rank does its part, and all get all."""
+    """Computes the vectors of ids, ``[n, dim]``, on all ranks together."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = -(-len(ids) // world_size)
     padded = torch.from_numpy(np.resize(ids, share * world_size))
@@ -166,7 +166,7 @@ def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> to
 def recalls(
     model: torch.nn.Module, train: Likes, later: Likes, k: int, device: torch.device
 ) -> dict[str, float]:
-    """recall@k of the model and of the most liked items, over users that are known."""
+    """recall@k of the model and of the most liked items, over known users."""
     model.eval()
     module = model.module
     items, counts = np.unique(train.items, return_counts=True)
