@@ -1,4 +1,4 @@
-"""Optimizers over copied modules start anew, or go on by the old one's state_dict."""
+"""Optimizers of copied modules begin without states, or load the old one's ``state_dict``."""
 
 from __future__ import annotations
 

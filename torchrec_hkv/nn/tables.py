@@ -28,21 +28,21 @@ _LOOK_AGAIN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the tables of a module are to be.
+    """The properties of a module's tables.
 
     Attributes:
-        names: of the tables; mixed into the seed of initial rows.
-        dim: of their rows.
-        max_capacity: rows that each is to hold.
-        initial_capacity: rows that each has memory for at first.
-        eviction: their policy.
-        limits: of each in a GPU's memory.
-        gradient_bytes: that held gradients may take.
-        seed: of initial rows.
-        initializer: of initial rows.
-        optimizer: what trains them.
-        device: of all.
-        remember_evicted: evicted ids that each remembers.
+        names: names of the tables; mixed into the seed of initial rows.
+        dim: number of columns of their rows.
+        max_capacity: maximal number of rows of each.
+        initial_capacity: number of rows that each has memory for at first.
+        eviction: the eviction policy.
+        limits: limits of each table in HBM.
+        gradient_bytes: maximal memory of stored gradients.
+        seed: seed of initial rows.
+        initializer: initializer of initial rows.
+        optimizer: the optimizer that trains them.
+        device: device of the tables.
+        remember_evicted: number of evicted ids that each remembers.
     """
 
     names: tuple[str, ...]
@@ -61,12 +61,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What tables know of time.
+    """Clock, epoch and aging of tables.
 
     Attributes:
         clock: number of the last lookup in training.
-        epoch: of the epoch policies.
-        aging: of each table, as :meth:`TableGroup.measured_aging` gives it.
+        epoch: epoch of the epoch policies.
+        aging: aging of each table, as :meth:`TableGroup.measured_aging` gives it.
     """
 
     clock: int
@@ -75,12 +75,12 @@ class Progress:
 
     @classmethod
     def of(cls, group: TableGroup) -> Progress:
-        """That of a group (waits for the device)."""
+        """Reads them from a group; waits for the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
 
     def give(self, group: TableGroup) -> None:
-        """Has a group go on from it."""
+        """Sets them in a group."""
         group.set_clock(self.clock)
         group.set_epoch(self.epoch)
         for table, measured in enumerate(self.aging):
@@ -92,8 +92,8 @@ class Tables:
     """The tables of a module.
 
     Args:
-        plan: what they are to be.
-        marker: of the module's anchor.
+        plan: the properties of the tables.
+        marker: marker of the module's anchor.
 
     Raises:
         ValueError: not even the initial capacity fits, or the group refuses an argument.
@@ -209,7 +209,7 @@ class Tables:
         """Holds the gradient of a lookup.
 
         Raises:
-            RuntimeError: it finds no room; nothing has changed then.
+            RuntimeError: there is no memory for it. Nothing has changed then.
         """
         if self.marker.was_dropped:
             self.drop()
@@ -236,14 +236,13 @@ class Tables:
         self._gradients.add(backward, found.sizes, graph_task())
 
     def apply(self, learning_rate: float | Tensor, scale: Tensor | None = None) -> None:
-        """Updates the rows by all that is held, once; nothing is held any more.
-
-        Asks nothing of the device.
+        """Updates each row once by all stored gradients, and drops them. Does not wait for the
+        device.
 
         Args:
-            learning_rate: of this update.
-            scale: of the loss, where a ``GradScaler`` makes the step: gradients are divided by it;
-                and where they are not all finite, nothing is done, and the step does not count.
+            learning_rate: learning rate of this update.
+            scale: scale of the loss, if a ``GradScaler`` makes the step. Gradients are divided by
+                it. If a gradient is not finite, nothing changes and the step does not count.
         """
         self.is_trained = True
         self.marker.checks = scale is not None
@@ -317,16 +316,15 @@ class Tables:
         progress: Progress | None = None,
         steps: Tensor | None = None,
     ) -> None:
-        """Makes the tables anew, with what they hold or something else in them.
+        """Rebuilds the tables, with their contents or others.
 
-        Optimizer states start from zeros where the optimizer is another. Unless the tables are
-        empty it takes memory for the old and the new ones meanwhile; where it fails, all is as
-        before.
+        Optimizer states are set to zero if the optimizer is another. Unless the tables are empty,
+        this needs memory for the old and the new tables. If it fails, nothing changes.
 
         Args:
-            plan: of the new tables.
-            loaded: for each table; None: what it holds.
-            progress: of ``loaded``; None: as it is.
+            plan: properties of the new tables.
+            loaded: new contents of each table; None to keep the contents.
+            progress: clock, epoch and aging of ``loaded``; None to keep them.
             steps: updates of each table, where the optimizer stays; None: as many as there were.
 
         Raises:

@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.table_spec import TableState
 
 
 class ToldOfChanges(Protocol):
-    """Is told of entries that change without being looked up; held weakly."""
+    """Gets notified of entries that change without a lookup; held by a weak reference."""
 
     def note_changed(self, table: int, slots: Tensor) -> None:
         """Called after the change.

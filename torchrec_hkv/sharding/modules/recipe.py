@@ -1,4 +1,4 @@
-"""What a sharded collection was made of, so that it can be made anew under another plan."""
+"""The arguments of a sharded collection, to create it again under another plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Recipe:
         sharder: that made it.
         module: the unsharded collection, without values.
         env: the ranks.
-        device: of the tables.
-        path: of the collection in the model.
+        device: device of the tables.
+        path: path of the collection in the model.
     """
 
     sharder: ModuleSharder[nn.Module]
