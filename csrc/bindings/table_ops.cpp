@@ -132,7 +132,7 @@ using Inserted =
 
 // (slots, found, ids, rows and scores of what left or was refused, their number, their tables where
 // the group has several). With rows and `assign`, each id's row becomes one that came with it.
-// believed: see Placement; ids that are passed over have slot -1.
+// believed: see Placement; ids that are skipped have slot -1.
 Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
                 const std::optional<at::Tensor>& believed, bool initialize, bool assign,

@@ -1,4 +1,4 @@
-"""What modules of hash tables have in common: moving, copying, saving, and training."""
+"""The base of modules of hash tables: moving, copying, saving, and training."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class TableModule(nn.Module):
         self.apply_scaled_gradients(rate, None)
 
     def apply_scaled_gradients(self, learning_rate: float | Tensor, scale: Tensor | None) -> None:
-        """As :meth:`apply_gradients`, where a ``GradScaler`` may have scaled the loss.
+        """Like :meth:`apply_gradients`, for a loss that a ``GradScaler`` may have scaled.
 
         Args:
             learning_rate: learning rate of this update.
@@ -322,12 +322,12 @@ class TableModule(nn.Module):
 
     @property
     def seed(self) -> int:
-        """Of the initial rows."""
+        """Seed of the initial rows."""
         return self._tables.plan.seed
 
     @property
     def initializer(self) -> Initializer:
-        """Of the initial rows."""
+        """Distribution of the initial rows."""
         return self._tables.plan.initializer
 
     @property
@@ -337,7 +337,7 @@ class TableModule(nn.Module):
 
     @property
     def grad_buffer_bytes(self) -> int:
-        """What the gradients held take."""
+        """Bytes of the stored gradients."""
         return self._tables.gradient_bytes
 
     def counters(self) -> dict[str, dict[str, int]]:

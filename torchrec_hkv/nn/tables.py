@@ -202,7 +202,7 @@ class Tables:
 
     @property
     def gradient_bytes(self) -> int:
-        """What held gradients take."""
+        """Bytes of the stored gradients."""
         return self._gradients.bytes
 
     def hold(self, grad: Tensor, found: SlotLookup) -> None:
@@ -306,7 +306,7 @@ class Tables:
     # -- what is held, as a whole ------------------------------------------------------------------
 
     def contents(self) -> list[Contents]:
-        """What each table holds (waits for the device)."""
+        """The contents of each table; waits for the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(

@@ -175,7 +175,7 @@ class TTEmbeddingBag(nn.Module):
         return self.tables.tt_cores
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the fused update, from the next backward on."""
+        """Sets the learning rate of the fused update, from the next backward on."""
         self.tables.set_learning_rate(learning_rate)
 
     def forward(

@@ -132,7 +132,7 @@ class TTTables(nn.Module):
         return super()._apply(keeping_float32(fn), recurse=False)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the fused optimizer, from the next backward on.
+        """Sets the learning rate of the fused optimizer, from the next backward on.
 
         Raises:
             ValueError: it is negative or not finite.

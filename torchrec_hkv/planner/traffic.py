@@ -83,7 +83,7 @@ class Asked:
 
 
 def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
-    """Of one table: ids and lengths of bags, outputs of the forward and gradients of the backward.
+    """The traffic of one table: ids and lengths of bags, outputs, and gradients.
 
     Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs are taken for a reduce-scatter
     in which each rank sends its part of the sum to each other, as the gradients come back.

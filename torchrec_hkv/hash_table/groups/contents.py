@@ -34,7 +34,7 @@ class GroupContents:
 
     @property
     def rewrites(self) -> int:
-        """How often rows may have changed without a lookup, as when a table is loaded."""
+        """Number of times that rows may have changed without a lookup, such as by a load."""
         return self._rewrites
 
     def note_rewrite(self) -> None:
@@ -53,8 +53,8 @@ class GroupContents:
         self._restores += 1
 
     def tell_changes(self, told: ToldOfChanges) -> None:
-        """From now on tells somebody of entries that change without being looked up, where
-        :meth:`note_rewrite` is not called for the whole table."""
+        """Registers an object that gets notified of entries that change without a lookup, unless
+        :meth:`note_rewrite` is called for the whole table."""
         if self._told is None:
             self._told = weakref.WeakSet()
         self._told.add(told)

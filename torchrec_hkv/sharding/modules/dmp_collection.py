@@ -149,7 +149,7 @@ class DMPCollection(model_parallel.DMPCollection):
         custom_all_reduce: Any,
         submodule_configs: list[DMPCollectionConfig] | None,
     ) -> None:
-        """What TorchRec's constructor does, which refuses CPUs."""
+        """Does the work of TorchRec's constructor, which refuses CPUs."""
         self._device, self._pg = device, global_pg
         self._global_rank = dist.get_rank(global_pg)
         self._custom_all_reduce = custom_all_reduce

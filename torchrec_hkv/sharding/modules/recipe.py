@@ -40,7 +40,7 @@ class Recipe:
         device: torch.device | None,
         path: str | None,
     ) -> Recipe:
-        """Of a collection that is going to be sharded; takes no values of it."""
+        """The recipe of a collection that will be sharded; keeps no values of it."""
         return cls(sharder, _without_values(module), env, device, path)
 
     def make(self, plan: Mapping[str, ParameterSharding]) -> nn.Module:
