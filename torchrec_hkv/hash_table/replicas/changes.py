@@ -57,7 +57,7 @@ class ReplicaChanges:
         self._first_open: int | None = None
         self._rewrites = 0
         self._changed: list[Tensor] = []
-        group.tell_changes(self)
+        group.add_listener(self)
         self.restart()
 
     def restart(self) -> None:
