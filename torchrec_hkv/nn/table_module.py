@@ -261,7 +261,7 @@ class TableModule(nn.Module):
         ]
 
     def check_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Raises ValueError where :meth:`load_optimizer_states` can't have these."""
+        """Raises ValueError if :meth:`load_optimizer_states` can't take these states."""
         names = self._tables.plan.names
         if len(states) != len(names):
             raise ValueError(f"The states are of {len(states)} tables, but there are {len(names)}.")
@@ -332,7 +332,7 @@ class TableModule(nn.Module):
 
     @property
     def capacity(self) -> int:
-        """Rows that each table can hold: ``max_capacity``, or less where memory is."""
+        """Maximal number of rows of each table: ``max_capacity``, or fewer if memory is short."""
         return self._tables.capacity
 
     @property

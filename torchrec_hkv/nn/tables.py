@@ -281,7 +281,7 @@ class Tables:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets what is held."""
+        """Drops the stored gradients."""
         if self._gradients and not self.is_trained:
             self.is_trained = True  # said once
             warn(
@@ -368,7 +368,7 @@ class Tables:
         return group, capacity
 
     def check_no_gradients(self) -> None:
-        """Raises RuntimeError where gradients are held, which belong to the tables as they are."""
+        """Raises RuntimeError if gradients are stored: they belong to the present tables."""
         self._gradients.drop_tasks(self.marker.never_added())
         if self.marker.was_dropped:
             self.drop()

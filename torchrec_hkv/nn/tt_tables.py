@@ -321,7 +321,7 @@ def _checked_rate(learning_rate: float) -> float:
 
 
 def check_eps(eps: object) -> None:
-    """Refuses what no optimizer takes, also where the optimizer has no ``eps``.
+    """Refuses values that no optimizer takes, also if the optimizer has no ``eps``.
 
     Raises:
         ValueError: it is not a positive number.
@@ -340,7 +340,7 @@ def check_mode(mode: str) -> None:
 
 
 def check_optimizer_type(optimizer: object) -> None:
-    """Refuses what is no optimizer type.
+    """Refuses a value that is not an optimizer type.
 
     Raises:
         ValueError: it is no :class:`OptimType`.
