@@ -1,6 +1,7 @@
 """``--plot`` draws what an example measured."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ OTHERS = {
 
 def _texts(path):
     """Texts of a picture; matplotlib draws glyphs and names texts in comments."""
-    return [line[6:-4] for line in map(str.strip, path.read_text().splitlines()) if "<!--" in line]
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 
 @pytest.mark.slow
