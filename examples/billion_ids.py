@@ -39,6 +39,7 @@ from saves import check_saves
 
 from torchrec_hkv import HierarchicalHashEmbedding, HKVAdagrad, HKVOptimizer
 from torchrec_hkv.hash_table import files, gpu_table_bytes, initial_rows, table_memory
+from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.metrics import ConsoleLine, TensorBoard, Watch
 from torchrec_hkv.planner.report import format_bytes
 
@@ -189,13 +190,14 @@ def resume(embedding: HierarchicalHashEmbedding, folder: Path, part: range) -> i
     Raises:
         DataError: there is no such table, it does not fit, or it has more ids than the part.
     """
+    saved = folder / f"rank_{RANK}"
     try:
-        files.load(embedding.group, 0, folder / f"rank_{RANK}")
+        trained = Manifest.read(saved).entries
+        if trained > len(part):
+            raise DataError(f"{saved} holds {trained:,} ids: give --ids at least as many.")
+        files.load(embedding.group, 0, saved)
     except ValueError as error:
         raise DataError(str(error)) from None
-    (trained,) = embedding.group.sizes()
-    if trained > len(part):
-        raise DataError(f"{folder} holds {trained:,} ids: give --ids at least as many.")
     return trained
 
 
