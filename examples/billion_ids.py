@@ -4,11 +4,13 @@
     python examples/billion_ids.py --optimizer adagrad --max-hbm-gb 110
     python examples/billion_ids.py --ids 1000000 --device cpu
     torchrun --nproc_per_node 2 examples/billion_ids.py  # each process has its part of the ids
+    python examples/billion_ids.py --ids 1000000 --device cpu --save table
+    python examples/billion_ids.py --ids 2000000 --device cpu --resume table  # the other million
 
-Every id is looked up once and trained: the ids are a permutation of the integers, in no order. Then
-it is checked that the table holds all of them, that rows are what one step of the optimizer made of
-their initial values, and that no more bytes were taken than were stated. Exit code 1 where
-one of these is not so, 2 for bad input.
+Every id is looked up and trained once. The ids are spread over all int64. Then the example checks
+that the table holds all of them, that each row equals its initial row after one step of the
+optimizer, and that the table took no more bytes than stated. The exit code is 1 if a check fails,
+and 2 for bad input.
 """
 
 from __future__ import annotations
@@ -32,22 +34,25 @@ from launch import (
     positive,
     run,
 )
+from plot import Bars, Curves, add_plot, check_plot, write_panels
+from saves import check_saves
 
 from torchrec_hkv import HierarchicalHashEmbedding, HKVAdagrad, HKVOptimizer
-from torchrec_hkv.hash_table import gpu_table_bytes, initial_rows, table_memory
+from torchrec_hkv.hash_table import files, gpu_table_bytes, initial_rows, table_memory
+from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.metrics import ConsoleLine, TensorBoard, Watch
 from torchrec_hkv.planner.report import format_bytes
 
 # Nothing is evicted before a table is 95 % full.
 LOAD = 0.9
-# float32 values of state a column, by optimizer.
+# float32 values of state in each column, by optimizer.
 STATES = {"sgd": 0, "adagrad": 1}
 LEARNING_RATE = 0.5
-# GiB that gradients may take, and what else a step needs beside the table.
+# GiB for gradients and whatever else a step needs beside the table.
 GRADIENTS_GB = 8
-# Of this process, where torchrun started several.
+# Rank of this process under torchrun.
 RANK = int(os.environ.get("RANK", "0"))
-# An odd number, by which multiplication permutes the int64.
+# Multiplication by an odd number permutes the int64.
 MULTIPLIER = -7046029254386353131
 
 
@@ -65,15 +70,25 @@ def parse_arguments() -> argparse.Namespace:
         "--max-hbm-gb",
         type=positive,
         metavar="GIB",
-        help="of the GPU's memory; what is beyond lies in host memory (default: all in the GPU's)",
+        help="limit of the table in HBM; further rows are in host memory (default: no limit)",
     )
     add_device_and_outputs(parser)
+    add_plot(parser, "the speed while ids are trained, and the bytes that the table took")
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="save the table of each process at the end"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="load what --save wrote with as many processes, and train only the ids that it lacks",
+    )
     return parser.parse_args()
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """Bytes of a GPU's and of host memory."""
+    """Bytes in HBM and in host memory."""
 
     hbm: int
     host: int
@@ -87,7 +102,7 @@ class Taken:
 
 
 def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
-    """What the table will take."""
+    """The bytes that the table will take."""
     states = STATES[arguments.optimizer] * arguments.dim
     memory = table_memory(capacity, arguments.dim, states, "lru", initial_capacity=capacity)
     if arguments.device == "cpu":
@@ -99,7 +114,7 @@ def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
 def make(
     arguments: argparse.Namespace, capacity: int
 ) -> tuple[HierarchicalHashEmbedding, torch.optim.Optimizer]:
-    """The embedding with memory for all ids from the start.
+    """Creates the embedding, with memory for all ids from the start, and its optimizer.
 
     Raises:
         DataError: there is too little memory.
@@ -122,10 +137,10 @@ def make(
 
 
 def batches(part: range, batch_size: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Distinct ids, spread over all int64."""
-    for first in range(part.start, part.stop, batch_size):
-        stop = min(first + batch_size, part.stop)
-        yield torch.arange(first, stop, device=device) * MULTIPLIER
+    """Yields batches of distinct ids."""
+    for first in range(0, len(part), batch_size):
+        batch = part[first : first + batch_size]
+        yield torch.arange(batch.start, batch.stop, batch.step, device=device) * MULTIPLIER
 
 
 def train(
@@ -134,29 +149,61 @@ def train(
     part: range,
     batch_size: int,
     folder: Path | None,
-) -> float:
-    """Each id once; returns seconds."""
+) -> tuple[float, list[tuple[float, float]]]:
+    """Trains each id once.
+
+    Returns:
+        Seconds, and pairs for a plot: million ids, and million ids in a second since the pair
+        before.
+    """
     steps = -(-len(part) // batch_size)
-    began = time.perf_counter()
+    every = max(1, steps // 20)
+    began = last = time.perf_counter()
+    speeds: list[tuple[float, float]] = []
     with contextlib.ExitStack() as stack:
         line = stack.enter_context(ConsoleLine("a billion ids", steps, shown=RANK == 0))
         sinks = [line]
         if folder is not None:
             sinks.append(stack.enter_context(TensorBoard(folder / f"rank_{RANK}")))
-        watch = stack.enter_context(Watch(embedding, max(1, steps // 20), sinks))
+        watch = stack.enter_context(Watch(embedding, every, sinks))
         for step, ids in enumerate(batches(part, batch_size, embedding.device), start=1):
             embedding(ids).sum().backward()
             optimizer.step()
             watch.step()
-            line.update(step, samples=min(step * batch_size, len(part)))
+            trained = min(step * batch_size, len(part))
+            line.update(step, samples=trained)
+            if step % every == 0:
+                if embedding.device.type == "cuda":
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                number = every * batch_size - (step * batch_size - trained)
+                speeds.append((trained / 1e6, number / 1e6 / (now - last)))
+                last = now
     if embedding.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, speeds
+
+
+def resume(embedding: HierarchicalHashEmbedding, folder: Path, part: range) -> int:
+    """Loads the table of this process; returns how many of its ids are trained.
+
+    Raises:
+        DataError: there is no such table, it does not fit, or it has more ids than the part.
+    """
+    saved = folder / f"rank_{RANK}"
+    try:
+        trained = Manifest.read(saved).entries
+        if trained > len(part):
+            raise DataError(f"{saved} holds {trained:,} ids: give --ids at least as many.")
+        files.load(embedding.group, 0, saved)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    return trained
 
 
 @torch.no_grad()
 def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size: int) -> float:
-    """Of all rows, against what one step makes of an initial row."""
+    """The largest difference of a row from its initial row after one step."""
     embedding.eval()
     error = torch.zeros((), device=embedding.device)
     for ids in batches(part, batch_size, embedding.device):
@@ -167,7 +214,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
             seed=0,
             initializer=embedding.initializer,
         )
-        # Of a gradient of ones: the step of Adagrad is that of SGD the first time.
+        # The gradient is 1, for which the first step of Adagrad equals that of SGD.
         error = error.maximum((embedding(ids) - (start - LEARNING_RATE)).abs().max())
     return error.item()
 
@@ -175,7 +222,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
 def failures(
     embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: Taken
 ) -> list[str]:
-    """What is not as it should be; prints what is."""
+    """Prints what the table holds and takes; returns a sentence for each check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
     taken = Taken(group.hbm_bytes(0), group.host_bytes(0))
     print(
@@ -217,7 +264,9 @@ def main() -> int:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.ids < processes:
         raise DataError(f"--ids is {arguments.ids}, but there are {processes} processes.")
-    part = range(arguments.ids * RANK // processes, arguments.ids * (RANK + 1) // processes)
+    check_plot(arguments.plot)
+    check_saves(arguments)
+    part = range(RANK, arguments.ids, processes)
     ids, dim = len(part), arguments.dim
     capacity = int(ids / LOAD)
     stated = stated_bytes(arguments, capacity)
@@ -228,10 +277,24 @@ def main() -> int:
     if arguments.device == "cuda":
         print(f"with gradients at most {format_bytes(stated.hbm + (GRADIENTS_GB << 30))} of HBM")
     embedding, optimizer = make(arguments, capacity)
-    seconds = train(embedding, optimizer, part, arguments.batch_size, arguments.tensorboard)
+    trained = 0 if arguments.resume is None else resume(embedding, arguments.resume, part)
+    size = arguments.batch_size
+    seconds, speeds = train(embedding, optimizer, part[trained:], size, arguments.tensorboard)
     error = largest_error(embedding, part, arguments.batch_size)
     found = failures(embedding, ids, error, stated)
-    print(f"largest error of a row {error:.1e}; {ids / seconds:,.0f} ids/s trained")
+    speed = (ids - trained) / seconds
+    print(f"largest error of a row {error:.1e}; {speed:,.0f} ids/s trained")
+    if arguments.save:
+        files.save(embedding.group, 0, arguments.save / f"rank_{RANK}")
+        print(f"Written: {arguments.save / f'rank_{RANK}'}")
+    if arguments.plot and RANK == 0:
+        group = embedding.group
+        taken = group.hbm_bytes(0) + group.host_bytes(0)
+        panels = [
+            Curves("million ids", "million ids a second", {"trained": speeds}),
+            Bars("MiB", {"stated": stated.total / 2**20, "taken": taken / 2**20}),
+        ]
+        write_panels(arguments.plot, f"{ids:,} ids, rows of {dim}", panels)
     if arguments.json and RANK == 0:
         figures = {"ids": ids, "dim": dim, "optimizer": arguments.optimizer, "seconds": seconds}
         figures |= {"stated_bytes": stated.total, "error": error, "failures": found}

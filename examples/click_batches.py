@@ -56,7 +56,8 @@ class ClickBatches:
         self.world_size = world_size
 
     def shuffled(self, rows: Rows, batch_size: int, seed: int) -> Iterator[ClickBatch]:
-        """Full global batches of the rows, in random order; the odd rest is left out."""
+        """Full global batches of the rows, in random order; rows that do not fill a batch are left
+        out."""
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         for batch in numbers(rows)[order].split(batch_size):
             if len(batch) == batch_size:

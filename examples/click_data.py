@@ -22,7 +22,7 @@ MANY_IDS = 1000
 
 
 class DataError(Exception):
-    """What is wrong with the data, in one sentence for the user."""
+    """An error in the user's input; its message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ClickLog:
         return len(self.labels)
 
     def first(self, rows: int) -> ClickLog:
-        """The log up to that many rows."""
+        """The first rows of the log."""
         columns = [
             dataclasses.replace(c, ids=c.ids[:rows], present=c.present[:rows]) for c in self.columns
         ]

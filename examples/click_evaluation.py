@@ -44,7 +44,7 @@ class Judged(nn.Module):
         self.recent = recent
 
     def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of the rows that are real, and what the metrics ask for."""
+        """Returns the mean loss of the rows that are not padding, and the inputs of the metrics."""
         logits = self.model(batch.dense, batch.sparse).squeeze(1)
         weight = batch.real.to(logits)
         loss = nn.functional.binary_cross_entropy_with_logits(
@@ -89,7 +89,7 @@ def make_metrics(batch_size: int, rows: int, device: torch.device) -> RecMetricM
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What is shown of an evaluation.
+    """The figures of one evaluation.
 
     Attributes:
         step: training steps before it.
@@ -105,7 +105,7 @@ class Judgement:
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> Judgement:
-        """By the names of TorchRec's metrics."""
+        """Takes the figures from TorchRec's metrics."""
         by_kind = {
             name.partition("-")[0]: value
             for name, value in evaluation.metrics.items()
@@ -123,15 +123,15 @@ def train_with_evaluations(
     metrics: Callable[[], RecMetricModule],
     device: torch.device,
 ) -> tuple[list[Judgement], float]:
-    """Trains, and evaluates every so many steps and after the last.
+    """Trains, and evaluates every ``every`` steps and after the last.
 
     Args:
         judged: the model.
-        optimizer: of what is not trained in the backward.
+        optimizer: the optimizer of the dense parameters.
         train: batches of this rank.
         test: gives the batches of an evaluation.
-        every: steps.
-        metrics: makes those of an evaluation.
+        every: number of steps between evaluations.
+        metrics: creates the metrics of an evaluation.
         device: of the batches.
 
     Returns:

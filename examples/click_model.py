@@ -86,7 +86,7 @@ VARIANTS = [
 
 
 def init_bound(column: Column) -> float:
-    """Rows start uniformly between minus and plus this, whatever the number of rows."""
+    """Initial rows are uniform between minus and plus this number."""
     return max(1, len(np.unique(column.ids[column.present]))) ** -0.5
 
 
@@ -153,7 +153,7 @@ def constraint(column: Column, variant: Variant, seed: int) -> ParameterConstrai
 
 @torch.no_grad()
 def set_stock_rows(model: nn.Module, log: ClickLog, variant: Variant, seed: int) -> None:
-    """Gives every stock table the rows a hash table would start its ids from.
+    """Sets the rows of stock tables to the initial rows of hash tables.
 
     A table of known ids then starts exactly as a hash table does, and the two can be compared.
     """

@@ -17,8 +17,10 @@ from click_batches import ClickBatch, ClickBatches, Rows
 from click_data import ClickLog
 from click_evaluation import Judged, Judgement, make_metrics, train_with_evaluations
 from click_model import Variant, build
+from saves import Saves, epochs_done
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_hkv.metrics import ConsoleLine, TensorBoard, Watch
@@ -26,7 +28,7 @@ from torchrec_hkv.sharding import table_counters
 
 ROW_LEARNING_RATE = 0.05
 DENSE_LEARNING_RATE = 1e-3
-# Of the rows, in time; the others are the test.
+# Share of the rows, in order of time, to train on; the others are the test.
 TRAIN_SHARE = 0.8
 # Batches between two refreshes of the progress line, which sums metrics over the ranks.
 REFRESH = 8
@@ -41,26 +43,30 @@ class Settings:
     seed: int
     device: torch.device
     tensorboard: Path | None = None
+    save: Path | None = None
+    resume: Path | None = None
     architecture: str = "dlrm"
     #: Steps between evaluations on the test; None: one at the end, without TorchRec's metrics.
     evaluate_every: int | None = None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, device: torch.device, **more: Any) -> Settings:
-        """Those of arguments that all examples of click models have, and more."""
+        """Settings from the arguments that all click models have, and further ones."""
         return cls(
             epochs=arguments.epochs,
             batch_size=arguments.batch_size,
             seed=arguments.seed,
             device=device,
             tensorboard=arguments.tensorboard,
+            save=arguments.save,
+            resume=arguments.resume,
             **more,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Quality of the last training batches after a step, each judged before training on it."""
+    """Quality of the last training batches, each predicted before it was trained on."""
 
     step: int
     loss: float
@@ -69,7 +75,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run gave; counts are over all ranks and, in ``counters``, over all hash tables."""
+    """The result of a run. Counts are over all ranks; ``counters`` are over all hash tables."""
 
     variant: Variant
     auc: float
@@ -82,24 +88,31 @@ class Result:
 
 
 def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Result:
-    """Trains on the rows before ``split`` and tests on the others."""
+    """Trains on the rows before ``split`` and tests on the others.
+
+    Raises:
+        DataError: the checkpoint to resume from does not fit.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = settings.device
     model = build(log, variant, device, settings.seed, ROW_LEARNING_RATE, settings.architecture)
     batches = ClickBatches(log, variant, device, rank, world_size)
-    steps = settings.epochs * (split // settings.batch_size)
+    optimizer = make_dense_optimizer(model)
+    saves = Saves(model, optimizer, variant.key, settings.save, settings.resume)
+    done = epochs_done(saves, settings.epochs, settings.resume)
+    steps = (settings.epochs - done) * (split // settings.batch_size)
     started = time.perf_counter()
     folder = settings.tensorboard / variant.key if settings.tensorboard and rank == 0 else None
     test = range(split, len(log))
     judgements: list[Judgement] = []
     judging = 0.0
     with Reporter(model, variant, steps, folder) as reporter:
-        training = training_batches(batches, range(split), settings)
+        training = training_batches(batches, range(split), settings, done, saves)
         if settings.evaluate_every is None:
-            loss = train(model, training, reporter)
+            loss = train(model, training, reporter, optimizer)
         else:
             loss, judgements, judging = train_and_judge(
-                model, training, batches, test, settings, reporter
+                model, training, batches, test, settings, reporter, optimizer
             )
         seconds = time.perf_counter() - started - judging
         counters = hash_table_counters(model, device)
@@ -117,15 +130,26 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     )
 
 
-def training_batches(batches: ClickBatches, rows: Rows, settings: Settings) -> Iterable[ClickBatch]:
-    for epoch in range(settings.epochs):
-        # The same order in every variant.
+def training_batches(
+    batches: ClickBatches,
+    rows: Rows,
+    settings: Settings,
+    first: int = 0,
+    saves: Saves | None = None,
+) -> Iterable[ClickBatch]:
+    """Batches of the epochs from ``first`` on. The order is the same in every variant.
+
+    Saves after each epoch: its last batch has been trained on when the next one is requested.
+    """
+    for epoch in range(first, settings.epochs):
         seed = settings.seed + 1000 * epoch
         yield from batches.shuffled(rows, settings.batch_size, seed)
+        if saves is not None:
+            saves.save(epoch + 1)
 
 
 class Reporter:
-    """The progress line of a run, and its TensorBoard where a folder is named."""
+    """Shows the progress of a run on the console and, if a folder is given, in TensorBoard."""
 
     def __init__(self, model: nn.Module, variant: Variant, steps: int, folder: Path | None) -> None:
         self.steps = steps
@@ -150,20 +174,20 @@ class Reporter:
         self._parts.__exit__(*error)
 
     def step(self, samples: int) -> None:
-        """After each step, with the rows of it over all ranks."""
+        """Counts a step and its samples, over all ranks."""
         self.samples += samples
         if self.watch is not None:
             self.watch.step()
 
     def quality(self, step: int, loss: float, auc: float) -> None:
-        """Loss and AUC of the last training batches."""
+        """Shows loss and AUC of the last training batches."""
         self.progress.append(Progress(step, loss, auc))
         self.line.update(step, self.samples, **{"train loss": loss, "train AUC": auc})
         if self.board is not None:
             self.board.scalars(step, **{"train/loss": loss, "train/AUC": auc})
 
     def tested(self, auc: float) -> None:
-        """AUC on the test, after the last step."""
+        """Shows the test AUC, after the last step."""
         self.line.update(self.steps, **{"test AUC": auc})
         if self.board is not None:
             self.board.scalars(self.steps, **{"test/AUC": auc})
@@ -173,11 +197,10 @@ def train(
     model: nn.Module,
     batches: Iterable[ClickBatch],
     reporter: Reporter,
-    dense_learning_rate: float = DENSE_LEARNING_RATE,
+    dense_optimizer: KeyedOptimizerWrapper,
 ) -> float:
-    """Returns the mean loss of the last batches. At a dense rate of 0 only tables train."""
+    """Returns the mean loss of the last batches."""
     model.train()
-    dense_optimizer = make_dense_optimizer(model, dense_learning_rate)
     recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=WINDOW)
     loss = float("nan")
     for step, batch in enumerate(batches, start=1):
@@ -195,10 +218,13 @@ def train(
 
 def make_dense_optimizer(
     model: nn.Module, learning_rate: float = DENSE_LEARNING_RATE
-) -> torch.optim.Optimizer:
-    """Of all but the rows, whose optimizer runs in the backward."""
+) -> KeyedOptimizerWrapper:
+    """The optimizer of all but the rows, whose optimizer runs in the backward. At a learning rate
+    of 0 only tables train."""
     dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return torch.optim.Adam(dense_parameters.values(), lr=learning_rate)
+    return KeyedOptimizerWrapper(
+        dense_parameters, lambda parameters: torch.optim.Adam(parameters, lr=learning_rate)
+    )
 
 
 def train_and_judge(
@@ -208,6 +234,7 @@ def train_and_judge(
     test: range,
     settings: Settings,
     reporter: Reporter,
+    dense_optimizer: KeyedOptimizerWrapper,
 ) -> tuple[float, list[Judgement], float]:
     """Trains with evaluations in between: the same steps as :func:`train`.
 
@@ -222,7 +249,7 @@ def train_and_judge(
         nonlocal loss
         for step, batch in enumerate(training, start=1):
             yield batch
-            # It has been trained on when the next one is asked for.
+            # It has been trained on when the next one is requested.
             reporter.step(len(batch.labels) * ranks)
             if step % REFRESH == 0 or step == reporter.steps:
                 loss, auc = recent_quality(recent)
@@ -230,7 +257,7 @@ def train_and_judge(
 
     judgements, seconds = train_with_evaluations(
         Judged(model, recent),
-        make_dense_optimizer(model),
+        dense_optimizer,
         reported(),
         lambda: batches.in_order(test, settings.batch_size),
         settings.evaluate_every,
@@ -266,7 +293,7 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def gather(local: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors, one after the other; they are equally long."""
+    """Concatenates the tensors of all ranks, which have equal lengths."""
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local.contiguous())
     return torch.cat(parts)

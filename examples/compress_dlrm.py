@@ -3,15 +3,15 @@
     torchrun --nproc_per_node 2 examples/compress_dlrm.py --rank 16
     python examples/compress_dlrm.py --error 0.5
 
-First a DLRM with stock tables is trained, which know every id. Then its large tables are split into
-Tensor-Train cores by TT-SVD, of a rank or to a relative error, and take the places of the dense
-ones in the same model. Then the tables train on, on the same rows, at a low rate, so that their
-cores adapt to what was cut away; the rest of the model stays, since it would only learn these rows
-by heart. The first 80 % of the rows in time are trained on, the last 20 % are the test. Some of the
-first 80 %, drawn at random, are not trained on but validate: of the states that the tables have
-while they train on, that of the highest AUC on these rows is kept, the first one included, and
-training ends where the AUC has not risen for some time. AUC on the test is told of the dense model,
-after the compression, and after training on.
+1. A DLRM with stock tables is trained on the first 80 % of the rows in time; the other 20 % are the
+   test. A random part of the 80 % is kept for validation.
+2. TT-SVD splits the large tables into Tensor-Train cores, of a given rank or relative error. They
+   replace the dense tables.
+3. The cores are trained on the same rows at a low rate, to adapt to the compression. All other
+   layers are frozen, since they would overfit. The state with the highest validation AUC is kept.
+   Training ends when this AUC has not risen for some time.
+
+The test AUC is printed for the dense model, after the compression, and after the last training.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from click_training import (
     TRAIN_SHARE,
     Reporter,
     Settings,
+    make_dense_optimizer,
     test_auc,
     train,
     training_batches,
@@ -47,12 +49,14 @@ from launch import (
     share,
     share_or_zero,
 )
+from plot import Bars, add_plot, check_plot, write_panels
+from saves import Saves, add_saves, check_saves
 from tensor_train_tables import compress, local_tensors, move_over
 
 from torchrec_hkv.planner.report import format_bytes
 
 STOCK = Variant("dense", "dense tables", "fused", 1.0)
-# Higher rates undo what the dense model has learned, on some data within a hundred steps.
+# Higher rates destroy what the dense model has learned, on some data within a hundred steps.
 TUNE_RATE = 0.005
 # Validations without a new highest AUC after which the tables stop training on.
 PATIENCE = 4
@@ -61,7 +65,7 @@ COLUMNS = ["model", "table bytes", "ratio", "error", "test AUC"]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is printed of one model; ``error`` is the largest of a table, relative to it."""
+    """The figures of one model; ``error`` is the largest relative error of a table."""
 
     model: str
     table_bytes: int
@@ -70,7 +74,7 @@ class Stage:
     auc: float
 
     def cells(self) -> list[str]:
-        """For the printed table."""
+        """The cells of the printed table."""
         size = format_bytes(self.table_bytes)
         error = "" if self.error is None else f"{self.error:.3f}"
         return [self.model, size, f"{self.ratio:.1f}", error, f"{self.auc:.4f}"]
@@ -80,8 +84,8 @@ class BestState:
     """Keeps the state of a model with the highest AUC on validation rows, the first one included.
 
     Args:
-        model: that trains; it is put into training mode after each validation.
-        auc: returns the AUC of the model as it is, the same on all ranks.
+        model: the model; it is put into training mode after each validation.
+        auc: returns the present AUC of the model, the same on all ranks.
     """
 
     def __init__(self, model: torch.nn.Module, auc: Callable[[], float]) -> None:
@@ -94,10 +98,10 @@ class BestState:
         self._without_gain = 0
 
     def watch(self, batches: Iterable[ClickBatch], every: int) -> Iterator[ClickBatch]:
-        """The batches, with a validation after each ``every`` of them and after the last one.
+        """Yields the batches, and validates after each ``every`` of them and after the last one.
 
-        Ends where the AUC has not risen for ``PATIENCE`` validations. A batch has been trained on
-        when the next one is asked for.
+        Ends when the AUC has not risen for ``PATIENCE`` validations. A batch has been trained on
+        when the next one is requested.
         """
         for step, batch in enumerate(batches, start=1):
             yield batch
@@ -110,7 +114,7 @@ class BestState:
             self._validate()
 
     def restore(self) -> None:
-        """Gives the model the state that was kept."""
+        """Loads the best state into the model."""
         state = self.model.state_dict()
         for key, tensor in state.items():
             for part, kept in zip(local_tensors(tensor), self._state[key], strict=True):
@@ -133,10 +137,10 @@ class BestState:
 
 
 def parts_of(split: int, share: float, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows before ``split`` that are trained on, and those that validate; each in order.
+    """Splits the rows before ``split`` into training and validation rows, each in order.
 
     Raises:
-        DataError: the first are fewer than a batch.
+        DataError: there are fewer training rows than a batch has.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(split, generator=generator)
@@ -152,7 +156,7 @@ def parts_of(split: int, share: float, settings: Settings) -> tuple[torch.Tensor
 def work(
     log: ClickLog, split: int, arguments: argparse.Namespace, settings: Settings
 ) -> list[Stage]:
-    """Trains, compresses, trains on."""
+    """Trains, compresses, and trains the cores."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     test = range(split, len(log))
     batches = ClickBatches(log, STOCK, settings.device, rank, world_size)
@@ -164,9 +168,14 @@ def work(
         return test_auc(model, batches.in_order(rows, settings.batch_size))
 
     dense = build(log, STOCK, settings.device, settings.seed, ROW_LEARNING_RATE)
-    steps = settings.epochs * (len(training) // settings.batch_size)
+    optimizer = make_dense_optimizer(dense)
+    saves = Saves(dense, optimizer, "dense", settings.save, settings.resume)
+    done = int(saves.resume()[0])
+    steps = max(settings.epochs - done, 0) * (len(training) // settings.batch_size)
     with Reporter(dense, STOCK, steps, board and board / "dense") as reporter:
-        train(dense, training_batches(batches, training, settings), reporter)
+        train(
+            dense, training_batches(batches, training, settings, done, saves), reporter, optimizer
+        )
     columns = [column.name for column in log.columns if column.open_ended]
     parts = compress(dense, columns, arguments.rank, arguments.error)
     before = sum(part.dense_bytes for part in parts.values())
@@ -185,13 +194,14 @@ def work(
     stages.append(Stage("Tensor-Train", after, ratio, error, auc(model)))
 
     best = BestState(model, lambda: auc(model, validation)) if len(validation) else None
-    # Other orders of the rows than the dense model has seen.
+    # Other orders of the rows than those of the dense model.
     further = dataclasses.replace(settings, epochs=1_000_000, seed=settings.seed + 500)
     tuning = itertools.islice(training_batches(batches, training, further), arguments.tune_steps)
     with Reporter(model, variant, arguments.tune_steps, board and board / "tt") as reporter:
         if best is not None:
             tuning = best.watch(tuning, arguments.validate_every)
-        train(model, tuning, reporter, arguments.tune_dense_rate)
+        optimizer = make_dense_optimizer(model, arguments.tune_dense_rate)
+        train(model, tuning, reporter, optimizer)
     if best is not None:
         best.restore()
         if rank == 0:
@@ -199,18 +209,34 @@ def work(
                 f"kept the state after {best.step} of {best.steps} steps: validation AUC "
                 f"{best.first:.4f} before, {best.highest:.4f} then"
             )
+    Saves(model, optimizer, "tt", settings.save, None).save(len(stages))
     stages.append(Stage("trained on", after, ratio, None, auc(model)))
     return stages
+
+
+def draw(path: Path, name: str, stages: list[Stage]) -> None:
+    """Draws the AUC on the test and the size of the tables of each model."""
+    panels = [
+        Bars("test AUC", {stage.model: stage.auc for stage in stages}, 0.5),
+        Bars("MiB of tables", {stage.model: stage.table_bytes / 2**20 for stage in stages}),
+    ]
+    write_panels(path, name, panels)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument(
-        "--epochs", type=positive, default=1, help="of the dense model (default: %(default)s)"
+        "--epochs",
+        type=positive,
+        default=1,
+        help="epochs of the dense model (default: %(default)s)",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--rank", type=positive, metavar="R", help="between cores (default: 16, without --error)"
+        "--rank",
+        type=positive,
+        metavar="R",
+        help="rank between cores (default: 16, without --error)",
     )
     size.add_argument(
         "--error",
@@ -222,7 +248,7 @@ def parse_arguments() -> argparse.Namespace:
         "--tune-steps",
         type=positive,
         default=300,
-        help="after the compression, at most (default: %(default)s)",
+        help="maximal number of steps after the compression (default: %(default)s)",
     )
     parser.add_argument(
         "--validate-every",
@@ -236,8 +262,8 @@ def parse_arguments() -> argparse.Namespace:
         type=share_or_zero,
         default=0.05,
         metavar="SHARE",
-        help="of the rows before the test, by whose AUC the tables' state after the compression is "
-        "chosen; 0: the last state is kept (default: %(default)s)",
+        help="share of the training rows that validate the compressed tables; 0 keeps the last "
+        "state (default: %(default)s)",
     )
     parser.add_argument(
         "--tune-rate",
@@ -251,6 +277,8 @@ def parse_arguments() -> argparse.Namespace:
         default=0.0,
         help="learning rate of the other layers after the compression (default: %(default)s)",
     )
+    add_plot(parser, "test AUC and table bytes of the models")
+    add_saves(parser, "of the dense model after each epoch, and of the compressed one at the end")
     arguments = parser.parse_args()
     if arguments.rank is None and arguments.error is None:
         arguments.rank = 16
@@ -264,6 +292,8 @@ def main() -> None:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse_arguments()
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
@@ -276,6 +306,8 @@ def main() -> None:
                 content = {"data": log.name, "stages": [dataclasses.asdict(s) for s in stages]}
                 arguments.json.write_text(json.dumps(content, indent=2) + "\n")
                 print(f"Written: {arguments.json}")
+            if arguments.plot:
+                draw(arguments.plot, log.name, stages)
 
 
 if __name__ == "__main__":

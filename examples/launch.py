@@ -1,4 +1,4 @@
-"""What all examples do at the start: arguments, processes, and errors in one sentence."""
+"""The start of all examples: arguments, processes, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def whole_number(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, by a DataError, which :func:`run` prints once."""
+    """Raises a DataError, which :func:`run` prints once, for bad arguments."""
 
     def error(self, message: str) -> NoReturn:
         sentence = message if message.endswith(".") else f"{message}."
@@ -81,11 +81,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(description: str, data: Path | None = None) -> Parser:
-    """A parser with the arguments that all examples have.
+    """Makes a parser with the arguments of all examples.
 
     Args:
         description: the example's docstring.
-        data: the default file; None: one must be named.
+        data: the default file; None if the user must name one.
     """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -104,14 +104,14 @@ def make_parser(description: str, data: Path | None = None) -> Parser:
         default=256,
         help="rows a step, over all processes (default: %(default)s)",
     )
-    parser.add_argument("--limit", type=positive, help="use the earliest rows only, so many")
+    parser.add_argument("--limit", type=positive, help="use only this many rows, the earliest")
     parser.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
     add_device_and_outputs(parser)
     return parser
 
 
 def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
-    """Where an example runs, and where its figures go."""
+    """Adds options for the device and the files of figures."""
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -125,7 +125,7 @@ def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_device_and_outputs(arguments: argparse.Namespace) -> None:
-    """Raises DataError where there are too few GPUs, or figures can't be written."""
+    """Raises DataError if there are too few GPUs, or figures can't be written."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and here > gpus:
@@ -137,7 +137,7 @@ def check_device_and_outputs(arguments: argparse.Namespace) -> None:
 
 
 def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
-    """Reads the data, and checks what argparse does not.
+    """Reads the data, and checks the arguments that depend on it.
 
     Raises:
         DataError: something is wrong, in one sentence.
@@ -158,7 +158,7 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
 
 
 def check_json(path: Path, option: str = "--json") -> None:
-    """Raises DataError where the file that an option names can't be written."""
+    """Raises DataError if the file of an option can't be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}.")
@@ -174,7 +174,7 @@ def check_json(path: Path, option: str = "--json") -> None:
 
 
 def check_tensorboard(folder: Path) -> None:
-    """Raises DataError where TensorBoard is not installed, or its folder can't be written to."""
+    """Raises DataError if TensorBoard is not installed, or its folder can't be written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise DataError(f"--tensorboard is {folder}, but {there} is no folder.")
@@ -191,7 +191,7 @@ def check_tensorboard(folder: Path) -> None:
 
 
 def join_processes(device: str) -> torch.device:
-    """Joins the processes that torchrun started, or makes a group of one."""
+    """Joins the processes of torchrun, or makes a group of one process."""
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -204,7 +204,7 @@ def join_processes(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[torch.device]:
-    """The processes joined; at the end all wait for all."""
+    """A context with a process group; at its end all processes wait for each other."""
     joined = join_processes(device)
     yield joined
     dist.barrier()
@@ -212,20 +212,20 @@ def processes(device: str) -> Iterator[torch.device]:
 
 
 def count_processes() -> str:
-    """``1 process``, ``2 processes``."""
+    """The number of processes in words: ``1 process`` or ``2 processes``."""
     count = dist.get_world_size()
     return f"{count} process" if count == 1 else f"{count} processes"
 
 
 def silence_advice() -> None:
-    """Leaves out what TorchRec and PyTorch advise their own developers."""
+    """Hides warnings for developers of TorchRec and PyTorch."""
     warnings.simplefilter("ignore", FutureWarning)
     for name in ("torchrec", "torch.fx"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _tell_torchrun(sentence: str) -> None:
-    """Puts a sentence into the summary that torchrun ends with after a failed process."""
+    """Puts a sentence into torchrun's summary of a failed process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -233,11 +233,10 @@ def _tell_torchrun(sentence: str) -> None:
 
 
 def run(example: Callable[[], int | None]) -> int:
-    """Runs an example; what is wrong with its input is said in one sentence, once.
+    """Runs an example; prints an error in its input as one sentence, once.
 
     Returns:
-        The exit code: the example's, 0 where it gives none; 2 for bad input; 130 where Ctrl-C
-        ended it.
+        The exit code: the example's or 0; 2 for bad input; 130 after Ctrl-C.
     """
     silence_advice()
     try:

@@ -1,10 +1,12 @@
-"""A picture of what the runs of an example gave: AUC while they train, and on the test."""
+"""``--plot``: pictures of what an example measured."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from click_data import DataError
 from launch import check_json
@@ -15,8 +17,29 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: Path) -> None:
-    """Raises DataError where matplotlib is missing, or the picture can't be written."""
+def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the option.
+
+    Args:
+        parser: the parser of the example.
+        what: what the picture shows, for the help.
+    """
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draw {what}, as .png, .svg or .pdf; needs matplotlib",
+    )
+
+
+def check_plot(path: Path | None) -> None:
+    """Checks the option before anything starts.
+
+    Raises:
+        DataError: matplotlib is missing, or the picture can't be written.
+    """
+    if path is None:
+        return
     if path.suffix not in FORMATS:
         raise DataError(f"--plot is {path}, but must end with {', '.join(FORMATS)}.")
     check_json(path, "--plot")
@@ -29,37 +52,97 @@ def check_plot(path: Path) -> None:
         ) from None
 
 
-def write_plot(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Writes the picture: curves of the train AUC, and a bar for each run's test AUC.
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """A panel of curves.
+
+    Attributes:
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        curves: pairs of coordinates, by name.
+        legend: whether the names are shown.
+    """
+
+    x: str
+    y: str
+    curves: dict[str, Sequence[tuple[float, float]]]
+    legend: bool = False
+
+    def draw(self, axes: Any) -> None:
+        """Draws the panel."""
+        for number, (name, points) in enumerate(self.curves.items()):
+            # Equal curves hide each other, so every other one is dashed.
+            style = "--" if number % 2 else "-"
+            axes.plot([x for x, _ in points], [y for _, y in points], style, linewidth=1.3)
+            axes.lines[-1].set_label(name)
+        axes.set_xlabel(self.x, fontsize=8)
+        axes.set_ylabel(self.y, fontsize=8)
+        axes.grid(alpha=0.3)
+        if self.legend:
+            axes.legend(fontsize=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """A panel of horizontal bars.
+
+    Attributes:
+        x: label of the horizontal axis.
+        bars: lengths by name.
+        first: where the axis begins, unless a bar is shorter.
+    """
+
+    x: str
+    bars: dict[str, float]
+    first: float = 0.0
+
+    def draw(self, axes: Any) -> None:
+        """Draws the panel. Bars have the colours of curves in the same order."""
+        values = list(self.bars.values())
+        for number, value in enumerate(values):
+            axes.barh(number, value, color=f"C{number}", height=0.7)
+            axes.text(value, number, f" {value:.4g}", va="center", fontsize=8)
+        first = min([self.first, *values])
+        axes.set_xlim(first, first + 1.25 * max(max(values) - first, 1e-9))
+        axes.set_xlabel(self.x, fontsize=8)
+        axes.set_yticks(range(len(values)), list(self.bars), fontsize=8)
+        axes.invert_yaxis()
+
+
+def write_panels(path: Path, title: str, panels: Sequence[Curves | Bars]) -> None:
+    """Writes a picture of panels side by side. Equal figures give equal files.
 
     Args:
-        path: its suffix tells the format.
-        title: above the picture.
-        results: of the runs.
+        path: the file; its suffix is the format.
+        title: the title above the panels.
+        panels: from left to right.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Equal results give equal files.
     with rc_context({"svg.hashsalt": "torchrec_hkv"}):
-        figure = Figure(figsize=(8, 2.6), layout="constrained")
+        widths = [3 if isinstance(panel, Curves) else 2 for panel in panels]
+        figure = Figure(figsize=(8 if len(panels) > 1 else 6, 2.6), layout="constrained")
         figure.suptitle(title, fontsize=10)
-        curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-        for number, result in enumerate(results):
-            # Runs with equal rows have equal curves; the later one is dashed.
-            style = "--" if number % 2 else "-"
-            steps, aucs = [p.step for p in result.progress], [p.auc for p in result.progress]
-            (line,) = curves.plot(steps, aucs, style, linewidth=1.3, label=result.variant.title)
-            bars.barh(number, result.auc, color=line.get_color(), height=0.7)
-            bars.text(result.auc, number, f" {result.auc:.4f}", va="center", fontsize=8)
-        curves.set_xlabel("steps", fontsize=8)
-        curves.set_ylabel("train AUC, last batches", fontsize=8)
-        curves.grid(alpha=0.3)
-        aucs = [result.auc for result in results]
-        bars.set_xlim(min([0.5, *aucs]), max(aucs) + 0.08)
-        bars.set_xlabel("test AUC", fontsize=8)
-        bars.set_yticks(range(len(results)), [r.variant.title for r in results], fontsize=8)
-        bars.invert_yaxis()
-        for axes in (curves, bars):
+        every_axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
+        for panel, axes in zip(panels, every_axes, strict=True):
+            panel.draw(axes)
             axes.tick_params(labelsize=8)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    print(f"Written: {path}")
+
+
+def write_auc_plot(path: Path, title: str, results: Sequence[Result]) -> None:
+    """Writes the train AUC of runs as they go, and their test AUC.
+
+    Args:
+        path: the file; its suffix is the format.
+        title: the title above the picture.
+        results: results of the runs.
+    """
+    curves = {
+        result.variant.title: [(one.step, one.auc) for one in result.progress] for result in results
+    }
+    bars = {result.variant.title: result.auc for result in results}
+    panels = [Curves("steps", "train AUC, last batches", curves), Bars("test AUC", bars, 0.5)]
+    write_panels(path, title, panels)

@@ -1,4 +1,4 @@
-"""What an example shows at the end: a table, a JSON file."""
+"""The results of an example: a printed table and a JSON file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def print_table(title: str, results: list[Result]) -> None:
 
 
 def print_judgements(judgements: Sequence[Judgement]) -> None:
-    """One line an evaluation on the test."""
+    """Prints a line for each evaluation on the test."""
     for one in judgements:
         print(
             f"after {one.step:,} steps: test loss {one.loss:.4f},"
@@ -71,7 +71,7 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
 
 
 def print_comparison(results: list[Result]) -> None:
-    """The claim of the example: a hash table with room for all ids trains as a stock table does."""
+    """Prints the difference in AUC between a hash table that holds all ids and a stock table."""
     auc = {result.variant.key: result.auc for result in results}
     if {"stock", "hkv"} <= set(auc):
         print(f"hkv with room for every id - stock: {auc['hkv'] - auc['stock']:+.6f} AUC")

@@ -1,4 +1,4 @@
-"""Who chose what next: histories of users, from a log of ratings in order of time."""
+"""Histories of users: the items that each user chose, in order of time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Events:
 
 @dataclasses.dataclass(frozen=True)
 class Histories:
-    """Some histories, one after the other.
+    """A batch of histories.
 
     Attributes:
         items: int64 ``[n]``.
@@ -69,7 +69,7 @@ class Histories:
 
     @classmethod
     def of(cls, parts: list[np.ndarray]) -> Histories:
-        """Joins them."""
+        """Concatenates histories."""
         items = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         return cls(torch.from_numpy(items), torch.tensor([len(part) for part in parts]))
 
@@ -85,13 +85,13 @@ def without_last(events: Events, length: int) -> list[np.ndarray]:
 
 
 def last_events(events: Events) -> np.ndarray:
-    """The last event of each user of at least three."""
+    """The last event of each user who has at least three."""
     ends, counts = events.by_user[events.start[1:] - 1], np.diff(events.start)
     return ends[counts >= 3]
 
 
 class Sampler:
-    """Samples items by how often they came, and knows their shares.
+    """Samples items by their frequency so far, and returns their shares.
 
     Items are rows of ``known`` by their number there, which is the order of the first appearance.
     """
@@ -119,19 +119,19 @@ class Sampler:
         np.add.at(self._counts, self.number(items), 1)
 
     def number(self, items: np.ndarray) -> np.ndarray:
-        """Numbers of known items; those of others are ``len(known)``."""
+        """The numbers of items; ``len(known)`` for unknown items."""
         at = np.searchsorted(self.known, items, sorter=self._order)
         found = self._order[np.minimum(at, len(self._order) - 1)]
         return np.where(self.known[found] == items, found, len(self.known))
 
     def sample(self, count: int) -> np.ndarray:
-        """Items, by their frequencies."""
+        """Samples items by their frequency."""
         if len(self._seen) > 1:
             self._seen = [np.concatenate(self._seen)]
         return self._generator.choice(self._seen[0], count)
 
     def log_share(self, items: np.ndarray) -> torch.Tensor:
-        """Logarithms of the shares that items have of all; float32 ``[n]``."""
+        """Logarithms of the items' shares of all events; float32 ``[n]``."""
         counts = np.append(self._counts, 0)[self.number(items)]
         return torch.from_numpy(
             np.log((counts + 1) / (self._counts.sum() + len(self.known) + 1))

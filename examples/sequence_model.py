@@ -17,7 +17,7 @@ BOUND = DIM**-0.5
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a network for each position."""
+    """Causal attention, and a network for each position."""
 
     def __init__(self, dropout: float, device: torch.device) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, DIM]`` to the same."""
+        """Maps ``[batch, length, DIM]`` to the same shape."""
         batch, length, _ = x.shape
         parts = self.qkv(self.before_attention(x)).view(batch, length, 3, HEADS, DIM // HEADS)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -72,7 +72,7 @@ class SequenceModel(nn.Module):
     def forward(
         self, histories: torch.Tensor, lengths: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Vectors of what comes next, and rows.
+        """Computes the vectors of the next items, and looks up rows.
 
         Args:
             histories: items of all users, one after the other, int64 ``[n]``.

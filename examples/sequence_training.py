@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from click_data import DataError
+from click_training import make_dense_optimizer
+from saves import Saves, epochs_done
 from sequence_data import Events, Histories, Sampler, batches, last_events, without_last
 from sequence_model import BOUND, DIM, SequenceModel, sampled_softmax
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_hkv import (
@@ -30,7 +31,7 @@ from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
 
 RUNS = {"stock": "stock, every item known", "hkv": "hkv, items as they come"}
 K = 10
-ROW_LEARNING_RATE, DENSE_LEARNING_RATE, DROPOUT = 0.1, 1e-3, 0.2
+ROW_LEARNING_RATE, DROPOUT = 0.1, 0.2
 # Histories that are scored at a time, on each rank.
 CHUNK = 256
 # Points of a curve.
@@ -39,7 +40,7 @@ POINTS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the runs have in common.
+    """The settings of all runs.
 
     Attributes:
         batch_size: histories of a step, over all ranks.
@@ -50,6 +51,8 @@ class Settings:
         seed: of rows, weights, batches and samples.
         device: of the model.
         tensorboard: folder of metrics, a folder in it for each run; None for none.
+        save: folder of checkpoints, a folder in it for each run; None for none.
+        resume: folder of checkpoints to continue from; None to begin.
     """
 
     batch_size: int
@@ -60,11 +63,13 @@ class Settings:
     seed: int
     device: torch.device
     tensorboard: Path | None = None
+    save: Path | None = None
+    resume: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         recall: recall@10.
@@ -82,7 +87,7 @@ class Score:
 
 
 class Run:
-    """A model, and how items are called by its table."""
+    """A model, and the ids of items in its table."""
 
     def __init__(self, events: Events, key: str, settings: Settings) -> None:
         """
@@ -119,8 +124,16 @@ class Run:
         )
         if stock:
             self._set_rows()
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LEARNING_RATE)
+        self.optimizer = make_dense_optimizer(self.model)
+        # The step of a pass or the epoch, and the sums of hits, gains and predictions.
+        self.saves = Saves(
+            self.model,
+            self.optimizer,
+            f"{key}_{settings.seed}",
+            settings.save,
+            settings.resume,
+            numbers=4,
+        )
         # Sharding draws random numbers, for stock tables others than for hash tables.
         torch.manual_seed(settings.seed)
 
@@ -141,7 +154,7 @@ class Run:
             shard.tensor.copy_(rows[start : start + len(shard.tensor)])
 
     def ids(self, items: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """As the table knows them, on its device: a stock table has row numbers."""
+        """The ids of items in the table, on its device; for a stock table row numbers."""
         named = np.asarray(items)
         if self.key == "stock":
             named = np.searchsorted(self.items, named)
@@ -192,7 +205,7 @@ class Run:
         targets: np.ndarray,
         sampler: Sampler,
     ) -> torch.Tensor:
-        """Places of targets among the known items, from 0; ``len(known)`` for unknown ones.
+        """Ranks of targets among the known items, from 0; ``len(known)`` for unknown targets.
 
         Args:
             histories: of this rank; some on every rank.
@@ -224,14 +237,14 @@ class Run:
         return torch.where(torch.from_numpy(number < len(known)), place, len(known))
 
     def held(self) -> int:
-        """Items of the table."""
+        """The number of items in the table."""
         if self.key == "stock":
             return len(self.items)
         return sum(collect(self.model, dist.group.WORLD).values(), TableMetrics()).size
 
 
 class Progress:
-    """A line of progress and, where it was asked for, TensorBoard."""
+    """Shows the progress of a run on the console and, if requested, in TensorBoard."""
 
     def __init__(self, made: Run, steps: int) -> None:
         """
@@ -272,7 +285,7 @@ class Progress:
 
 
 def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
-    """Hits among the first ten, what they gain, and predictions, of all ranks."""
+    """Sums over all ranks: hits among the first ten, their gains, and the number of predictions."""
     hit = places < K
     gain = (hit / torch.log2(places.double() + 2)).sum()
     sums = torch.stack([hit.sum().double(), gain, torch.tensor(float(len(places))).double()])
@@ -282,7 +295,7 @@ def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
 
 
 def check_known(events: Events, length: int, batch_size: int) -> None:
-    """Raises DataError where there are too few histories for :func:`train_known`."""
+    """Raises DataError if there are too few histories for :func:`train_known`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     pieces, tests = without_last(events, length), last_events(events)
     if len(pieces) < batch_size or len(tests) < processes:
@@ -293,7 +306,7 @@ def check_known(events: Events, length: int, batch_size: int) -> None:
 
 
 def check_time(events: Events, batch_size: int) -> None:
-    """Raises DataError where there are too few choices for :func:`pass_over_time`."""
+    """Raises DataError if there are too few choices for :func:`pass_over_time`."""
     again = (events.position[len(events) // 5 + batch_size :] > 0).sum()
     if len(events) < 5 * batch_size or again < batch_size:
         raise DataError(
@@ -303,28 +316,33 @@ def check_time(events: Events, batch_size: int) -> None:
 
 
 def train_known(events: Events, key: str, settings: Settings) -> Score:
-    """Passes over all histories without their last items; these are predicted at the end."""
+    """Trains on all histories without their last items, and predicts these after each epoch.
+
+    Random draws after resuming differ from those of a run that was not interrupted.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pieces, tests = without_last(events, settings.length), last_events(events)
     made = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     sampler.add(np.concatenate(pieces))
-    steps = settings.epochs * (len(pieces) // settings.batch_size)
+    first = epochs_done(made.saves, settings.epochs, settings.resume)
+    steps = (settings.epochs - first) * (len(pieces) // settings.batch_size)
     step, sums = 0, np.zeros(3)
     with Progress(made, steps) as progress:
-        for epoch in range(settings.epochs):
+        for epoch in range(first, settings.epochs):
             for batch in batches(len(pieces), settings.batch_size, settings.seed + 1000 * epoch):
                 mine = batch[rank::world_size]
                 made.step([pieces[one] for one in mine], sampler, only_last=False)
                 step += 1
             sums = score_last(made, events, tests, sampler)
             progress(step, step * settings.batch_size, sums[0] / sums[2])
+            made.saves.save(epoch + 1, *sums)
     hits, gain, count = sums
     return Score(hits / count, gain / count, int(count), made.held(), progress.points)
 
 
 def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
-    """Sums over the last item of each user."""
+    """Predicts the last item of each user; returns the sums of :func:`_summed`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = np.zeros(3)
     step = CHUNK * world_size
@@ -341,17 +359,23 @@ def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -
 
 
 def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
-    """One pass: each batch of choices is predicted, and then trained on.
+    """Makes one pass in order of time: predicts each batch of choices, then trains on it.
 
-    The figures are those after the first fifth.
+    The figures are those after the first fifth of the pass.
     """
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), settings.batch_size
     made = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     steps = -(-len(events) // size)
-    sums, since = np.zeros(3), np.zeros(3)
+    first, *numbers = made.saves.resume()
+    if first == steps:
+        raise DataError(f"--resume is {settings.resume}, which holds the state after the pass.")
+    sums, since = np.array(numbers), np.zeros(3)
+    if first:
+        sampler.add(events.items[: int(first) * size])
     with Progress(made, steps) as progress:
-        for step, begin in enumerate(range(0, len(events), size), start=1):
+        for step in range(int(first) + 1, steps + 1):
+            begin = (step - 1) * size
             batch = np.arange(begin, min(begin + size, len(events)))
             again = batch[events.position[batch] > 0]
             mine = again[rank::world_size]
@@ -365,8 +389,9 @@ def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
                 whole = zip(histories, events.items[mine], strict=True)
                 made.step([np.append(*pair) for pair in whole], sampler, only_last=True)
             if step * POINTS // steps > (step - 1) * POINTS // steps and since[2]:
-                progress(step, begin + len(batch), since[0] / since[2])
+                progress(step, begin + len(batch) - int(first) * size, since[0] / since[2])
                 sums += since if begin >= len(events) // 5 else 0.0
                 since[:] = 0
+                made.saves.save(step, *sums)
     hits, gain, count = sums
     return Score(hits / count, gain / count, int(count), made.held(), progress.points)

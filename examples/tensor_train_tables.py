@@ -1,4 +1,4 @@
-"""Dense tables of a trained model as Tensor-Train tables of another."""
+"""Converts dense tables of a trained model to Tensor-Train tables of another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_hkv.tensor_train import Decomposition, tt_svd
 
 @dataclasses.dataclass(frozen=True)
 class Compressed:
-    """A table as cores.
+    """The cores of a table.
 
     Attributes:
         decomposition: its cores are in host memory.
@@ -34,26 +34,26 @@ class Compressed:
 
     @property
     def options(self) -> TTOptions:
-        """Of a table of this shape."""
+        """The options of a table of this shape."""
         shape = self.decomposition.shape
         return TTOptions(ranks=shape.ranks, p=shape.p, q=shape.q)
 
 
 def key_of(names: Iterable[str], table: str, tensor: str = "weight") -> str:
-    """Of a tensor of a table, among the names of a state dict."""
+    """The name of a table's tensor in a state dict."""
     (key,) = (name for name in names if name.endswith(f"embedding_bags.{table}.{tensor}"))
     return key
 
 
 def local_tensors(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """What this rank has of a tensor of a state dict."""
+    """This rank's parts of a tensor of a state dict."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]
 
 
 def whole(tensor: ShardedTensor) -> torch.Tensor:
-    """The rows of all ranks, on all ranks."""
+    """Gathers the rows of all ranks on all ranks."""
     shards = tensor.local_shards()
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -70,7 +70,7 @@ def whole(tensor: ShardedTensor) -> torch.Tensor:
 def compress(
     model: nn.Module, tables: list[str], rank: int | None, error: float | None
 ) -> dict[str, Compressed]:
-    """Cores for dense tables, by table; the same on all ranks.
+    """Computes cores for dense tables; the same on all ranks.
 
     Args:
         model: sharded, with stock tables.
@@ -98,7 +98,7 @@ def compress(
 
 @torch.no_grad()
 def move_over(source: nn.Module, target: nn.Module, parts: Mapping[str, Compressed]) -> None:
-    """Gives a model all that another one has learned, and cores in the place of some of its tables.
+    """Copies the parameters of a model into another, with cores in place of some tables.
 
     Args:
         source: with stock tables.

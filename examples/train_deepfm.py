@@ -1,4 +1,4 @@
-"""Trains a DeepFM on a click log, its open-ended columns in hash tables.
+"""Trains a DeepFM on a click log, with hash tables for the open-ended columns.
 
     torchrun --nproc_per_node 2 examples/train_deepfm.py
 

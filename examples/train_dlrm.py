@@ -1,4 +1,4 @@
-"""Trains a DLRM on Criteo's click log, its large columns in hash tables.
+"""Trains a DLRM on Criteo's click log, with hash tables for the large columns.
 
     torchrun --nproc_per_node 2 examples/train_dlrm.py --data train.txt --limit 1000000
 

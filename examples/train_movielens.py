@@ -11,15 +11,15 @@ trained on, the last 20 % are the test. It runs in one process without torchrun,
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 from click_model import VARIANTS
 from click_training import TRAIN_SHARE, Settings, run
 from launch import MOVIELENS, count_processes, load, make_parser, positive, processes
 from launch import run as launch
-from plot import check_plot, write_plot
+from plot import add_plot, check_plot, write_auc_plot
 from report import print_comparison, print_table, write_json
+from saves import add_saves, check_saves
 
 
 def main() -> None:
@@ -39,15 +39,11 @@ def main() -> None:
         help=f"which runs to make, of {', '.join(keys)} (default: all)",
     )
     parser.add_argument("--epochs", type=positive, default=2, help="(default: %(default)s)")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw train and test AUC of the runs, as .png, .svg or .pdf; needs matplotlib",
-    )
+    add_plot(parser, "train and test AUC of the runs")
+    add_saves(parser)
     arguments = parser.parse_args()
-    if arguments.plot:
-        check_plot(arguments.plot)
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
@@ -72,8 +68,7 @@ def main() -> None:
                 write_json(arguments.json, log, split, settings, results)
                 print(f"Written: {arguments.json}")
             if arguments.plot:
-                write_plot(arguments.plot, title, results)
-                print(f"Written: {arguments.plot}")
+                write_auc_plot(arguments.plot, title, results)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Trains online: one pass in time order, each period evaluated first and then trained on.
+"""Trains online: makes one pass in order of time, and predicts each period before training on it.
 
     torchrun --nproc_per_node 2 examples/train_online.py --data movietweetings.dat
 
-New users and movies keep arriving: their hash tables give them rows when they come. Ids that no
-step has asked for in so many periods (--expire-after) leave with their optimizer states, and so do
-those not asked for the longest where a table is full. Each period's line has the AUC of predictions
-made before training on it, and what came and went.
+New users and movies keep arriving, and get rows in hash tables when they come. Ids without a lookup
+in the last --expire-after periods leave with their optimizer states. If a table is full, the least
+recently used ids leave. Each period prints the AUC of predictions made before training on it, and
+the numbers of new, expired and evicted ids.
 
-With --deltas FOLDER each period ends with a delta: what changed since the period before. A run that
-is killed goes on from there, with any number of processes.
+With --deltas FOLDER each period ends by saving what changed since the period before. A run that is
+killed continues from there, with any number of processes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch.distributed as dist
 from click_batches import ClickBatch, ClickBatches
 from click_data import SECONDS_A_DAY, ClickLog, DataError
 from click_model import Variant, build
-from click_training import DENSE_LEARNING_RATE, ROW_LEARNING_RATE, auc, gather
+from click_training import ROW_LEARNING_RATE, auc, gather, make_dense_optimizer
 from launch import MOVIELENS, load, make_parser, positive, processes, run, share
+from plot import Curves, add_plot, check_plot, write_panels
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_hkv import checkpoint
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
@@ -46,7 +46,7 @@ COLUMNS = ["period", "rows", "new ids", "AUC", "loss", "ids held", "expired", "e
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """What one period gave; ``auc`` and ``loss`` are of predictions before training on it."""
+    """The figures of one period; ``auc`` and ``loss`` are of predictions before training on it."""
 
     number: int
     rows: int
@@ -56,17 +56,18 @@ class Period:
     metrics: TableMetrics
 
     def cells(self) -> list[str]:
-        """For the printed table."""
+        """The cells of the printed table."""
         figures = [f"{self.number}", f"{self.rows:,}", f"{self.new_ids:.0%}"]
         figures += [f"{self.auc:.4f}", f"{self.loss:.4f}", f"{self.metrics.size:,}"]
         return [*figures, f"{self.metrics.expired:,}", f"{self.metrics.evicted:,}"]
 
 
 def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
-    """Rows of each period of so many days, of at least so many rows (of equal parts without time).
+    """The rows of each period of ``days`` days and at least ``least`` rows; of ten equal parts if
+    the log has no times.
 
     Raises:
-        DataError: there are less than two.
+        DataError: there are fewer than two.
     """
     if log.seconds is None:
         bounds = np.linspace(0, len(log), 11).astype(int).tolist()
@@ -84,7 +85,7 @@ def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
 
 
 def new_share(log: ClickLog, rows: range) -> float:
-    """Share of the ids of open-ended columns that were never there before."""
+    """The share of ids of open-ended columns that did not occur before."""
     shares = [
         1 - np.isin(column.ids[rows.start : rows.stop], column.ids[: rows.start]).mean()
         for column in log.columns
@@ -115,7 +116,7 @@ def evaluate(model: nn.Module, batches: Iterator[ClickBatch]) -> tuple[float, fl
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[ClickBatch]
 ) -> None:
-    """One pass. Rows that only fill up the last batch do not count."""
+    """Makes one pass. Rows that pad the last batch do not count."""
     model.train()
     for batch in batches:
         logits = model(batch.dense, batch.sparse).squeeze(1)
@@ -128,7 +129,7 @@ def train(
 
 
 class Saved:
-    """The state after each period, in a chain of deltas.
+    """Saves the state after each period in a chain of deltas.
 
     Args:
         folder: of the chain.
@@ -148,7 +149,7 @@ class Saved:
         )
 
     def resume(self) -> int:
-        """Loads the newest state, if there is one; gives how many periods it has learnt."""
+        """Loads the newest state, if there is one; returns how many periods it was trained on."""
         if not any(self._folder.glob("base-*")):
             return 0
         try:
@@ -158,13 +159,13 @@ class Saved:
         return int(self._model.module.periods_done)
 
     def write(self, periods: int) -> None:
-        """Writes the state after so many periods."""
+        """Writes the state after this many periods."""
         self._model.module.periods_done.fill_(periods)
         self._writer.write()
 
 
 def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) -> list[Period]:
-    """Goes through the periods; prints a line for each on rank 0."""
+    """Evaluates and trains all periods; prints a line for each on rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     periods = periods_of(log, arguments.days, arguments.batch_size)
     mean = sum(steps_in(rows, arguments.batch_size) for rows in periods) / len(periods)
@@ -173,10 +174,7 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
         "online", "online", "hkv", arguments.rows, eviction="lru", expire_after=expire
     )
     model = build(log, variant, device, arguments.seed, ROW_LEARNING_RATE)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = KeyedOptimizerWrapper(
-        dense, lambda parameters: torch.optim.Adam(parameters, lr=DENSE_LEARNING_RATE)
-    )
+    optimizer = make_dense_optimizer(model)
     saved = None if arguments.deltas is None else Saved(arguments.deltas, model, optimizer)
     first = 0 if saved is None else saved.resume()
     if first == len(periods):
@@ -208,7 +206,7 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
 
 
 def report(done: list[Period]) -> dict[str, float]:
-    """Prints a table; gives the means over the periods after the first fifth, by rows."""
+    """Prints a table; returns the means over the periods after the first fifth, by rows."""
     lines = [COLUMNS, *(period.cells() for period in done)]
     for line in lines:
         print("".join(f"{cell:>10}" for cell in line))
@@ -224,6 +222,17 @@ def report(done: list[Period]) -> dict[str, float]:
     return means
 
 
+def draw(path: Path, name: str, done: list[Period]) -> None:
+    """Draws the AUC of each period, and the ids that the tables hold after it."""
+    auc = [(period.number, period.auc) for period in done]
+    held = [(period.number, period.metrics.size) for period in done]
+    panels = [
+        Curves("period", "AUC before training on it", {"AUC": auc}),
+        Curves("period", "ids held", {"ids": held}),
+    ]
+    write_panels(path, name, panels)
+
+
 def main() -> None:
     """Parses arguments, learns, prints.
 
@@ -235,13 +244,13 @@ def main() -> None:
         "--days",
         type=positive,
         default=7,
-        help="of a period (default: %(default)s); a log without times is cut in ten parts",
+        help="days of a period (default: %(default)s); a log without times is cut in ten parts",
     )
     parser.add_argument(
         "--expire-after",
         type=positive,
         metavar="PERIODS",
-        help="forget ids that have not come for so many periods (default: keep them)",
+        help="remove ids without a lookup for this many periods (default: keep them)",
     )
     parser.add_argument(
         "--rows",
@@ -250,13 +259,15 @@ def main() -> None:
         metavar="SHARE",
         help="rows of a table for each id that its column will ever have (default: %(default)s)",
     )
+    add_plot(parser, "the AUC of each period, and the ids held after it")
     parser.add_argument(
         "--deltas",
         type=Path,
         metavar="FOLDER",
-        help="save what changed after each period there, and go on from what is there",
+        help="save what changed after each period, and continue from what the folder holds",
     )
     arguments = parser.parse_args()
+    check_plot(arguments.plot)
     log = load(arguments)
     with processes(arguments.device) as device:
         done = learn(log, arguments, device)
@@ -266,6 +277,8 @@ def main() -> None:
                 content = {"data": log.name, **means}
                 content["periods"] = [dataclasses.asdict(period) for period in done]
                 arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+            if arguments.plot:
+                draw(arguments.plot, log.name, done)
 
 
 if __name__ == "__main__":

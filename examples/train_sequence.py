@@ -1,15 +1,17 @@
-"""Trains a small SASRec to predict the next item, with item ids that need not be known.
+"""Trains a small SASRec to predict the next item; item ids need not be known in advance.
 
     torchrun --nproc_per_node 2 examples/train_sequence.py
     python examples/train_sequence.py --data movietweetings.dat --order time
 
-Two runs of the same model, seed and batches: a stock table of all items, known in advance, and a
-hash table that gives items rows as they come, from the same initial rows. --order known: passes
-over the histories without each user's last item, which is then predicted. --order time: one pass in
-time order, where each choice is predicted from the user's last ones and then trained on; a choice
-of an item that nobody chose before counts as missed. recall@10 is the share of predictions with the
-right item among the first ten of all known items that the user did not choose yet; NDCG@10 weighs
-it by its place.
+Two runs have the same model, seed, batches and initial rows. One has a stock table of all items,
+which must be known in advance. The other has a hash table, which creates rows as items arrive.
+
+--order known trains on all histories without each user's last item, and then predicts that item.
+--order time makes one pass in order of time: it predicts each choice from the user's last ones, and
+then trains on it. A choice of an item that nobody chose before counts as missed.
+
+recall@10 is the share of predictions with the right item among the first ten, of all known items
+that the user has not chosen yet. NDCG@10 weighs it by its rank.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from launch import MOVIELENS, load, make_parser, positive, processes, run, share
-from plot import check_plot
+from plot import Curves, add_plot, check_plot, write_panels
+from saves import add_saves, check_saves
 from sequence_data import Events, last_events
-from sequence_plot import write_sequence_plot
 from sequence_training import (
     RUNS,
     Score,
@@ -41,7 +42,7 @@ COLUMNS = ("run", "recall@10", "NDCG@10", "items held")
 
 
 def table(results: dict[str, list[Score]]) -> list[tuple[str, ...]]:
-    """Means over seeds, with their standard deviations where there are several."""
+    """Means over seeds, with standard deviations if there are several seeds."""
     lines = [COLUMNS]
     for key, scores in results.items():
         held = ", ".join(sorted({f"{score.items:,}" for score in scores}))
@@ -57,7 +58,7 @@ def _mean(values: list[float]) -> str:
 
 
 def differences(results: dict[str, list[Score]]) -> str | None:
-    """The hash table's figures less the stock table's, of the same seeds."""
+    """The hash table's figures minus the stock table's, with the same seeds."""
     if not {"stock", "hkv"} <= set(results):
         return None
     pairs = list(zip(results["hkv"], results["stock"], strict=True))
@@ -80,8 +81,8 @@ def main() -> None:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse()
-    if arguments.plot:
-        check_plot(arguments.plot)
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments)
     events = Events.of(log)
     if arguments.order == "known":
@@ -107,6 +108,8 @@ def main() -> None:
                 seed=seed,
                 device=device,
                 tensorboard=arguments.tensorboard,
+                save=arguments.save,
+                resume=arguments.resume,
             )
             learn = train_known if arguments.order == "known" else pass_over_time
             for key in arguments.runs:
@@ -120,7 +123,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command's arguments."""
+    """Parses the arguments."""
     parser = make_parser(__doc__, MOVIELENS)
     parser.set_defaults(batch_size=64)
     parser.add_argument(
@@ -147,28 +150,27 @@ def parse() -> argparse.Namespace:
         "--candidates",
         type=positive,
         default=8,
-        help="sampled for each history; all of a process's are shared (default: %(default)s)",
+        help="sampled items for each history; a process shares its samples (default: %(default)s)",
     )
     parser.add_argument(
         "--rows",
         type=share,
         metavar="SHARE",
-        help="rows of the hash table for each item that ever comes (default: two)",
+        help="rows of the hash table for each item of the log (default: two)",
     )
     parser.add_argument(
-        "--seeds", type=positive, default=1, help="so many, from --seed on (default: %(default)s)"
+        "--seeds",
+        type=positive,
+        default=1,
+        help="number of seeds, from --seed on (default: %(default)s)",
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw recall@10 as it goes, as .png, .svg or .pdf; needs matplotlib",
-    )
+    add_plot(parser, "recall@10 as it goes")
+    add_saves(parser, "after each epoch, or each twentieth of the pass in time order")
     return parser.parse_args()
 
 
 def write(arguments: argparse.Namespace, name: str, results: dict[str, list[Score]]) -> None:
-    """The files that were asked for."""
+    """Writes the requested files."""
     if arguments.json:
         content = {
             "data": name,
@@ -182,9 +184,8 @@ def write(arguments: argparse.Namespace, name: str, results: dict[str, list[Scor
         print(f"Written: {arguments.json}")
     if arguments.plot:
         title = f"{name}, order {arguments.order}"
-        titled = {RUNS[key]: scores for key, scores in results.items()}
-        write_sequence_plot(arguments.plot, title, titled)
-        print(f"Written: {arguments.plot}")
+        curves = {RUNS[key]: scores[0].progress for key, scores in results.items()}
+        write_panels(arguments.plot, title, [Curves("steps", "recall@10", curves, legend=True)])
 
 
 if __name__ == "__main__":

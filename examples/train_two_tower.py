@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 2 examples/train_two_tower.py
 
-Users and items are in hash tables: any ids, nothing known ahead. Trained on what users liked, but
-for each user's last fifth in time. Then items are ranked for each user, without those liked before,
-and recall@k is the share of that fifth that is among the first k. Beside it stands the recall of
-the most liked items.
+Users and items are in hash tables, so their ids need not be known in advance. The model is trained
+on what users liked, except for the last fifth of each user's likes in time. Then it ranks items for
+each user, without those liked before. recall@k is the share of the last fifth among the first k
+items. It is printed beside the recall of the most liked items.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from click_data import ClickLog, DataError
-from click_training import TRAIN_SHARE, gather
+from click_training import TRAIN_SHARE, gather, make_dense_optimizer
 from launch import MOVIELENS, load, make_parser, positive, processes, run
+from plot import Bars, Curves, add_plot, check_plot, write_panels
+from saves import Saves, add_saves, check_saves, epochs_done
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from two_tower import TwoTower
 
@@ -37,24 +38,24 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, Watch, collect
 
-# Ids of a forward of one tower in the evaluation, on each rank.
+# Number of ids in a forward of one tower in the evaluation, on each rank.
 CHUNK = 4096
 ROW_LEARNING_RATE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Likes:
-    """Who liked what, in order of time: int64 ``[n]`` each."""
+    """Users and the items they liked, in order of time: int64 ``[n]`` each."""
 
     users: np.ndarray
     items: np.ndarray
 
 
 def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
-    """Those to train on, and each user's last fifth.
+    """The likes to train on, and the last fifth of each user's likes.
 
     Raises:
-        DataError: the log has no users and movies, or nothing that could be recalled.
+        DataError: the log has no users and movies, or no later likes to recall.
     """
     columns = {column.name: column for column in log.columns}
     if not {"user", "movie"} <= set(columns):
@@ -76,7 +77,9 @@ def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
     return train, test
 
 
-def build(train: Likes, device: torch.device, arguments: argparse.Namespace) -> torch.nn.Module:
+def build(
+    train: Likes, device: torch.device, arguments: argparse.Namespace
+) -> DistributedModelParallel:
     """Plans and shards the model."""
     torch.manual_seed(arguments.seed)
     rows = {"user": 2 * len(np.unique(train.users)), "item": 2 * len(np.unique(train.items))}
@@ -105,14 +108,23 @@ def build(train: Likes, device: torch.device, arguments: argparse.Namespace) -> 
 
 
 def train(
-    model: torch.nn.Module, likes: Likes, device: torch.device, arguments: argparse.Namespace
-) -> None:
-    """Passes over the likes in random order."""
+    model: DistributedModelParallel,
+    likes: Likes,
+    device: torch.device,
+    arguments: argparse.Namespace,
+) -> list[tuple[int, float]]:
+    """Trains on the likes in random order.
+
+    Returns:
+        Steps and losses.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     columns = [torch.from_numpy(column) for column in (likes.users, likes.items)]
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = torch.optim.Adam(dense.values(), lr=1e-3)
-    steps = arguments.epochs * (len(likes.users) // arguments.batch_size)
+    optimizer = make_dense_optimizer(model)
+    saves = Saves(model, optimizer, "two_tower", arguments.save, arguments.resume)
+    done = epochs_done(saves, arguments.epochs, arguments.resume)
+    steps = (arguments.epochs - done) * (len(likes.users) // arguments.batch_size)
+    losses: list[tuple[int, float]] = []
     with contextlib.ExitStack() as stack:
         line = stack.enter_context(ConsoleLine("two towers", steps, shown=rank == 0))
         sinks = [line]
@@ -120,7 +132,7 @@ def train(
             sinks.append(stack.enter_context(TensorBoard(arguments.tensorboard)))
         watch = stack.enter_context(Watch(model, 50, sinks, dist.group.WORLD))
         step = 0
-        for epoch in range(arguments.epochs):
+        for epoch in range(done, arguments.epochs):
             generator = torch.Generator().manual_seed(arguments.seed + 1000 * epoch)
             order = torch.randperm(len(likes.users), generator=generator)
             for batch in order.split(arguments.batch_size):
@@ -134,12 +146,15 @@ def train(
                 step += 1
                 watch.step()
                 if step % 50 == 0 or step == steps:
-                    line.update(step, step * arguments.batch_size, loss=loss.item())
+                    losses.append((step, loss.item()))
+                    line.update(step, step * arguments.batch_size, loss=losses[-1][1])
+            saves.save(epoch + 1)
+    return losses
 
 
 @torch.no_grad()
 def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Vectors of ids, ``[n, dim]``; each rank does its part, and all get all."""
+    """Computes the vectors of ids, ``[n, dim]``, on all ranks together."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = -(-len(ids) // world_size)
     padded = torch.from_numpy(np.resize(ids, share * world_size))
@@ -151,7 +166,7 @@ def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> to
 def recalls(
     model: torch.nn.Module, train: Likes, later: Likes, k: int, device: torch.device
 ) -> dict[str, float]:
-    """recall@k of the model and of the most liked items, over users that are known."""
+    """recall@k of the model and of the most liked items, over known users."""
     model.eval()
     module = model.module
     items, counts = np.unique(train.items, return_counts=True)
@@ -187,14 +202,18 @@ def main() -> None:
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument("--epochs", type=positive, default=5, help="(default: %(default)s)")
     parser.add_argument("-k", type=positive, default=50, help="(default: %(default)s)")
+    add_plot(parser, "the loss, and recall@k beside that of the most liked items")
+    add_saves(parser)
     arguments = parser.parse_args()
+    check_plot(arguments.plot)
+    check_saves(arguments)
     log = load(arguments, TRAIN_SHARE)
     likes, later = likes_of(log)
     if len(likes.users) < arguments.batch_size:
         raise DataError(f"A batch of {arguments.batch_size} is more than the likes to train on.")
     with processes(arguments.device) as device:
         model = build(likes, device, arguments)
-        train(model, likes, device, arguments)
+        losses = train(model, likes, device, arguments)
         result = recalls(model, likes, later, arguments.k, device)
         total = sum(collect(model, dist.group.WORLD).values(), TableMetrics())
         if dist.get_rank() == 0:
@@ -206,6 +225,10 @@ def main() -> None:
             if arguments.json:
                 content = {"data": log.name, "k": k, **result}
                 arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+            if arguments.plot:
+                bars = {"two towers": result["recall"], "most liked": result["popular"]}
+                panels = [Curves("steps", "loss", {"loss": losses}), Bars(f"recall@{k}", bars)]
+                write_panels(arguments.plot, log.name, panels)
 
 
 if __name__ == "__main__":

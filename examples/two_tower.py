@@ -1,4 +1,4 @@
-"""Two towers: users and items as vectors whose product says how well they go together."""
+"""A two-tower model: the product of a user's and an item's vector is the score of the pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DIM, OUT = 32, 32
 
 
 class Tower(nn.Module):
-    """One side: a table of any ids, and a network over its rows.
+    """One tower: a table of any ids, and a network over its rows.
 
     Args:
         name: of the table and its feature.

@@ -73,6 +73,6 @@ def is_2d(env: ShardingEnv) -> bool:
 
 
 def replica_group(place: Any) -> dist.ProcessGroup:
-    """The ranks that hold the same shards, as ``DMPCollection._allreduce_tensors`` is told them: up
-    to 1.7 by themselves, from 1.8 within a context."""
+    """The ranks that hold the same shards, as ``DMPCollection._allreduce_tensors`` gets them: a
+    process group up to 1.7, a context with one from 1.8 on."""
     return place if isinstance(place, dist.ProcessGroup) else place.replica_pg

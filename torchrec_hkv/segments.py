@@ -81,9 +81,9 @@ def pool_segments(
     return pooled / counts.clamp_min(1).unsqueeze(1).to(rows) if mean else pooled
 
 
-def _rank_of(features: Sequence[str], told: int | Mapping[str, int] | None) -> int:
-    name, ranks = "rank", told
-    if told is None:
+def _rank_of(features: Sequence[str], given: int | Mapping[str, int] | None) -> int:
+    name, ranks = "rank", given
+    if given is None:
         name = f"{environment.PREFIX}EMB_SEGMENT_RANK"
         ranks = {
             feature: int(said) if said.isdecimal() else said

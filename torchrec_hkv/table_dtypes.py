@@ -34,19 +34,19 @@ def with_data_types(
     """
     if data_type is None:
         data_type = environment.by_table("EMB_DTYPE")
-    told = {"": data_type} if isinstance(data_type, str) else dict(data_type)
-    unknown = sorted(set(told) - {""} - {table.name for table in tables})
+    dtypes = {"": data_type} if isinstance(data_type, str) else dict(data_type)
+    unknown = sorted(set(dtypes) - {""} - {table.name for table in tables})
     if unknown:
         raise ValueError(
             f"Tables {unknown} have data types, but the tables are "
             f"{sorted(table.name for table in tables)}."
         )
-    for name in told.values():
+    for name in dtypes.values():
         if name not in _NAMES:
             raise ValueError(f"The data type is {name!r}, but must be one of {list(_NAMES)}.")
     found = []
     for table in tables:
-        name = told.get(table.name, told.get(""))
+        name = dtypes.get(table.name, dtypes.get(""))
         changed = table if name is None else dataclasses.replace(table, data_type=_NAMES[name])
         found.append(changed)
     return found

@@ -93,7 +93,7 @@ class SaveHandle:
         self._busy: set[Hashable] = set()  # lanes of jobs that are being done
         self._changed = threading.Condition()
         self._staged = self._most = 0  # bytes of host memory that wait now, and at most so far
-        self._on_device = self._most_on_device = 0  # likewise, of a GPU
+        self._on_device = self._most_on_device = 0  # the same for a GPU's memory
         self._queued = self._written = 0  # bytes in all
         self._waited = 0.0
         self._hurries = False  # whether copies are written before all have been made

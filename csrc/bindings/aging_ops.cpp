@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "bindings/register.h"
 #include "hash_table/aging.h"
 #include "hash_table/kernels.h"
 #include "runtime/checks.h"
@@ -40,19 +41,12 @@ void expire(at::Tensor counters, int64_t handle) {
                                static_cast<uint32_t>(most_buckets), visit, stream));
 }
 
+void add_aging_ops(torch::Library& m) { m.impl("expire", &expire); }
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) { m.def("expire(Tensor(a!) counters, int group) -> ()"); }
 
-#define HKV_REGISTER(m) m.impl("expire", &expire);
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
-#ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
-  HKV_REGISTER(m)
-}
-#endif
-
-#undef HKV_REGISTER
+HKV_REGISTER_ON_DEVICES(add_aging_ops)
 
 }  // namespace torchrec_hkv::bindings

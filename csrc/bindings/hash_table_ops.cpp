@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "bindings/lookups.h"
+#include "bindings/register.h"
 #include "common/side_stream.h"
 #include "hash_table/kernels.h"
 #include "runtime/batch.h"
@@ -375,6 +376,20 @@ PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at
   return pooled;
 }
 
+namespace {
+
+void add_hash_table_ops(torch::Library& m) {
+  m.impl("find", &find);
+  m.impl("find_or_insert", &find_or_insert);
+  m.impl("pooled_lookup", &pooled_lookup);
+  m.impl("train_lookup", &train_lookup);
+  m.impl("weights_gradient", &weights_gradient);
+  m.impl("update_rows", &update_rows);
+  m.impl("initial_rows", &initial_rows);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size, int[]? bags=None) -> Tensor");
   m.def(
@@ -404,23 +419,11 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "float high, float mean, float std) -> Tensor");
 }
 
-#define HKV_REGISTER(m)                          \
-  m.impl("find", &find);                         \
-  m.impl("find_or_insert", &find_or_insert);     \
-  m.impl("pooled_lookup", &pooled_lookup);       \
-  m.impl("train_lookup", &train_lookup);         \
-  m.impl("weights_gradient", &weights_gradient); \
-  m.impl("update_rows", &update_rows);           \
-  m.impl("initial_rows", &initial_rows);
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
+HKV_REGISTER_ON_DEVICES(add_hash_table_ops)
 #ifdef TORCHREC_HKV_CUDA
 TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
-  HKV_REGISTER(m)
   m.impl("pooled_lookup_grouped", &pooled_lookup_grouped);
 }
 #endif
-
-#undef HKV_REGISTER
 
 }  // namespace torchrec_hkv::bindings

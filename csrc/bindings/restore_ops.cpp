@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "bindings/register.h"
 #include "hash_table/kernels.h"
 #include "runtime/checks.h"
 #include "runtime/on_device.h"
@@ -221,6 +222,14 @@ at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_
   return misplaced;
 }
 
+void add_restore_ops(torch::Library& m) {
+  m.impl("slot_owners", &slot_owners);
+  m.impl("read_slots", &read_slots);
+  m.impl("restore_slots", &restore_slots);
+  m.impl("overwrite_slots", &overwrite_slots);
+  m.impl("restore_entries", &restore_entries);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
@@ -243,21 +252,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "int owner_begin, int owner_end) -> Tensor");
 }
 
-#define HKV_REGISTER(m)                        \
-  m.impl("slot_owners", &slot_owners);         \
-  m.impl("read_slots", &read_slots);           \
-  m.impl("restore_slots", &restore_slots);     \
-  m.impl("overwrite_slots", &overwrite_slots); \
-  m.impl("restore_entries", &restore_entries);
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
-  HKV_REGISTER(m)
-  m.impl("find_misplaced", &find_misplaced);
-}
-#ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { HKV_REGISTER(m) }
-#endif
-
-#undef HKV_REGISTER
+HKV_REGISTER_ON_DEVICES(add_restore_ops)
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("find_misplaced", &find_misplaced); }
 
 }  // namespace torchrec_hkv::bindings

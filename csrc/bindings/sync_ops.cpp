@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "bindings/register.h"
 #include "hash_table/sync_kernels.h"
 #include "runtime/checks.h"
 #include "runtime/on_device.h"
@@ -148,6 +149,12 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
 }
 
+void add_sync_ops(torch::Library& m) {
+  m.impl("slot_changes", &slot_changes);
+  m.impl("read_values", &read_values);
+  m.impl("write_values", &write_values);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
@@ -162,18 +169,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "Tensor values, Tensor last_steps, Tensor scores, bool states) -> ()");
 }
 
-#define HKV_REGISTER(m)                  \
-  m.impl("slot_changes", &slot_changes); \
-  m.impl("read_values", &read_values);   \
-  m.impl("write_values", &write_values);
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
-#ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
-  HKV_REGISTER(m)
-}
-#endif
-
-#undef HKV_REGISTER
+HKV_REGISTER_ON_DEVICES(add_sync_ops)
 
 }  // namespace torchrec_hkv::bindings

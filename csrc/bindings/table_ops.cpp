@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/register.h"
 #include "hash_table/kernels.h"
 #include "runtime/batch.h"
 #include "runtime/checks.h"
@@ -131,7 +132,7 @@ using Inserted =
 
 // (slots, found, ids, rows and scores of what left or was refused, their number, their tables where
 // the group has several). With rows and `assign`, each id's row becomes one that came with it.
-// believed: see Placement; ids that are passed over have slot -1.
+// believed: see Placement; ids that are skipped have slot -1.
 Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
                 const std::optional<at::Tensor>& believed, bool initialize, bool assign,
@@ -354,6 +355,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   return {ids, rows, scores_of_slots(group, scores, slots), states};
 }
 
+void add_table_ops(torch::Library& m) {
+  m.impl("insert", &insert);
+  m.impl("gather_rows", &gather_rows);
+  m.impl("write_rows", &write_rows);
+  m.impl("touch", &touch);
+  m.impl("erase_slots", &erase_slots);
+  m.impl("select_slots", &select_slots);
+  m.impl("export_slots", &export_slots);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
@@ -375,22 +386,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("export_slots(int group, Tensor slots) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-#define HKV_REGISTER(m)                  \
-  m.impl("insert", &insert);             \
-  m.impl("gather_rows", &gather_rows);   \
-  m.impl("write_rows", &write_rows);     \
-  m.impl("touch", &touch);               \
-  m.impl("erase_slots", &erase_slots);   \
-  m.impl("select_slots", &select_slots); \
-  m.impl("export_slots", &export_slots);
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
-#ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
-  HKV_REGISTER(m)
-}
-#endif
-
-#undef HKV_REGISTER
+HKV_REGISTER_ON_DEVICES(add_table_ops)
 
 }  // namespace torchrec_hkv::bindings

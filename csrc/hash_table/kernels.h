@@ -77,22 +77,22 @@ void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                  const RowMatrix& rows, bool* found, int threads);
 
 // The row at slots[i], numbered through the tables of a group, becomes rows[i] (of several for one
-// slot one, whole: on a CPU the last), or is added to. kNoSlot is passed over.
+// slot one, whole: on a CPU the last), or is added to. kNoSlot is skipped.
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, int threads);
 
 // Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
-// kNoSlot is passed over.
+// kNoSlot is skipped.
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const Visit& visit, int threads);
 
-// Frees slots, numbered through the tables of a group. kNoSlot is passed over.
+// Frees slots, numbered through the tables of a group. kNoSlot is skipped.
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
 // Where a policy takes scores as they are given: of several for one slot, numbered through the
 // tables of a group, the last one stays. After a call that touched the slots, whose threads may
-// have written them in any order. Slots that are none are passed over.
+// have written them in any order. Slots that are none are skipped.
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
@@ -185,7 +185,7 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
 
 // write_rows and cpu::keep_last_scores in the order of positions, so that of several rows, or
 // scores, for one slot the last is kept, and sums are rounded as on a CPU. slots: sorted, [n];
-// positions: where they stood, ascending among equals. Slots that are none are passed over.
+// positions: where they stood, ascending among equals. Slots that are none are skipped.
 void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
                          const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
                          cudaStream_t stream);

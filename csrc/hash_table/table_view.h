@@ -326,7 +326,7 @@ struct Placement {
   RowMatrix given_rows;  // by position, what ids came with; read where leavers are wanted
   Leavers leavers;
   // [positions], what the caller believes of each id: that it is in the table before the call, or
-  // that it is not. Ids of which that is wrong are passed over: their slot is kPassedOver. Null:
+  // that it is not. Ids of which that is wrong are skipped: their slot is kPassedOver. Null:
   // all ids are taken.
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.

@@ -191,7 +191,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
       static_cast<uint32_t>(buckets), memory.geometry().bucket_slots,
       reinterpret_cast<uint16_t*>(digests.data_ptr<int16_t>()));
   TORCH_CHECK_VALUE(lost == 0, "table '", config.name, "': ", lost,
-                    " of the ids to load stand where they can't be found; the state is of another "
+                    " of the ids to load are in slots where they can't be found; the state is of another "
                     "table or damaged.");
   const int64_t before = memory.num_buckets();
   begin_load(table, buckets);

@@ -151,7 +151,12 @@ def main() -> None:
     parser.add_argument(
         "--unit", type=float, default=2.0**-10, help="of rows of int8 and int4 (%(default)s)"
     )
-    parser.add_argument("--follow", type=float, metavar="SECONDS", help="goes on, looking so often")
+    parser.add_argument(
+        "--follow",
+        type=float,
+        metavar="SECONDS",
+        help="keep following the chain, and look at it this often",
+    )
     given = parser.parse_args()
     server = redis.Redis.from_url(given.url)
     publisher = Publisher(server, given.deltas, given.rows, given.prefix, given.unit)

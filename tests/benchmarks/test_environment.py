@@ -1,4 +1,4 @@
-"""Files of benchmarks: what a run measures anew is replaced, all else stays."""
+"""Files of benchmarks: a run replaces the rows that it measures again and keeps all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of load imbalance counts what it says."""
+"""The benchmark of load imbalance counts ids correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of saves that don't stop training runs, and says what it says."""
+"""The benchmark of non-blocking saves runs, at sizes at which its figures say nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the planner runs, and its columns are what they say."""
+"""The benchmark of the planner runs, and its columns are correct."""
 
 from __future__ import annotations
 

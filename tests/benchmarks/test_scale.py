@@ -1,4 +1,4 @@
-"""The simulation of many ranks counts what owners are asked for, and says what a step sends."""
+"""The simulation of many ranks counts the ids of each owner and the bytes of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest tells one value that differs, and nothing else."""
+"""A digest changes with any value, and with nothing else."""
 
 from __future__ import annotations
 

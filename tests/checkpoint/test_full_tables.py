@@ -1,4 +1,4 @@
-"""A full table loads at any number of ranks: where a shard has no room, the lowest scores leave."""
+"""A full table loads at any number of ranks; a shard that is too small drops the lowest scores."""
 
 from __future__ import annotations
 

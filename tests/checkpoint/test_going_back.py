@@ -1,5 +1,5 @@
-"""A model that goes back to an earlier ``state_dict`` of its own goes back in time, too: steps that
-were undone don't make ids expire."""
+"""A model that loads an earlier ``state_dict`` also resets its clock, so that no id expires by
+steps that were undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of 16 bits are saved as they are, and loaded at any number of ranks, to the bit."""
+"""16-bit and int8 rows are saved as they are, and loaded at any number of ranks, to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch.distributed.checkpoint as dcp
 from tests.support.checkpointed import evaluate, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Dtype of a ``state_dict``: there int8 rows are float32 multiples of their scales.
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+#: Columns of int8 rows share a scale and are not sharded.
+CASES = [
+    (dtype, *plan)
+    for dtype in DTYPES
+    for plan in [(1, "row_wise"), (2, "table_wise" if dtype == "int8" else "column_wise")]
+]
 
 
 def _saved(rank, world_size, device, dtype, folder, plain):
@@ -22,7 +29,7 @@ def _saved(rank, world_size, device, dtype, folder, plain):
     rows = {
         value.dtype
         for name, value in model.state_dict().items()
-        if name.endswith(("lru.weight", "lfu.weight"))
+        if name.endswith(("lru.weight", "lfu.weight", "lru.scales", "lfu.scales"))
     }
     assert rows == {DTYPES[dtype]}
     return held(model, "adam"), checkpoint.digest(model), evaluate(model, device)
@@ -41,10 +48,9 @@ def _loaded(rank, world_size, device, dtype, sharding_type, folder, plain):
     return result
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize(("ranks", "sharding_type"), [(1, "row_wise"), (2, "column_wise")])
-def test_at_other_ranks(run_ranks, tmp_path, dtype, plain, ranks, sharding_type):
+@pytest.mark.parametrize(("dtype", "ranks", "sharding_type"), CASES)
+def test_at_other_ranks(run_ranks, tmp_path, plain, dtype, ranks, sharding_type):
     folder = tmp_path / "checkpoint"
     saved = run_ranks(2, _saved, dtype, folder, plain)
     loaded = run_ranks(ranks, _loaded, dtype, sharding_type, folder, plain)
@@ -57,6 +63,9 @@ def test_at_other_ranks(run_ranks, tmp_path, dtype, plain, ranks, sharding_type)
     ]
     assert hashed[0]
     assert all(digest == hashed[0] for digest in hashed)
+    outputs = [output for *_, output in [*saved, *loaded]]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=1e-6, atol=1e-6)
 
 
 def _refused(rank, world_size, device, folder):

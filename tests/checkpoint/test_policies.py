@@ -1,4 +1,4 @@
-"""Checkpoints keep scores and the epoch: what was loaded goes on as the dictionary does."""
+"""Checkpoints keep scores and the epoch: a loaded model evicts like a Python dictionary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reshard moves all tables to another plan: what they hold stays, and training goes on."""
+"""reshard moves all tables to another plan; contents stay, and training continues."""
 
 from __future__ import annotations
 

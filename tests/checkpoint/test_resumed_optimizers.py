@@ -1,5 +1,5 @@
-"""A resumed run goes on as an unbroken one: learning rates of schedulers, optimizers without any
-state, and those that have made no step."""
+"""A resumed run equals an uninterrupted one: with schedulers, with optimizers without states, and
+with optimizers that have made no step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _train(model, linear, optimizer, schedule, rank, device, steps):
 
 
 def _resume(rank, world_size, device, folder, backend, before):
-    """Losses of a run and of one that goes on from its checkpoint."""
+    """Losses of a run, and of one that continues from its checkpoint."""
     model, linear, optimizer = _make(world_size, device, backend=backend)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     _train(model, linear, optimizer, schedule, rank, device, range(before))

@@ -1,4 +1,4 @@
-"""What a row has once, when columns are cut and joined: copied to each, and averaged by columns."""
+"""States with one value a row are copied if columns are split, and averaged if they are joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fenced code block of the README and the docs runs as it stands, in a folder of its own.
+"""Every fenced code block of the README and the docs runs unchanged, each in a new folder.
 
 A comment above a block says how to run it:
 

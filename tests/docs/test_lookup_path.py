@@ -1,4 +1,4 @@
-"""The files that docs/concepts/sharding.md names are those through which a lookup goes."""
+"""A lookup passes at most eight Python files, which docs/concepts/sharding.md names and draws."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torchrec_hkv import ParameterConstraints
 
 PACKAGE = Path(torchrec_hkv.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "sharding.md"
+DRAWING = PAGE.with_name("lookup_path.svg")
+OUTPUT = "sharding/dists/output_dist.py"  # its box follows those of the lookup
 
 
 def _files_on_stack(rank, world_size, device):
@@ -51,10 +53,20 @@ def _files_on_stack(rank, world_size, device):
 
 def _named():
     """The files in the table of the page's section."""
-    section = PAGE.read_text().split("## The way of a lookup")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## The path of a lookup")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE))
 
 
 def test_files(run_ranks):
     for files in run_ranks(2, _files_on_stack):
         assert set(files) == _named()
+
+
+def test_at_most_eight():
+    assert len(_named()) <= 8
+
+
+def test_drawing():
+    drawn = re.findall(r">([\w/]+\.py)<", DRAWING.read_text())
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == {*_named(), OUTPUT}

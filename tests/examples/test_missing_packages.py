@@ -1,4 +1,4 @@
-"""A package that is missing is named in a sentence, under torchrun too, or is done without."""
+"""An error names a missing package in one sentence, also under torchrun; rich is not needed."""
 
 import os
 import subprocess

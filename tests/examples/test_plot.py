@@ -1,10 +1,11 @@
-"""``--plot`` draws what the runs of the demo gave."""
+"""``--plot`` draws what an example measured."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
-from plot import write_plot
+from plot import write_auc_plot
 
 from tests.support.example_runs import refusal, run_example, write_ratings
 
@@ -34,12 +35,54 @@ def test_the_demo_draws_or_the_package_is_asked_for(tmp_path):
     assert f"Written: {tmp_path / 'auc.png'}" in done.stdout
 
 
+OTHERS = {
+    "train_deepfm.py": ("--batch-size", 64),
+    "train_two_tower.py": ("--batch-size", 64, "--epochs", 1),
+    "train_online.py": ("--batch-size", 64, "--days", 4),
+    "train_sequence.py": ("--batch-size", 16, "--epochs", 1, "--length", 8),
+    "compress_dlrm.py": ("--batch-size", 64, "--rank", 4, "--tune-steps", 5),
+}
+
+
+def _texts(path):
+    """Texts of a picture; matplotlib draws glyphs and names texts in comments."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_examples(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.svg"
+    ratings = write_ratings(tmp_path / "ratings.dat", rows=2000)
+    done = run_example(name, "--data", ratings, *OTHERS[name], "--plot", path)
+    assert done.returncode == 0, done.stderr
+    assert f"Written: {path}" in done.stdout
+    labels = {
+        "train_deepfm.py": {"test AUC", "hash tables"},
+        "train_two_tower.py": {"recall@50", "most liked"},
+        "train_online.py": {"AUC before training on it", "ids held"},
+        "train_sequence.py": {"recall@10", "stock, every item known"},
+        "compress_dlrm.py": {"test AUC", "MiB of tables", "Tensor-Train"},
+    }[name]
+    assert labels <= set(_texts(path))
+
+
+@pytest.mark.slow
+def test_billion_ids(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.svg"
+    done = run_example("billion_ids.py", "--ids", 50_000, "--batch-size", 1000, "--plot", path)
+    assert done.returncode == 0, done.stderr
+    assert {"million ids a second", "stated", "taken"} <= set(_texts(path))
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_equal_results_give_equal_pictures(count, tmp_path):
     pytest.importorskip("matplotlib")
     texts = []
     for name in ("one.svg", "two.svg"):
-        write_plot(tmp_path / name, "a title", results(count))
+        write_auc_plot(tmp_path / name, "a title", results(count))
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
     # Glyphs are drawn; matplotlib names them in comments.

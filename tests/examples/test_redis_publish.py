@@ -54,7 +54,7 @@ def rows_of(model, name: str) -> dict[int, torch.Tensor]:
 
 
 def chained(rank, world_size, device, folder: Path, number: int):
-    """A chain that goes on with each number, and the rows of two tables after each write."""
+    """A chain that grows with each number, and the rows of two tables after each write."""
     model = make_served(world_size, device)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     wanted = []

@@ -1,4 +1,4 @@
-"""Find and insert agree with a Python dictionary while the table has room for all ids."""
+"""Find and insert agree with a Python dictionary in a table that holds all ids."""
 
 import torch
 from hypothesis import given, settings

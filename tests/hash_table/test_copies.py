@@ -1,4 +1,4 @@
-"""copy.deepcopy gives a table of its own that goes on as the first does; pickling is refused."""
+"""copy.deepcopy gives an independent table that behaves like the original; pickling is refused."""
 
 import copy
 import pickle

@@ -28,7 +28,7 @@ def make_and_use(device: str, capacity: int, seconds: float) -> None:
 
 @pytest.mark.slow
 def test_10_to_the_8_slots_on_a_cpu():
-    """1.8 GB, of which a page is touched where an id comes to stand."""
+    """1.8 GB, of which only pages with an id are touched."""
     make_and_use("cpu", 10**8, 2)
 
 

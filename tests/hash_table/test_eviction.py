@@ -1,4 +1,4 @@
-"""A full table makes room: the lowest score goes, and nothing before the table is full."""
+"""A full table evicts the lowest score, and nothing is evicted before the table is full."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_another_dtype_is_refused():
 def test_misplaced_ids_are_refused():
     refused(
         lambda s: dataclasses.replace(s, ids=s.ids.roll(1)),
-        r"table 't': \d+ of the ids to load stand where they can't be found",
+        r"table 't': \d+ of the ids to load are in slots where they can't be found",
     )
 
 

@@ -13,7 +13,7 @@ CAPACITY = 64
 
 
 def make(device_type: str, policies=POLICIES, **options) -> TableGroup:
-    """A table for each policy, of one bucket, each with a feature of its own."""
+    """A table of one bucket for each policy, each with its own feature."""
     tables = [
         TableSpec(str(i), CAPACITY, 4, eviction=policy, initializer=Constant(0.5), **options)
         for i, policy in enumerate(policies)

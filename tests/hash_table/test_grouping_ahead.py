@@ -24,7 +24,7 @@ def make(dims=(64, 128), optimizer=None, initial=None, **options):
 
 
 def draw(kind):
-    """Three features; ids that stand alone, or that are repeated, one of them often.
+    """Three features; ids that occur once, that repeat, and one that repeats often.
 
     Of "few" one in 25 stands where another one does, too; other batches know most of them.
     """

@@ -27,7 +27,7 @@ OPTIMIZERS = [SGD(), RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-8), Adam()]
 
 
 def compare(dim, n, optimizer, repeated, device="cuda", hot=0, offsets=None, **of_step):
-    """hot: positions of one id. offsets: of one id a bag, if none are given."""
+    """hot: positions of one id. offsets: None for one id a bag."""
     offsets = torch.arange(n + 1) if offsets is None else offsets
     rows = n * 5 // 4
     spec = TableSpec("t", 2 * rows, dim, initializer=Uniform(-1, 1))

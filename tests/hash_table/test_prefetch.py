@@ -1,4 +1,4 @@
-"""Several lookups may wait for their backward at once, each with a pin of its own."""
+"""Several lookups may wait for their backward at once, each with its own pin."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def features(parts: list[Tensor]) -> Bags:
 
 
 def assert_at(group: TableGroup, slots: Tensor, parts: list[Tensor]) -> None:
-    """Every id stands where its slot says."""
+    """Every id is in its slot."""
     of_feature = slots.split([len(part) for part in parts])
     for table, part, of_part in zip((0, 1, 0), parts, of_feature, strict=True):
         ids = group.export_table(table).ids

@@ -1,8 +1,7 @@
-"""On a GPU positions are sorted table by table where each feature has a table of its own.
+"""On a GPU positions are sorted table by table if each feature has its own table.
 
-A feature that shares a table, though its bags are empty, makes a group sort all positions at once.
-Rows must be the same to the last bit. So must outputs: pooling has a way of its own where the sort
-has found hot slots.
+If two features share a table, a group sorts all positions at once. Rows must be equal bit for bit
+either way. So must outputs, because another kernel pools hot slots that the sort has found.
 """
 
 import pytest

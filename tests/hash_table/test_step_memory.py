@@ -42,7 +42,7 @@ def draw(kind, n):
 
 
 def requested(what):
-    """Bytes that torch was asked for: the allocator's blocks may be larger by up to 1 MiB each."""
+    """Bytes requested from torch; the allocator's blocks may be larger by up to 1 MiB each."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
 
 

@@ -1,5 +1,4 @@
-"""The backward trains rows of any width, and of ids that stand at many positions, as formulas in
-float64 do."""
+"""The backward trains rows of any width, and of ids that repeat, as formulas in float64 do."""
 
 import pytest
 import torch

@@ -49,7 +49,7 @@ def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
 
 
 def make(optimizer: Optimizer, **options: Any) -> TableGroup:
-    """Tables with room for all ids."""
+    """Tables that hold all ids."""
     specs = [
         TableSpec(f"t{dim}", 2 * IDS, dim, initializer=Uniform(-1, 1), **options) for dim in DIMS
     ]

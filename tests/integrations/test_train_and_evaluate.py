@@ -229,7 +229,7 @@ def test_refused(run_ranks, every, max_steps, message):
 
 
 class _Exhausted(nn.Module):
-    """A model that asks an iterator of its own for more than it has."""
+    """A model whose own iterator is exhausted."""
 
     def __init__(self):
         super().__init__()

@@ -110,7 +110,7 @@ def test_a_graph_may_be_walked_twice(device_type):
 
 
 def test_a_graph_may_be_walked_again_after_a_step(device_type):
-    """What was evicted meanwhile is passed over, what came back is found."""
+    """Ids that were evicted in between are skipped; ids that came back are found."""
     embedding = make_embedding(device=device_type, max_capacity=64, init_capacity=64)
     optimizer = HKVOptimizer(embedding, lr=0.5)
     rows = embedding(torch.arange(5, device=device_type))

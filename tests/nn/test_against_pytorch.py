@@ -84,7 +84,7 @@ REGULARISED = {
 
 @pytest.mark.parametrize("case", REGULARISED)
 def test_rows_equal_those_of_parameters_of_their_own(case, device_type):
-    """A parameter without a gradient stands still, and counts no step."""
+    """A parameter without a gradient does not change, and counts no step."""
     make_ours, make_theirs = REGULARISED[case]
     ours = make_embedding(DIM, device=device_type)
     rows = [torch.nn.Parameter(row.clone()) for row in rows_of(ours, device_type).to(device_type)]

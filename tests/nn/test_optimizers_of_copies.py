@@ -1,4 +1,4 @@
-"""Optimizers over copied modules start anew, or go on by the old one's state_dict."""
+"""Optimizers of copied modules begin without states, or load the old one's ``state_dict``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_it_they_start_anew(optimizer, how, device_type):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
 def test_a_copy_without_an_optimizer_has_the_states(optimizer, how, device_type):
-    """``apply_gradients`` goes on by them."""
+    """``apply_gradients`` continues with them."""
     module, old = trained(MAKERS["two tables"], optimizer, device_type)
     copied = how(module)
 

@@ -1,4 +1,4 @@
-"""What PyTorch does to gradients is done to those that are held."""
+"""PyTorch's operations on gradients apply to stored gradients."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What variables and the batch size say of tables whose constraints say nothing."""
+"""Environment variables and the batch size set defaults for tables without constraints."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_many_tables_that_leave_the_choice_open():
     [(1 << 30, None), (10 << 20, 9 << 20), (7 << 20, "index")],
 )
 def test_the_tier_of_a_table(hbm, chosen):
-    """In HBM, partly in HBM, or in host memory: the fastest that a GPU has room for."""
+    """In HBM, partly in HBM, or in host memory: the fastest choice that fits."""
     options = [HKVOptions(hbm_bytes=bytes_near) for bytes_near in (None, 9 << 20, "index")]
     constraint = ParameterConstraints(
         compute_kernels=["hkv"], sharding_types=["table_wise"], options=options

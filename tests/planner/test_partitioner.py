@@ -1,4 +1,4 @@
-"""Few shards lie where the slowest rank is fastest; many find room where there is some."""
+"""A few shards are placed so that the slowest rank is fastest; many shards so that all fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _topology(room):
 
 
 def _placed(partitioner, options, room):
-    """Bytes and times of the ranks, None where there is no room."""
+    """Bytes and times of the ranks, None if the shards do not fit."""
     try:
         partitioner.partition(proposal=options, storage_constraint=_topology(room))
     except PlannerError:

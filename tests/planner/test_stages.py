@@ -1,4 +1,4 @@
-"""What TorchRec's code takes in each part of a step is measured on a small collection."""
+"""The time of TorchRec's code in each part of a step is measured on a small collection."""
 
 from __future__ import annotations
 

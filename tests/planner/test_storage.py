@@ -1,4 +1,4 @@
-"""What the planner counts for a table on a backend: what it takes, and stock buffers."""
+"""The planner counts the bytes of a table on a backend, and stock buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned bytes beside what tables and exchanges take when the plan runs."""
+"""Planned bytes equal those that tables and exchanges take when the plan runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user gives up quality for time, or time for quality, by saying so."""
+"""Arguments of the planner trade quality for time, and time for quality."""
 
 from __future__ import annotations
 

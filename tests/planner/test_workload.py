@@ -1,4 +1,4 @@
-"""What the planner says that reaches a shard, beside what reaches it."""
+"""The ids that the planner expects in a shard equal those that arrive."""
 
 from __future__ import annotations
 

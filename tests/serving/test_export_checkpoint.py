@@ -108,7 +108,7 @@ def chained(rank, world_size, device, folder: Path):
 
 @pytest.mark.slow
 def test_base_of_a_chain(run_ranks, tmp_path):
-    """Following goes on after the base that was exported."""
+    """Following starts after the base that was exported."""
     want = run_ranks(1, chained, tmp_path)[0]
     chain = tmp_path / "chain"
 

@@ -1,4 +1,4 @@
-"""Rows of 8 and 4 bits: how far they are from what they stand for."""
+"""Rows of 8 and 4 bits differ from the original rows by a bounded error."""
 
 from __future__ import annotations
 

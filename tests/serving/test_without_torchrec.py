@@ -25,7 +25,7 @@ torch.save((out, loaded), sys.argv[3])
 
 @pytest.mark.slow
 def test_without_torchrec(served, tmp_path):
-    """In a process of its own."""
+    """In a new process."""
     _, want = served
     batches = []
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""Batches of data-parallel tables where each feature has a size of its own."""
+"""Batches of data-parallel tables with a separate batch size for each feature."""
 
 from __future__ import annotations
 

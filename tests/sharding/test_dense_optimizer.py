@@ -1,4 +1,4 @@
-"""States of the optimizer over all ranks lie where stock tables have theirs."""
+"""Optimizer states over all ranks have the layout of stock tables."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_one_exchange_of_ids(run_ranks, sharding_type, exchanges):
     ids=str,
 )
 def test_groups_change_nothing(run_ranks, told):
-    """Of stock tables either: each group is on a rank of its own where they are table-wise."""
+    """Nor of stock tables: each group is on another rank if they are table-wise."""
     scenario = dataclasses.replace(Scenario("hkv", "row_wise", "sum", "sgd"), **told)
     alone = run_ranks(2, train_beside_stock, scenario)
     for one, many in zip(

@@ -1,4 +1,4 @@
-"""``torch.fx`` keeps sharded modules as leaves, and ``torch.compile`` takes what lies over them."""
+"""``torch.fx`` keeps sharded modules as leaves; ``torch.compile`` compiles the layers above."""
 
 from __future__ import annotations
 

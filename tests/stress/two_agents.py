@@ -1,4 +1,4 @@
-"""What the agents of test_two_agents.py run: trains a sharded table, and goes on from a chain.
+"""What the agents of test_two_agents.py run: trains a sharded table, and continues from a chain.
 
     torchrun … tests/stress/two_agents.py FOLDER SHARDING_TYPE STEPS PAUSE
 

@@ -21,7 +21,7 @@ class EveryId:
         self.call = call
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
-        """Which of the missing ids of a call, each as often as it is asked for, are admitted."""
+        """Which of the missing ids of a call are admitted; ids may repeat."""
         return set(missing)
 
     def clear(self) -> None:
@@ -125,7 +125,7 @@ class SketchedIds(EveryId):
         return {id_ for id_ in missing if self.estimate(id_) >= self.admission.count}
 
     def estimate(self, id_: int) -> int:
-        """How often the sketch says that an id was asked for."""
+        """The sketch's count of an id."""
         return min(self.cells[place] for place in self._places(id_))
 
 

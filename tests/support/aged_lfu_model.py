@@ -34,7 +34,7 @@ class AgedLFUModel:
         self.half_life, self.unit = 0, 0.0
 
     def reload(self, now: int, counted: int) -> None:
-        """The table was saved after call ``now`` and loaded again: it goes on as if it had not."""
+        """The table was saved after call ``now`` and loaded again, which changes nothing."""
         if self.seen is not None:
             self.lookups += counted - self.seen[1]
             self.steps += now + 1 - self.seen[0]

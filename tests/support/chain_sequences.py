@@ -239,7 +239,7 @@ class Sequence:
         self._check_newest()
 
     def write_behind(self) -> None:
-        """Training goes on before anything is written."""
+        """Training continues before anything is written."""
         path = self._write_and_go_on()
         self.check()
         assert path.is_dir()
@@ -376,7 +376,7 @@ class Sequence:
             self._check_load(path, self.states[number], self.random.choice((1, 2, 3, 5)))
 
     def resume(self) -> None:
-        """The newest state at another number of ranks; training and writes go on from there."""
+        """The newest state at another number of ranks; training and writes continue from there."""
         if self.states:
             world_size = self.random.choice((1, 2, 3))
             shards = self._check_load(self.root, self.states[self._newest()], world_size)
@@ -385,7 +385,7 @@ class Sequence:
             self._see()
 
     def _see(self) -> None:
-        """As :meth:`checkpoint.DeltaWriter.resume` does: deltas go on where they can."""
+        """As :meth:`checkpoint.DeltaWriter.resume` does: deltas continue if possible."""
         folder, record = read_saved(self.root)[0]
         owners = [tuple(shard.owners) for shard in record.tables[KEY].shards]
         if len(self.model) < len(self.states[self._newest()]) or owners != self.shards.owners:
@@ -400,7 +400,7 @@ class Sequence:
             self.did["resumed with deltas"] += 1
 
     def compact(self) -> None:
-        """Into a folder of its own, or as the chain's new base."""
+        """Into another folder, or as the chain's new base."""
         if not self.states:
             return
         newest = self.states[self._newest()]

@@ -63,7 +63,7 @@ def console_commands(code: str) -> list[tuple[str, str]]:
 
 
 def matches(output: str, shown: str) -> bool:
-    """Whether an output is what a page shows: a line ``...`` stands for any lines, and ``...``
+    """Whether an output is what a page shows: a line ``...`` matches any lines, and ``...``
     at the end of a line for the rest of it. Spaces at the ends of lines don't count."""
     pattern = "".join(
         r"(?:.*\n)*?" if line == "..." else _line_pattern(line) for line in shown.splitlines()

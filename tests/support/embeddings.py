@@ -10,7 +10,7 @@ from torchrec_hkv import HierarchicalHashEmbedding, MultiTableHKVEmbedding
 
 
 def make_embedding(dim: int = 4, device: str = "cpu", **changes: Any) -> HierarchicalHashEmbedding:
-    """With room for every id that a test has, and with rows that depend on nothing else."""
+    """A module that holds every id of a test, with reproducible rows."""
     arguments = {"max_capacity": 4096, "seed": 7, "device": device, **changes}
     return HierarchicalHashEmbedding(dim, **arguments)
 

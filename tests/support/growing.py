@@ -21,7 +21,7 @@ def slots_needed(table_capacity: int, initial: int, entries: int) -> int:
 
 
 def check_buckets(table: HashTable, slots: dict[int, int]) -> None:
-    """That every id stands in one of its two buckets."""
+    """Checks that every id is in one of its two buckets."""
     spec = table._group.tables[0]
     *_, bucket_slots = geometry(spec.capacity, spec.initial_capacity or spec.capacity)
     buckets = table.num_slots // bucket_slots

@@ -1,4 +1,4 @@
-"""Where an id may stand, by the rule of docs/concepts/hash_table.md, with Python's integers."""
+"""The buckets of an id by the rule of docs/concepts/hash_table.md, in Python integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts on this machine: all on the loopback device, or each in a network namespace of its own."""
+"""Hosts on this machine: all on the loopback device, or each in its own network namespace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_loopback() -> list[Host]:
 
 @contextlib.contextmanager
 def in_namespaces() -> Iterator[list[Host]]:
-    """Two hosts, each with a network of its own; a cable connects them, and nothing else.
+    """Two hosts, each with its own network; a cable connects them, and nothing else.
 
     Raises:
         OSError: this user or system can't make network namespaces.

@@ -37,7 +37,7 @@ def initial_bits(id_: int, column: int, table: str, seed: int) -> int:
 
 
 def scaled(bits: int, initializer: Initializer) -> float:
-    """The value that 32 bits stand for: exact where uniform or constant, else about that."""
+    """The value of 32 random bits: exact if uniform or constant, otherwise approximate."""
     unit = (bits + 0.5) / 2**32
     match initializer:
         case Constant(value):

@@ -36,7 +36,7 @@ def table_shard(capacity: int, dim: int, options: BackendOptions, **changes: Any
 
 
 def look_up(lookup: GroupLookup, ids: list[int], learning_rate: float = 0.5) -> Tensor:
-    """The output for ids of a lookup with one feature, each in a bag of its own."""
+    """The output for ids of a lookup with one feature, one id a bag."""
     device = lookup._group.device
     offsets = torch.arange(len(ids) + 1, device=device)
     rate = torch.tensor(learning_rate, device=device)

@@ -399,7 +399,7 @@ class TableModel:
         self.slots = slots
 
     def forget_slots(self) -> None:
-        """The real table has grown: its ids stand elsewhere."""
+        """The real table has grown: its ids have other slots."""
         self.slots, self.buckets = {}, {}
 
     def check_nothing_moved(self, after: dict[int, Seen]) -> None:

@@ -1,4 +1,4 @@
-"""Batches of many ids, and of large keys, go other ways on a GPU, to the same results."""
+"""Batches of many ids, and of large keys, use other kernels on a GPU, with the same results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ pytestmark = NEEDS_GPU
 
 
 def test_many_lists_of_cores_take_turns():
-    """More than a group keeps, so that some are made anew; a gradient is of its own cores."""
+    """More lists than a group caches; each gradient belongs to its list of cores."""
     shape = tt.LARGER[2]
     group, bags = TTGroup([shape]), tt.even_bags([shape])
     lists = [[c.requires_grad_() for c in tt.random_cores(shape, "cuda")] for _ in range(11)]

@@ -1,4 +1,4 @@
-"""Rows given back to the cores: exact where they can be, else nearer, others minded."""
+"""Rows written back to the cores: exact if possible, otherwise nearer; others change little."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
+    CachedLookup,
+    DeviceCounters,
     GroupLookup,
     Kept,
     OptimizerSpec,
@@ -16,6 +18,8 @@ from torchrec_hkv.backends.registry import get, names, register
 __all__ = [
     "Backend",
     "BackendOptions",
+    "CachedLookup",
+    "DeviceCounters",
     "GroupLookup",
     "Kept",
     "OptimizerSpec",

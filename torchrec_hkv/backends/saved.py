@@ -71,8 +71,8 @@ class FileOptions:
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written,
             or int8 for codes of 8 bits with a scale a row; None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
-        handle: of a save that does not block: all that a table holds is copied when a backend's
-            method returns, and the handle's threads may write it (:meth:`SaveHandle.defer`).
+        handle: handle of a non-blocking save. When the backend's method returns, all that the table
+            holds is copied; the handle's threads may write it later (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: a number is not positive, another field has a value that is not allowed, or the

@@ -233,7 +233,7 @@ class _Load:
         if without and not (dist.is_initialized() and dist.get_rank()):
             warn(
                 f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
-                "these start anew."
+                "they are reset."
             )
 
     def _fill(self, name: str, clock: int, heads: dict[GroupLookup, dict[str, Tensor]]) -> None:

@@ -151,7 +151,7 @@ class _Files:
     """Sizes of the files that entries may be in, by name, and their description in messages."""
 
     sizes: Mapping[str, int]
-    told: str
+    described: str
 
 
 def _read(path: Path, files: _Files) -> Metadata:
@@ -306,7 +306,7 @@ def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
     name = state.get("relative_path")
     size = files.sizes.get(name) if type(name) is str else None
     if size is None:
-        raise place.of("relative_path").refuse(name, f"a file of tensors {files.told}")
+        raise place.of("relative_path").refuse(name, f"a file of tensors {files.described}")
     offset = _COUNT.read(state.get("offset"), place.of("offset"))
     length = _COUNT.read(state.get("length"), place.of("length"))
     if offset + length > size:

@@ -50,16 +50,16 @@ class Wire:
     def send(self, tensors: dict[str, Tensor] | None, holder: int) -> dict[str, Tensor] | None:
         """Sends the tensors of rank ``holder`` to all ranks. Returns them on every rank, or None if
         the holder has none."""
-        told: list[Any] = [None]
+        header: list[Any] = [None]
         if self.rank == holder and tensors is not None:
-            told = [[(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]]
+            header = [[(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]]
         if dist.get_world_size(self.pg) == 1:
             return tensors
-        dist.broadcast_object_list(told, group=self.pg, group_src=holder)
-        if told[0] is None:
+        dist.broadcast_object_list(header, group=self.pg, group_src=holder)
+        if header[0] is None:
             return None
         sent = {}
-        for name, dtype, shape in told[0]:
+        for name, dtype, shape in header[0]:
             if self.rank == holder:
                 tensor = tensors[name].detach().to(self.device).contiguous()
             else:

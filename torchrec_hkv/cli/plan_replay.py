@@ -110,8 +110,8 @@ def replay_lines(expected: dict[str, dict[str, Any]]) -> list[str]:
         expected: results of :meth:`PlannedReplay.expected` by table.
     """
     return [
-        f"{name}: about {told['hit_rate']:.2%} of lookups hit with {told['rows']:,} rows (with a "
-        f"row for each id {told['unlimited_hit_rate']:.2%}); num_embeddings={told['rows']}, "
-        f"options={told['options']}"
-        for name, told in expected.items()
+        f"{name}: about {found['hit_rate']:.2%} of lookups hit with {found['rows']:,} rows (with a "
+        f"row for each id {found['unlimited_hit_rate']:.2%}); num_embeddings={found['rows']}, "
+        f"options={found['options']}"
+        for name, found in expected.items()
     ]

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a table, and the columns that look it up; may be repeated (default: each column)",
     )
     add("--sort-by", metavar="COLUMN", help="of a log that is not in order of time; small ones")
-    add("--missing", metavar="ID", type=int, help="an id that stands for none")
+    add("--missing", metavar="ID", type=int, help="the value that marks a missing id")
     add(
         "--rows",
         required=True,
@@ -150,16 +150,16 @@ def run(arguments: argparse.Namespace) -> Answer:
     replayed = replay(log, settings(arguments, tables, tried, policies), **options, progress=shown)
     seconds = time.perf_counter() - begin
     shown.close()
-    told = ReplayedLog(options["batch_size"], options["sample"], replayed)
-    capacities = None if budget is None else told.capacities(budget)
+    replayed_log = ReplayedLog(options["batch_size"], options["sample"], replayed)
+    capacities = None if budget is None else replayed_log.capacities(budget)
     answers = _Answers(target, capacities)
     if arguments.out is not None:
-        told.write(arguments.out)
+        replayed_log.write(arguments.out)
     if arguments.plot is not None:
         write_plot(arguments.plot, replayed, target)
     met = target is None or all(table.meeting(target) for table in replayed.values())
-    text = _text(log.name, told, answers, seconds)
-    return Answer(text, _content(told, answers), 0 if met else 1)
+    text = _text(log.name, replayed_log, answers, seconds)
+    return Answer(text, _content(replayed_log, answers), 0 if met else 1)
 
 
 @dataclasses.dataclass(frozen=True)

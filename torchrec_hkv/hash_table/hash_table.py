@@ -24,7 +24,7 @@ class HashTable(SavedTable):
     """A hash table from int64 ids to rows, with the operations of HierarchicalKV.
 
     Every int64 is a valid id. Calls accept ids of any integer dtype of 8 to 64 bits; a uint64 id
-    stands for the int64 with the same bits. An id may occur several times in a call and has one
+    means the int64 with the same bits. An id may occur several times in a call and has one
     entry. Calls never fail because an id is not in the table.
 
     Operations with an argument ``scores`` use it under policies that take scores from outside:

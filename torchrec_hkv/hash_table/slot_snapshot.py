@@ -1,4 +1,4 @@
-"""What the slots of a table held at one moment, to be compared with what they hold later."""
+"""A snapshot of a table's slots, to find out later which of them have changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What differs in some consecutive slots; tensors are on the table's device.
+    """The differences in a range of slots; tensors are on the table's device.
 
     Attributes:
         slots: int64, ascending: those whose entries changed or are new.

@@ -1,1 +1,1 @@
-"""What users of other libraries know from there."""
+"""Interfaces for users of other libraries."""

@@ -91,9 +91,12 @@ def _lookup_probe(lookup: GroupLookup, prefix: str, keys: Sequence[str]) -> Prob
         if given is None:
             rows = [lookup.counters(key) for key in keys]
             return torch.tensor([[row.get(name, 0) for name in DEVICE_FIELDS] for row in rows])
-        order = [list(given[0]).index(key) for key in keys]
-        rows = torch.stack([given[1][at] for at in order])
-        return nn.functional.pad(rows, (0, len(DEVICE_FIELDS) - rows.shape[1]))
+        rows = torch.stack([given.values[list(given.keys).index(key)] for key in keys])
+        if tuple(given.names) == DEVICE_FIELDS:
+            return rows
+        columns = dict(zip(given.names, rows.unbind(1), strict=True))
+        none = torch.zeros_like(rows[:, 0])
+        return torch.stack([columns.get(name, none) for name in DEVICE_FIELDS], dim=1)
 
     def sizes() -> list[list[int]]:
         memory = [lookup.memory(key) for key in keys]

@@ -26,7 +26,7 @@ class HierarchicalHashEmbedding(TableModule):
     module or of a parent module drops the stored gradients.
 
     Rows are not parameters. ``parameters()`` yields one parameter with one value, ``anchor``, that
-    stands for them. Other optimizers accept it but do not train the rows. Operations of
+    represents them. Other optimizers accept it but do not train the rows. Operations of
     ``GradScaler`` and ``clip_grad_norm_`` on its gradient apply to the stored gradients; the norm
     does not include them. ``state_dict()`` holds ids and rows; optimizer states are in the
     ``state_dict()`` of the optimizer.

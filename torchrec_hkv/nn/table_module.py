@@ -1,4 +1,4 @@
-"""What modules of hash tables have in common: moving, copying, saving, and training."""
+"""The base of modules of hash tables: moving, copying, saving, and training."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ _INSTEAD_OF_REPLICAS = (
 
 
 class TableModule(nn.Module):
-    """Hash tables of one dim behind one module; see the two classes that derive from it.
+    """Base of modules with hash tables of one dim.
 
     Args:
-        names: of the tables.
-        prefixes: of each table's keys in a ``state_dict``.
-        embedding_dim: columns of a row.
-        max_capacity: most rows of each.
-        init_capacity: rows that each has memory for at first.
-        max_hbm_gb: of each.
-        learning_rate: of the built-in SGD.
-        weight_decay: of optimizers that say nothing else.
-        grad_buffer_hbm_gb: of all together.
+        names: names of the tables.
+        prefixes: prefix of each table's keys in a ``state_dict``.
+        embedding_dim: number of columns of a row.
+        max_capacity: maximal number of rows of each table.
+        init_capacity: number of rows that each table has memory for at first.
+        max_hbm_gb: limit of each table in HBM, in GiB.
+        learning_rate: learning rate of the built-in SGD.
+        weight_decay: weight decay of optimizers that do not set another.
+        grad_buffer_hbm_gb: maximal memory of stored gradients of all tables, in GiB.
         padding_idx: an id without a row.
-        eviction: the policy.
-        initializer: of new rows.
-        seed: of new rows.
-        device: of the tables.
-        remember_evicted: evicted ids that each remembers.
+        eviction: the eviction policy.
+        initializer: initializer of new rows.
+        seed: seed of new rows.
+        device: device of the tables.
+        remember_evicted: number of evicted ids that each remembers.
     """
 
     def __init__(
@@ -233,10 +233,10 @@ class TableModule(nn.Module):
         self.apply_scaled_gradients(rate, None)
 
     def apply_scaled_gradients(self, learning_rate: float | Tensor, scale: Tensor | None) -> None:
-        """As :meth:`apply_gradients`, where a ``GradScaler`` may have scaled the loss.
+        """Like :meth:`apply_gradients`, for a loss that a ``GradScaler`` may have scaled.
 
         Args:
-            learning_rate: of this update.
+            learning_rate: learning rate of this update.
             scale: what gradients are divided by; None without a scaler. With one, gradients that
                 are not all finite are dropped.
         """
@@ -261,7 +261,7 @@ class TableModule(nn.Module):
         ]
 
     def check_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Raises ValueError where :meth:`load_optimizer_states` can't have these."""
+        """Raises ValueError if :meth:`load_optimizer_states` can't take these states."""
         names = self._tables.plan.names
         if len(states) != len(names):
             raise ValueError(f"The states are of {len(states)} tables, but there are {len(names)}.")
@@ -322,22 +322,22 @@ class TableModule(nn.Module):
 
     @property
     def seed(self) -> int:
-        """Of the initial rows."""
+        """Seed of the initial rows."""
         return self._tables.plan.seed
 
     @property
     def initializer(self) -> Initializer:
-        """Of the initial rows."""
+        """Distribution of the initial rows."""
         return self._tables.plan.initializer
 
     @property
     def capacity(self) -> int:
-        """Rows that each table can hold: ``max_capacity``, or less where memory is."""
+        """Maximal number of rows of each table: ``max_capacity``, or fewer if memory is short."""
         return self._tables.capacity
 
     @property
     def grad_buffer_bytes(self) -> int:
-        """What the gradients held take."""
+        """Bytes of the stored gradients."""
         return self._tables.gradient_bytes
 
     def counters(self) -> dict[str, dict[str, int]]:
@@ -485,10 +485,10 @@ _SAVED = ("ids", "rows", "last_steps", "scores")
 
 
 def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
-    """Raises ValueError for what is no learning rate.
+    """Raises ValueError if a value is not a learning rate.
 
-    With ``or_tensor`` a tensor of one value may be one; on a GPU its value is not asked for, since
-    that would wait.
+    With ``or_tensor`` it may be a tensor of one value. The value of a tensor on a GPU is not
+    checked, because reading it would wait for the device.
     """
     if or_tensor and isinstance(value, Tensor):
         if value.numel() != 1:

@@ -28,21 +28,21 @@ _LOOK_AGAIN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the tables of a module are to be.
+    """The properties of a module's tables.
 
     Attributes:
-        names: of the tables; mixed into the seed of initial rows.
-        dim: of their rows.
-        max_capacity: rows that each is to hold.
-        initial_capacity: rows that each has memory for at first.
-        eviction: their policy.
-        limits: of each in a GPU's memory.
-        gradient_bytes: that held gradients may take.
-        seed: of initial rows.
-        initializer: of initial rows.
-        optimizer: what trains them.
-        device: of all.
-        remember_evicted: evicted ids that each remembers.
+        names: names of the tables; mixed into the seed of initial rows.
+        dim: number of columns of their rows.
+        max_capacity: maximal number of rows of each.
+        initial_capacity: number of rows that each has memory for at first.
+        eviction: the eviction policy.
+        limits: limits of each table in HBM.
+        gradient_bytes: maximal memory of stored gradients.
+        seed: seed of initial rows.
+        initializer: initializer of initial rows.
+        optimizer: the optimizer that trains them.
+        device: device of the tables.
+        remember_evicted: number of evicted ids that each remembers.
     """
 
     names: tuple[str, ...]
@@ -61,12 +61,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What tables know of time.
+    """Clock, epoch and aging of tables.
 
     Attributes:
         clock: number of the last lookup in training.
-        epoch: of the epoch policies.
-        aging: of each table, as :meth:`TableGroup.measured_aging` gives it.
+        epoch: epoch of the epoch policies.
+        aging: aging of each table, as :meth:`TableGroup.measured_aging` gives it.
     """
 
     clock: int
@@ -75,12 +75,12 @@ class Progress:
 
     @classmethod
     def of(cls, group: TableGroup) -> Progress:
-        """That of a group (waits for the device)."""
+        """Reads them from a group; waits for the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
 
     def give(self, group: TableGroup) -> None:
-        """Has a group go on from it."""
+        """Sets them in a group."""
         group.set_clock(self.clock)
         group.set_epoch(self.epoch)
         for table, measured in enumerate(self.aging):
@@ -92,8 +92,8 @@ class Tables:
     """The tables of a module.
 
     Args:
-        plan: what they are to be.
-        marker: of the module's anchor.
+        plan: the properties of the tables.
+        marker: marker of the module's anchor.
 
     Raises:
         ValueError: not even the initial capacity fits, or the group refuses an argument.
@@ -202,14 +202,14 @@ class Tables:
 
     @property
     def gradient_bytes(self) -> int:
-        """What held gradients take."""
+        """Bytes of the stored gradients."""
         return self._gradients.bytes
 
     def hold(self, grad: Tensor, found: SlotLookup) -> None:
         """Holds the gradient of a lookup.
 
         Raises:
-            RuntimeError: it finds no room; nothing has changed then.
+            RuntimeError: there is no memory for it. Nothing has changed then.
         """
         if self.marker.was_dropped:
             self.drop()
@@ -236,14 +236,13 @@ class Tables:
         self._gradients.add(backward, found.sizes, graph_task())
 
     def apply(self, learning_rate: float | Tensor, scale: Tensor | None = None) -> None:
-        """Updates the rows by all that is held, once; nothing is held any more.
-
-        Asks nothing of the device.
+        """Updates each row once by all stored gradients, and drops them. Does not wait for the
+        device.
 
         Args:
-            learning_rate: of this update.
-            scale: of the loss, where a ``GradScaler`` makes the step: gradients are divided by it;
-                and where they are not all finite, nothing is done, and the step does not count.
+            learning_rate: learning rate of this update.
+            scale: scale of the loss, if a ``GradScaler`` makes the step. Gradients are divided by
+                it. If a gradient is not finite, nothing changes and the step does not count.
         """
         self.is_trained = True
         self.marker.checks = scale is not None
@@ -282,7 +281,7 @@ class Tables:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets what is held."""
+        """Drops the stored gradients."""
         if self._gradients and not self.is_trained:
             self.is_trained = True  # said once
             warn(
@@ -307,7 +306,7 @@ class Tables:
     # -- what is held, as a whole ------------------------------------------------------------------
 
     def contents(self) -> list[Contents]:
-        """What each table holds (waits for the device)."""
+        """The contents of each table; waits for the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(
@@ -317,16 +316,15 @@ class Tables:
         progress: Progress | None = None,
         steps: Tensor | None = None,
     ) -> None:
-        """Makes the tables anew, with what they hold or something else in them.
+        """Rebuilds the tables, with their contents or others.
 
-        Optimizer states start from zeros where the optimizer is another. Unless the tables are
-        empty it takes memory for the old and the new ones meanwhile; where it fails, all is as
-        before.
+        Optimizer states are set to zero if the optimizer is another. Unless the tables are empty,
+        this needs memory for the old and the new tables. If it fails, nothing changes.
 
         Args:
-            plan: of the new tables.
-            loaded: for each table; None: what it holds.
-            progress: of ``loaded``; None: as it is.
+            plan: properties of the new tables.
+            loaded: new contents of each table; None to keep the contents.
+            progress: clock, epoch and aging of ``loaded``; None to keep them.
             steps: updates of each table, where the optimizer stays; None: as many as there were.
 
         Raises:
@@ -370,7 +368,7 @@ class Tables:
         return group, capacity
 
     def check_no_gradients(self) -> None:
-        """Raises RuntimeError where gradients are held, which belong to the tables as they are."""
+        """Raises RuntimeError if gradients are stored: they belong to the present tables."""
         self._gradients.drop_tasks(self.marker.never_added())
         if self.marker.was_dropped:
             self.drop()

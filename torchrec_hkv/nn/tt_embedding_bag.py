@@ -30,8 +30,8 @@ class TTEmbeddingBag(nn.Module):
     1-D ids with offsets, or 2-D ids, and ``per_sample_weights``.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: columns.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
         tt_ranks: one for each pair of neighbouring cores, or one number for all; None with
             ``compression_ratio`` or ``max_bytes``.
         tt_p_shapes: row factors, of a product not below ``num_embeddings``; None: balanced ones.
@@ -40,12 +40,12 @@ class TTEmbeddingBag(nn.Module):
             returned; the loss must not be scaled then, as by a ``GradScaler``, and ``eval()``
             freezes the cores, not ``requires_grad_(False)``. False: cores and cached rows get
             gradients for any torch optimizer.
-        optimizer: of the fused update.
-        learning_rate: of the fused update.
+        optimizer: optimizer of the fused update.
+        learning_rate: learning rate of the fused update.
         eps: added to the denominator of the fused Adagrads and Adam.
         use_cache: keeps the rows of the most frequent ids decompressed (see
             :meth:`cache_populate`).
-        cache_size: rows of the cache.
+        cache_size: number of rows of the cache.
         hashtbl_size: ids whose frequencies are known at a time; None: four times the cache.
         weight_dist: ``"uniform"``, ``"normal"``, ``"approx-uniform"`` or ``"approx-normal"``, see
             :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have mean 0 and
@@ -54,12 +54,12 @@ class TTEmbeddingBag(nn.Module):
         include_last_offset: whether offsets end with the number of ids, as in ``nn.EmbeddingBag``.
         cache_populate_every: training forwards from one :meth:`cache_populate` to the next, which
             the forward makes itself; None: only when called.
-        num_cores: 2, 3 or 4, where neither factors nor ranks say; by default 3.
-        compression_ratio: instead of ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
-        max_bytes: instead of ranks, likewise.
-        device: of the cores.
-        dtype: of the cores, float32 or bfloat16.
-        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+        num_cores: 2, 3 or 4, unless factors or ranks determine it; 3 by default.
+        compression_ratio: determines the ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
+        max_bytes: determines the ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
+        device: device of the cores.
+        dtype: dtype of the cores, float32 or bfloat16.
+        precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
         strict: ids outside of the table are refused on a GPU too, see there.
 
@@ -175,7 +175,7 @@ class TTEmbeddingBag(nn.Module):
         return self.tables.tt_cores
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the fused update, from the next backward on."""
+        """Sets the learning rate of the fused update, from the next backward on."""
         self.tables.set_learning_rate(learning_rate)
 
     def forward(
@@ -294,7 +294,7 @@ class TTEmbeddingBag(nn.Module):
         return self._cache().hit_rate
 
     def reset_cache_hit_rate(self) -> None:
-        """Starts counting hits anew.
+        """Resets the counts of hits.
 
         Raises:
             ValueError: the module has no cache.

@@ -41,7 +41,7 @@ class OptimType(enum.Enum):
     ADAGRAD = "adagrad"
     #: One sum of mean(g^2) for each slice of each core.
     EXACT_ROWWISE_ADAGRAD = "rowwise_adagrad"
-    #: Moments of slices that do not occur stand still, as ``torch.optim.SparseAdam`` does it.
+    #: Moments of slices that do not occur stay unchanged, as ``torch.optim.SparseAdam`` does it.
     ADAM = "adam"
 
     def optimizer(self, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:
@@ -61,16 +61,17 @@ class TTTables(nn.Module):
     """Cores of several tables, looked up in one call.
 
     Args:
-        shapes: of the tables.
-        feature_tables: as :class:`torchrec_hkv.tensor_train.TTGroup` takes it.
-        optimizer: fused into the backward; the cores are parameters without gradients then. None:
-            the backward returns gradients of the cores.
-        learning_rate: of the fused optimizer.
-        weight_dist: of the cores, as :func:`torchrec_hkv.tensor_train.initial_cores` takes it.
-        device: of the cores.
-        dtype: of the cores, float32 or bfloat16.
-        precision: as :class:`torchrec_hkv.tensor_train.TTGroup` takes it.
-        strict: likewise.
+        shapes: shapes of the tables.
+        feature_tables: see :class:`torchrec_hkv.tensor_train.TTGroup`.
+        optimizer: optimizer that the backward applies; the cores are parameters without gradients
+            then. None: the backward returns gradients of the cores.
+        learning_rate: learning rate of the fused optimizer.
+        weight_dist: distribution of the cores, see
+            :func:`torchrec_hkv.tensor_train.initial_cores`.
+        device: device of the cores.
+        dtype: dtype of the cores, float32 or bfloat16.
+        precision: see :class:`torchrec_hkv.tensor_train.TTGroup`.
+        strict: see :class:`torchrec_hkv.tensor_train.TTGroup`.
 
     Attributes:
         tt_cores: ``nn.ParameterList``, table after table, each of
@@ -131,7 +132,7 @@ class TTTables(nn.Module):
         return super()._apply(keeping_float32(fn), recurse=False)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the fused optimizer, from the next backward on.
+        """Sets the learning rate of the fused optimizer, from the next backward on.
 
         Raises:
             ValueError: it is negative or not finite.
@@ -139,7 +140,7 @@ class TTTables(nn.Module):
         self.learning_rate.fill_(_checked_rate(learning_rate))
 
     def reset_parameters(self) -> None:
-        """New random cores; optimizer states start anew."""
+        """Replaces the cores by random ones, and resets the optimizer states."""
         for table, shape in enumerate(self.group.shapes):
             own = self.tt_cores[self.group.cores_of(table)]
             for core, new in zip(own, initial_cores(shape, self.weight_dist), strict=True):
@@ -203,19 +204,19 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     """Tensor-Train tables of different shapes behind one pooled lookup.
 
     Args:
-        shapes: of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
+        shapes: shapes of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
         feature_tables: for each feature, in the order of the output's columns, its table; by
             default one feature a table.
         sparse: True: the optimizer is fused into the backward, and ``eval()`` freezes the cores,
             not ``requires_grad_(False)``. False: cores get gradients.
-        optimizer: of the fused update.
-        learning_rate: of the fused update.
-        eps: of the fused update.
-        weight_dist: of the cores.
+        optimizer: optimizer of the fused update.
+        learning_rate: learning rate of the fused update.
+        eps: eps of the fused update.
+        weight_dist: distribution of the cores.
         mode: ``"sum"`` or ``"mean"``.
-        device: of the cores.
-        dtype: of the cores, float32 or bfloat16.
-        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+        device: device of the cores.
+        dtype: dtype of the cores, float32 or bfloat16.
+        precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
         strict: ids outside of their tables are refused on a GPU too, see there.
 
@@ -320,7 +321,7 @@ def _checked_rate(learning_rate: float) -> float:
 
 
 def check_eps(eps: object) -> None:
-    """Refuses what no optimizer takes, also where the optimizer has no ``eps``.
+    """Refuses values that no optimizer takes, also if the optimizer has no ``eps``.
 
     Raises:
         ValueError: it is not a positive number.
@@ -339,7 +340,7 @@ def check_mode(mode: str) -> None:
 
 
 def check_optimizer_type(optimizer: object) -> None:
-    """Refuses what is no optimizer type.
+    """Refuses a value that is not an optimizer type.
 
     Raises:
         ValueError: it is no :class:`OptimType`.

@@ -225,9 +225,9 @@ def default_path(device_type: str) -> Path | None:
     ``TORCHREC_HKV_CALIBRATION`` (None if empty), else
     ``~/.cache/torchrec_hkv/calibration-cuda.json`` or ``calibration-cpu.json``
     (``XDG_CACHE_HOME`` replaces ``~/.cache``)."""
-    told = os.environ.get(VARIABLE)
-    if told is not None:
-        return Path(told) if told else None
+    configured = os.environ.get(VARIABLE)
+    if configured is not None:
+        return Path(configured) if configured else None
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "torchrec_hkv" / f"calibration-{device_type}.json"
 

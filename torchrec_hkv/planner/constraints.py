@@ -230,8 +230,8 @@ def _candidates(
     candidates = []
     for name, own in found.items():
         for one in own or [registry.get(name).options_type()]:
-            told = registry.get(name).describe(one) or "defaults"
-            label = f"{name} ({told})" if len(own) > 1 else name
+            text = registry.get(name).describe(one) or "defaults"
+            label = f"{name} ({text})" if len(own) > 1 else name
             candidates.append(Candidate(name, one, label, is_choice and len(own) < 2))
     return tuple(candidates)
 

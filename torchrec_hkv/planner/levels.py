@@ -61,10 +61,10 @@ def levels_of(
     Left out are options that fit no rank, and those that lose more than their table may.
 
     Args:
-        options: of all tables.
-        topology: of the ranks, with what they have for tables.
-        loss: of an option.
-        most_loss: of an option's table; None: no bound.
+        options: options of all tables.
+        topology: topology of the ranks, with what they have for tables.
+        loss: loss of an option.
+        most_loss: maximal loss of an option's table; None: no bound.
     """
     hbm = max(device.storage.hbm for device in topology.devices)
     host = max(device.storage.ddr for device in topology.devices)

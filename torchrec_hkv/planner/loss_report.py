@@ -76,7 +76,7 @@ def _more(
     enumerator: BackendEnumerator,
     memory: str,
 ) -> str:
-    """What one more GiB, spread over the ranks, would change."""
+    """The effect of one more GiB, spread over the ranks."""
     if wider is None:
         return ""
     then, begin = enumerator.loss(wider), f"1 GiB more {memory} over all ranks would "

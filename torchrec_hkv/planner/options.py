@@ -59,8 +59,8 @@ class BackendShardingOption(ShardingOption):
 
     def storage_hash(self) -> int:
         """TorchRec's hash, which identifies options in saved plans, made unique by backend."""
-        told = registry.get(self.backend).describe(self.backend_options)
-        return super().storage_hash() ^ zlib.crc32(f"{self.label} {told}".encode())
+        text = registry.get(self.backend).describe(self.backend_options)
+        return super().storage_hash() ^ zlib.crc32(f"{self.label} {text}".encode())
 
 
 def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:

@@ -430,7 +430,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         return ReportedModulePlan(shardings, reports, stages, self._replicas)
 
     def _traffic(self, option: ShardingOption) -> Traffic | None:
-        """What crosses between ranks; None where hosts are of different sizes."""
+        """The traffic between ranks; None if hosts have different sizes."""
         local = min(self._topology.local_world_size, self._topology.world_size)
         if self._topology.world_size % local:
             return None

@@ -223,7 +223,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
     def _traffic(self) -> str:
-        """A line with what crosses between ranks, where there are several."""
+        """A line with the bytes sent between ranks; empty for one rank."""
         total = self.traffic()
         if not total.intra_host + total.inter_host:
             return ""
@@ -234,7 +234,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\n{_wrapped(text + _most(across))}\n"
 
     def _syncs(self) -> str:
-        """A line with what a sync sends, where there are replicas."""
+        """A line with the bytes of a sync; empty without replicas."""
         if self.replicas.groups == 1:
             return ""
         ranks = {rank for report in self.reports.values() for rank in report.ranks}
@@ -269,7 +269,7 @@ def _size(count: float) -> str:
 
 
 def _most(sizes: Mapping[str, float]) -> str:
-    """The tables with the most bytes, where there are several."""
+    """The tables with the most bytes; empty for a single table."""
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
     if not largest or len(sizes) < 2:
         return ""

@@ -34,8 +34,8 @@ class Hosts:
     """Ranks on hosts of equal size.
 
     Attributes:
-        ranks: all of them.
-        ranks_of_host: of each host; it divides ``ranks``.
+        ranks: number of all ranks.
+        ranks_of_host: number of ranks of each host; it divides ``ranks``.
     """
 
     ranks: int
@@ -43,30 +43,30 @@ class Hosts:
 
     @property
     def hosts(self) -> int:
-        """Their number."""
+        """The number of hosts."""
         return self.ranks // self.ranks_of_host
 
     def to_all(self, size: float) -> Traffic:
-        """Every rank sends so many bytes to each other rank."""
+        """The traffic if every rank sends ``size`` bytes to each other rank."""
         own = self.ranks_of_host - 1
         return Traffic(size * own, size * (self.ranks - 1 - own))
 
     def to_one(self, size: float) -> Traffic:
-        """Every rank sends so many bytes to one rank."""
+        """The traffic if every rank sends ``size`` bytes to one rank."""
         return self.to_all(size) * (1 / self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a rank's batch asks of a table, and how the table lies over the ranks.
+    """A rank's lookups in a table, and the table's sharding.
 
     Attributes:
-        sharding_type: TorchRec's.
-        dims: columns of each shard.
-        ids: of a rank's batch.
-        bags: of a rank's batch.
-        is_pooled: whether bags come back.
-        replicated_bytes: of the gradient of a table that all ranks hold, at most.
+        sharding_type: TorchRec's sharding type.
+        dims: number of columns of each shard.
+        ids: number of ids in a rank's batch.
+        bags: number of bags in a rank's batch.
+        is_pooled: whether pooled bags are returned.
+        replicated_bytes: maximal bytes of the gradient of a data-parallel table.
     """
 
     sharding_type: str
@@ -83,7 +83,7 @@ class Asked:
 
 
 def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
-    """Of one table: ids and lengths of bags, outputs of the forward and gradients of the backward.
+    """The traffic of one table: ids and lengths of bags, outputs, and gradients.
 
     Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs are taken for a reduce-scatter
     in which each rank sends its part of the sum to each other, as the gradients come back.

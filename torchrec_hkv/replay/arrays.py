@@ -44,8 +44,8 @@ class ArrayLog(Log):
         self.columns = tuple(self._columns)
         lengths = {key: len(array) for key, array in self._columns.items()}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-            raise LogError(f"{name}: its arrays must be of one length, but they have {told} rows.")
+            sizes = ", ".join(f"{key} {length}" for key, length in lengths.items())
+            raise LogError(f"{name}: its arrays must be of one length, but they have {sizes} rows.")
         if not lengths:
             raise LogError(f"{name} has no array of integers of one or two dimensions.")
         self._num_samples = next(iter(lengths.values()))

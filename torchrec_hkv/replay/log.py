@@ -146,7 +146,7 @@ class SortedLog(Log):
 
 
 class WithoutMissing(Log):
-    """A log in which one value stands for an id that is missing."""
+    """A log in which one value marks a missing id."""
 
     def __init__(self, log: Log, missing: int) -> None:
         self._log, self._missing = log, missing

@@ -31,7 +31,7 @@ def open_log(
         separator: separator in text; see :class:`torchrec_hkv.replay.TextLog`.
         header: whether text has a header; see :class:`torchrec_hkv.replay.TextLog`.
         sort_by: a column with times, if the log is not in order of time.
-        missing: an id that stands for a missing id.
+        missing: the value that marks a missing id.
 
     Raises:
         LogError: a log can't be read, or needs a package that is missing.

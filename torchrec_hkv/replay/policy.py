@@ -138,13 +138,13 @@ class Policy:
         """:meth:`options` as Python code, with the eviction and the values that differ from the
         defaults."""
         options, default = self.options(rows), HKVOptions()
-        told = [
+        changed = [
             f"{field.name}={getattr(options, field.name)!r}"
             for field in dataclasses.fields(options)
             if field.name == "eviction"
             or getattr(options, field.name) != getattr(default, field.name)
         ]
-        code = f"HKVOptions({', '.join(told)})"
+        code = f"HKVOptions({', '.join(changed)})"
         return (
             code.replace(", entries=None", "")
             .replace(", sketch_bytes=None", "")

@@ -230,11 +230,11 @@ def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows)
             itertools.pairwise(hit_rates), itertools.pairwise(rows), strict=True
         )
     ]
-    told = []
+    estimates = []
     for at, (hit_rate, count) in enumerate(zip(hit_rates, rows, strict=True)):
         crowding = windows.crowding(count)
         # Interpolate at more rows if the sample has more ids than its share.
         towards = at if crowding > 0 else at - 1
         slope = slopes[min(max(towards, 0), len(slopes) - 1)]
-        told.append(min(max(hit_rate + max(slope, 0.0) * crowding, 0.0), 1.0))
-    return told
+        estimates.append(min(max(hit_rate + max(slope, 0.0) * crowding, 0.0), 1.0))
+    return estimates

@@ -31,7 +31,7 @@ _ATTEMPTS = 10
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """What a call of the model reads. A version is immutable.
+    """The tables and parameters that a call of the model reads; immutable.
 
     Attributes:
         tables: the model's tables of rows.

@@ -96,8 +96,8 @@ class BackendParameterSharding(ParameterSharding):
 
 def _own_dtype(options: BackendOptions) -> torch.dtype | None:
     """The data type of rows that options set for every config; None if they use the config's."""
-    told = {options.dtype_for(dtype) for dtype in (torch.float32, torch.float16)}
-    return told.pop() if len(told) == 1 else None
+    dtypes = {options.dtype_for(dtype) for dtype in (torch.float32, torch.float16)}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def tag_of(table: ShardedEmbeddingTable) -> TableTag | None:

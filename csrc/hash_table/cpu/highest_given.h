@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The highest score given for each id of a batch, by table, positions that are passed over aside.
+// The highest score given for each id of a batch, by table, positions that are skipped aside.
 // Built when first asked, by any thread: most calls refuse nothing.
 class HighestGiven {
  public:

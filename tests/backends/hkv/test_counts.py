@@ -1,4 +1,4 @@
-"""Counts in a ``state_dict`` take as many bytes over any ranks, and each of 8 shards has room."""
+"""Counts in a ``state_dict`` take equal bytes on any number of ranks, and up to 8 shards fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``HKVOptions(dense=True)``: all rows are there, lie open by number, and stay."""
+"""``HKVOptions(dense=True)``: all rows exist, are exposed by row number, and stay."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_tables_with_and_without_a_cache_in_one_group(device_type):
 
 @pytest.mark.parametrize("autograd", [torch.no_grad, torch.inference_mode])
 def test_without_autograd_nothing_is_counted(device_type, autograd):
-    """A cache that is chosen anew by every second training lookup."""
+    """A cache whose rows are selected again by every second training lookup."""
     lookup = make(device_type, shards=[shard(cache_populate_every=2)])
     bags = skewed_bags(device_type)
     call(lookup, bags)

@@ -1,4 +1,4 @@
-"""A restarted writer goes on with a delta where it can, and with a base elsewhere."""
+"""A restarted writer continues with a delta if possible, otherwise with a base."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _go_on(rank, world_size, device, folder, options, steps):
     model = make_tables(world_size, device, "row_wise", expire_after=3)
     writer = checkpoint.DeltaWriter(model, folder, model.fused_optimizer, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of states that start anew
+        warnings.simplefilter("ignore")  # of states that are reset
         assert writer.resume() == 0
     state = checkpoint.digest(model), held(model, "adam")
     return state, _steps(model, rank, device, writer, steps)

@@ -1,4 +1,4 @@
-"""When a DeltaWriter writes, what it keeps, and what it goes on from."""
+"""When a DeltaWriter writes, what it keeps, and how it resumes."""
 
 from __future__ import annotations
 

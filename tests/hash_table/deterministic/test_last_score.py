@@ -22,7 +22,7 @@ def threads(request):
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_against_a_dictionary(device_type, threads, call, new):
-    """Ids stand at all ends of a call, so that threads that share it meet at each of them."""
+    """Ids repeat across the whole call, so that several threads process each of them."""
     if new and call == "assign_scores":
         pytest.skip("it inserts nothing")
     table = HashTable(2, 1000, device=device_type, eviction="customized", deterministic=True)

@@ -1,4 +1,4 @@
-"""Deterministic mode is asked for by a truth value, in any of three places."""
+"""Deterministic mode is requested by a bool, in any of three places."""
 
 import pytest
 

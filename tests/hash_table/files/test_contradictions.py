@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.files.shard_files import ShardReader, ShardWriter, 
 
 
 def rewrite(folder, change):
-    """Writes the only shard of a table anew, with right checksums."""
+    """Rewrites the only shard of a table, with correct checksums."""
     manifest = Manifest.read(folder)
     (shard,) = manifest.shards
     fields = fields_of(4, torch.float32, 0, False)

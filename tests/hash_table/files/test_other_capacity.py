@@ -1,4 +1,4 @@
-"""Into another capacity entries are placed anew; what finds no place ranks below what is there."""
+"""A load into another capacity inserts the entries again; it drops those of the lowest scores."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ NUMBERS = [1, 2, 7, 64]
 
 
 class Twins:
-    """A group, and a table by itself like each of its own. Big enough that nothing is evicted."""
+    """A group, and a single table like each of its tables, large enough that nothing is evicted."""
 
     def __init__(self, number: int, device: str) -> None:
         self.device, self.initializer = device, Uniform(-1, 1)

@@ -33,7 +33,7 @@ def test_counts_outlive_growth(device_type, admission):
 
 
 def test_ids_that_are_not_admitted_need_little_room(device_type):
-    """A look counts all new ids of its batch: a table has room for one such batch, not for all."""
+    """A lookup counts all new ids of its batch; the table holds one batch, not all."""
     admission = MinFrequency(2, entries=400_000)
     table = HashTable(1, 1 << 16, initial_capacity=1024, admission=admission, device=device_type)
     for part in id_stream("hashed", 40_000).to(device_type).split(400):

@@ -43,7 +43,7 @@ def test_stream(device_type, capacity, initial, dim):
 
 
 def test_scores_follow(device_type):
-    """Counts of ids go on over growth."""
+    """Growth keeps the counts of ids."""
     table = make(device_type, 4000, eviction="lfu", initial_capacity=60)
     pool = distinct_ids(1500, device_type)
     counts = dict.fromkeys(pool.tolist(), 0)

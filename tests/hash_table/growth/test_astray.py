@@ -1,6 +1,6 @@
-"""Ids whose two hashes give one bucket stand in the next one too; growth finds them a new place.
+"""Ids whose two hashes give the same bucket may be in the next bucket; growth moves them correctly.
 
-They are rare, so that a table of random ids hardly tests it: here all ids are of that kind.
+Such ids are rare in a table of random ids, so all ids of this test are of that kind.
 """
 
 import itertools

@@ -9,7 +9,7 @@ from tests.support.tables import make
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("batch", [90, 1000, 8000])
 def test_first_eviction(device_type, stream, batch):
-    """Large batches in the order of their ids: otherwise a GPU's threads decide who finds room."""
+    """Large batches insert in order: otherwise a GPU's threads decide which ids get a slot."""
     in_order = batch >= 1000
     table = make(device_type, 10_000, dim=1, initial_capacity=64, deterministic=in_order)
     assert table.num_slots < 400

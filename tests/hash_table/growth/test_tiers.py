@@ -1,4 +1,4 @@
-"""Rows that lie in HBM and rows that lie in host memory grow alike, for every split."""
+"""Tables grow in the same way with rows in HBM, in host memory, or in both."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A new id gets a slot once it has been asked for often enough, counted exactly."""
+"""A new id gets a slot after enough lookups, counted exactly."""
 
 import pytest
 import torch

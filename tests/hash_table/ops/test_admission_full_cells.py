@@ -1,5 +1,5 @@
-"""Where all cells that an id may have are taken, the lowest count makes room; none is admitted too
-early, and what asks often gets in."""
+"""If all cells of an id are taken, the lowest count is replaced. No id is admitted too early, and
+frequent ids are admitted."""
 
 import collections
 
@@ -48,7 +48,7 @@ def test_one_id_of_a_call_in_full_cells(device_type):
 
 
 def test_more_new_ids_in_a_call_than_cells(device_type):
-    """What a call has counted stays: of the others each is forgotten, and counts anew."""
+    """Cells of the present call stay; other ids lose their cell and are counted from zero."""
     table = make(device_type, 512, admission=MinFrequency(2, entries=8))
     ids = distinct_ids(100, device_type)
     table.find_or_insert(ids)

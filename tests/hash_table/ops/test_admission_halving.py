@@ -30,7 +30,7 @@ def test_halved_in_every_fourth_call(device_type, where, count):
 
 @pytest.mark.parametrize("where", WHERE, ids=["cells", "sketch"])
 def test_old_counts_fade(device_type, where):
-    """An id that is asked for once in many calls never gets in."""
+    """An id with one lookup in many calls is never admitted."""
     table = make(device_type, admission=MinFrequency(3, halve_every=2, **where))
     ids = distinct_ids(20, device_type)
     for _ in range(20):

@@ -39,7 +39,7 @@ def test_admits_what_the_model_admits(device_type, count, sketch_bytes):
 
 @pytest.mark.parametrize("count", [2, 10, 400])
 def test_never_too_low(device_type, count):
-    """An id that was asked for often enough is in, however small the sketch."""
+    """An id with enough lookups is admitted, however small the sketch."""
     table = make(device_type, 4096, admission=MinFrequency(count, sketch_bytes=256))
     pool = distinct_ids(800, device_type)
     asked: collections.Counter[int] = collections.Counter()
@@ -53,7 +53,7 @@ def test_never_too_low(device_type, count):
 
 @pytest.mark.parametrize("sketch_bytes", [1 << 12, 1 << 14])
 def test_too_high_within_the_bound(device_type, sketch_bytes):
-    """Ids that were asked for once are admitted as often as the documented bound allows."""
+    """Ids with one lookup are admitted at most as often as the documented bound allows."""
     width = sketch_bytes // 4
     asked = 2 * width
     count = 1 + math.ceil(math.e * asked / width)  # of 1, too high by more than e * asked / width

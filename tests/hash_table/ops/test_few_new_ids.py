@@ -1,4 +1,4 @@
-"""New ids that are few beside the slots, and stand at several positions of a call."""
+"""A few new ids in a large table, at several positions of a call."""
 
 import pytest
 import torch

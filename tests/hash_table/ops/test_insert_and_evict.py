@@ -99,7 +99,7 @@ def test_dtypes_and_shapes(device_type):
 
 
 def test_untrimmed(device_type):
-    """The same entries, with room for as many as were given, and their number on the device."""
+    """The same entries, in tensors as long as the input, with their number on the device."""
     trimmed, padded = (make(device_type, 64, dim=3, eviction="customized") for _ in range(2))
     ids = distinct_ids(64 + 50, device_type)
     rows = random_rows(trimmed, len(ids))

@@ -1,4 +1,4 @@
-"""A call that is refused does not count: ages and LRU scores go on as if it had not been made."""
+"""A refused call does not count: ages and LRU scores are as without it."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def probability(places: torch.Tensor, number: int) -> float:
 
 
 def buckets(device: str, ids: torch.Tensor) -> torch.Tensor:
-    """Each id's bucket in a table so empty that all find room in their first."""
+    """Each id's bucket in a table so empty that all are in their first bucket."""
     table = make(device, CAPACITY, dim=1)
     slots, _ = table.find_or_insert_slots(ids.to(device))
     return slots // 64

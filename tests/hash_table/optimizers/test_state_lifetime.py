@@ -28,7 +28,7 @@ def _train(group, pool, steps, seed):
 
 
 def _equal(group, other, table):
-    """Entry by entry: where ids stand is a matter of chance on a GPU."""
+    """Compares entries by id, because slots are random on a GPU."""
     ours, theirs = (_entries(each.export_table(table)) for each in (group, other))
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name

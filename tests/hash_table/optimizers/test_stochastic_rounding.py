@@ -1,24 +1,16 @@
-"""16-bit rows are rounded up or down by chance, so that small steps are not lost on average."""
+"""16-bit and int8 rows are rounded up or down at random, so that small steps are not lost."""
 
 import pytest
 import torch
 
-from tests.support.batches import Bags, lookup, random_ids
+from tests.support.batches import random_ids
+from tests.support.narrow_rows import narrow_group, train_rows
 from tests.support.row_training import read_rows
-from torchrec_hkv.hash_table import SGD, Adam, Constant, TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, Adam, Constant, Uniform
 
 DTYPES = [torch.float16, torch.bfloat16]
+NARROW = [*DTYPES, torch.int8]
 N = 5000
-
-
-def _group(dtype, device, optimizer, dim=4, capacity=6000, initializer=None, name="t"):
-    spec = TableSpec(name, capacity, dim, initializer=initializer, dtype=dtype)
-    return TableGroup([spec], [0], optimizer, device=device)
-
-
-def _train(group, ids, grad, learning_rate=1.0):
-    bags = Bags(ids, torch.arange(len(ids) + 1), len(ids)).to(group.device)
-    lookup(group, bags, learning_rate=learning_rate).backward(grad.to(group.device))
 
 
 def _neighbours(dtype, value):
@@ -36,10 +28,12 @@ def _neighbours(dtype, value):
 def test_the_mean_is_exact(device_type, dtype, share, start):
     low, high = _neighbours(dtype, start * 1.001)
     value = low + share * (high - low)
-    group = _group(dtype, device_type, SGD(stochastic_rounding=True), initializer=Constant(start))
+    group = narrow_group(
+        dtype, device_type, SGD(stochastic_rounding=True), initializer=Constant(start)
+    )
     ids = random_ids(N)
     grad = torch.full((N, 4), start, dtype=torch.double) - value
-    _train(group, ids, grad.float())
+    train_rows(group, ids, grad.float())
     rows, _ = read_rows(group, ids)
     # What float32 arithmetic made of the step.
     value = float(torch.tensor(start).float() - grad[0, 0].float())
@@ -55,49 +49,54 @@ def test_the_mean_is_exact(device_type, dtype, share, start):
         assert float(same.double().mean()) == pytest.approx(alike, abs=five_sigma)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def _moved(dtype, device, optimizer):
+    """How far 64 steps of 2^-13 move rows of ones on average. The first column stays: it keeps the
+    scale of int8 rows."""
+    group = narrow_group(dtype, device, optimizer, dim=64, initializer=Constant(1.0))
+    ids = torch.arange(2000)
+    grad = torch.full((2000, 64), 2.0**-13)
+    grad[:, 0] = 0.0
+    for _ in range(64):
+        train_rows(group, ids, grad)
+    return 1 - float(read_rows(group, ids)[0][:, 1:].mean())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
 def test_small_steps_add_up(device_type, dtype):
-    """To the nearest, none of them would move the row."""
-    moved = {}
-    for stochastic in (False, True):
-        group = _group(
-            dtype,
-            device_type,
-            SGD(stochastic_rounding=stochastic),
-            dim=64,
-            initializer=Constant(1.0),
-        )
-        ids = torch.arange(2000)
-        for _ in range(64):
-            _train(group, ids, torch.full((2000, 64), -(2.0**-13)))
-        moved[stochastic] = float(read_rows(group, ids)[0].mean()) - 1
-    assert moved[False] == 0.0
-    assert moved[True] == pytest.approx(64 * 2.0**-13, rel=0.02)
+    # int8 rows are rounded stochastically without an argument.
+    optimizer = SGD() if dtype == torch.int8 else SGD(stochastic_rounding=True)
+    moved = _moved(dtype, device_type, optimizer)
+    assert moved == pytest.approx(64 * 2.0**-13, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_steps_are_lost_to_the_nearest_value(device_type, dtype):
+    assert _moved(dtype, device_type, SGD(stochastic_rounding=False)) == 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_values_stay_and_infinite_ones_too(device_type, dtype):
-    group = _group(dtype, device_type, SGD(stochastic_rounding=True), capacity=100)
+    group = narrow_group(dtype, device_type, SGD(stochastic_rounding=True), capacity=100)
     values = torch.tensor([[1.5, -0.25, 0.0, float("inf")], [float("nan"), 2.0**-14, -64.0, 7.0]])
     for _ in range(20):
-        _train(group, torch.tensor([1, 2]), -values)
+        train_rows(group, torch.tensor([1, 2]), -values)
         rows, _ = read_rows(group, torch.tensor([1, 2]))
         torch.testing.assert_close(rows, values.double(), rtol=0, atol=0, equal_nan=True)
-        _train(group, torch.tensor([1, 2]), torch.where(values.isfinite(), values, 0.0))
+        train_rows(group, torch.tensor([1, 2]), torch.where(values.isfinite(), values, 0.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_chance_is_a_function_of_seed_table_id_column_and_step(device_type, dtype):
-    """Not of capacity, order or number of threads."""
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rounding_depends_on_seed_table_and_step_only(device_type, dtype):
+    """Capacity, order and number of threads don't matter."""
     ids = random_ids(500)
     gradients = torch.randn(3, 500, 5)
 
     def rows(order, seed=1, name="t", capacity=600, skipped=0):
         optimizer = SGD(stochastic_rounding=True, rounding_seed=seed)
-        group = _group(dtype, device_type, optimizer, 5, capacity, Constant(1.0), name)
+        group = narrow_group(dtype, device_type, optimizer, 5, capacity, Constant(1.0), name)
         group.optimizer_steps.add_(skipped)
         for grad in gradients:
-            _train(group, ids[order], grad[order], learning_rate=1e-3)
+            train_rows(group, ids[order], grad[order], learning_rate=1e-2)
         return read_rows(group, ids)[0]
 
     forward = torch.arange(500)
@@ -107,24 +106,23 @@ def test_chance_is_a_function_of_seed_table_id_column_and_step(device_type, dtyp
         assert float((other != once).double().mean()) > 0.1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", NARROW)
 def test_states_stay_in_float32(device_type, dtype):
-    """They are those of float32 rows, as long as gradients do not depend on rows."""
+    """States equal those of float32 rows if gradients do not depend on rows."""
     ids = random_ids(100)
+    optimizer = Adam() if dtype == torch.int8 else Adam(stochastic_rounding=True)
     groups = [
-        TableGroup(
-            [TableSpec("t", 200, 6, initializer=Uniform(-1, 1), dtype=of_rows)],
-            [0],
-            Adam(stochastic_rounding=True),
-            device=device_type,
-        )
-        for of_rows in (dtype, torch.float32)
+        narrow_group(rows, device_type, optimizer, 6, 200, Uniform(-1, 1))
+        for rows in (dtype, torch.float32)
     ]
     for _ in range(5):
         grad = torch.randn(100, 6)
         for group in groups:
-            _train(group, ids, grad, learning_rate=0.01)
+            train_rows(group, ids, grad, learning_rate=0.01)
     (rows, states), (exact_rows, exact_states) = (read_rows(group, ids) for group in groups)
     assert torch.equal(states, exact_states)
-    torch.testing.assert_close(rows, exact_rows, rtol=0.02, atol=0.02)
+    tolerance = (
+        {"rtol": 0, "atol": 6 / 127} if dtype == torch.int8 else {"rtol": 0.02, "atol": 0.02}
+    )
+    torch.testing.assert_close(rows, exact_rows, **tolerance)
     assert not torch.equal(rows, exact_rows)

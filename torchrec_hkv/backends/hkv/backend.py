@@ -60,9 +60,9 @@ class HKVBackend(Backend):
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = options_of(shard)
         if shard.capacity < 1 and not options.dense:
-            told = "num_embeddings" if options.capacity is None else "capacity"
+            size = "num_embeddings" if options.capacity is None else "capacity"
             raise ValueError(
-                f"table '{shard.name}': {told} is {shard.num_embeddings}, but must be at least 1 "
+                f"table '{shard.name}': {size} is {shard.num_embeddings}, but must be at least 1 "
                 "for each rank that the rows are spread over; it is the capacity of the hash table "
                 "in rows."
             )
@@ -162,7 +162,7 @@ class HKVBackend(Backend):
 
     def loads(self, what: str, saved: Any, own: Any) -> bool:
         if what == "optimizer" and saved is None:
-            return True  # there are no states, and all start anew
+            return True  # the states are reset
         return reads_files_of(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:

@@ -1,8 +1,8 @@
 """Admission counters in a ``state_dict``, with sizes that do not depend on the number of ranks.
 
-The counters of a table have the same size on each of its row shards. The state has room for the
-counters of :data:`MOST_SHARDS` row shards. Each shard owns a whole number of these rooms and stores
-its counters in the first. With more shards than that, some own no room; their counters are not
+The counters of a table have the same size on each of its row shards. The state has space for the
+counters of :data:`MOST_SHARDS` row shards. Each shard owns a whole number of these parts and stores
+its counters in the first. With more shards than that, some own no part; their counters are not
 saved and start from zero after a load.
 """
 
@@ -34,7 +34,7 @@ def counts_name(kind: Kind) -> str:
 
 
 def counts_spec(shard: TableShard, admission: Admission | None) -> dict[str, TensorSpec]:
-    """The tensor of a shard; empty if the table counts nothing or the shard owns no room."""
+    """The tensor of a shard; empty if the table counts nothing or the shard owns no part."""
     kind = kind_of(admission)
     rows = shard.num_embeddings
 
@@ -43,10 +43,10 @@ def counts_spec(shard: TableShard, admission: Admission | None) -> dict[str, Ten
 
     if kind is None:
         return {}
-    rooms = at(shard.row_offset + shard.capacity) - at(shard.row_offset)
-    if rooms == 0:
+    parts = at(shard.row_offset + shard.capacity) - at(shard.row_offset)
+    if parts == 0:
         return {}
-    return {counts_name(kind): TensorSpec((rooms * kind.bytes,), torch.uint8)}
+    return {counts_name(kind): TensorSpec((parts * kind.bytes,), torch.uint8)}
 
 
 def export_counts(group: TableGroup, table: int, spec: TensorSpec) -> Tensor:

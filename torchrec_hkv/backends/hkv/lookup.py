@@ -17,12 +17,19 @@ from torchrec_hkv.backends.hkv.rows import RowsById
 from torchrec_hkv.backends.hkv.state import HEAD, StateLoad, export_state, saved_clock
 from torchrec_hkv.backends.hkv.table import initializer_of, options_of, state_of, table_spec
 from torchrec_hkv.backends.optimizers import hash_table_optimizer
-from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
+from torchrec_hkv.backends.protocol import (
+    DeviceCounters,
+    GroupLookup,
+    OptimizerSpec,
+    StorageBytes,
+    TableShard,
+)
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.digest import table_digest
 from torchrec_hkv.hash_table.files.manifest import OWNERS
+from torchrec_hkv.hash_table.groups.counters import DEVICE_COUNTS
 
 
 class HKVLookup(RowsById, GroupLookup):
@@ -230,8 +237,8 @@ class HKVLookup(RowsById, GroupLookup):
         """
         self._group.reserve(self._index[key], rows)
 
-    def device_counters(self) -> tuple[Sequence[str], Tensor]:
-        return list(self._index), self._group.device_counters()
+    def device_counters(self) -> DeviceCounters:
+        return DeviceCounters(list(self._index), DEVICE_COUNTS, self._group.device_counters())
 
     def capacity(self, key: str) -> int:
         return self._group.full_slots(self._index[key])

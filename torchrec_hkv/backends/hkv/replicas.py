@@ -16,7 +16,7 @@ class HashTablesSync(ReplicaSync):
     """A group of hash tables.
 
     Args:
-        group: of this replica.
+        group: group of this replica.
         by_id: indices of the tables whose rows are reconciled by id.
         dense: all others.
         process_group: the ranks that hold the same shards.

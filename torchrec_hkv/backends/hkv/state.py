@@ -142,7 +142,7 @@ def _export_state(
 
 
 def head_of(group: TableGroup, table: int) -> Tensor:
-    """What is said of the whole table."""
+    """The tensor ``"table_state"``: properties of the whole table."""
     first = _FORMAT | group.epoch << _EPOCH_BIT
     step = int(group.optimizer_steps[table])
     return torch.tensor([first, group.state_layout, step, group.clock])

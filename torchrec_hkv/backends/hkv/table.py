@@ -56,8 +56,8 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
 
 def hbm_bytes_of(shard: TableShard, optimizer: OptimizerSpec | None) -> int | None:
     """Limit of the table's HBM in bytes; None for no limit."""
-    told = options_of(shard).hbm_bytes
-    return memory_of(shard, optimizer).least_hbm_bytes if told == "index" else told
+    given = options_of(shard).hbm_bytes
+    return memory_of(shard, optimizer).least_hbm_bytes if given == "index" else given
 
 
 def _slots_wanted(shard: TableShard) -> int:

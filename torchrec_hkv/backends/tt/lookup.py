@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_hkv.backends.protocol import (
+    CachedLookup,
     GroupLookup,
     OptimizerSpec,
     StorageBytes,
@@ -34,7 +35,7 @@ from torchrec_hkv.tensor_train.replicas import Replicas, replicated_lookup
 _FORMAT = 1
 
 
-class TTLookup(GroupLookup):
+class TTLookup(CachedLookup, GroupLookup):
     """A group of Tensor-Train tables on one rank."""
 
     def __init__(

@@ -14,8 +14,8 @@ class CoresSync(ReplicaSync):
     """A group of Tensor-Train tables.
 
     Args:
-        cores: of all tables of this replica.
-        states: of the optimizer.
+        cores: cores of all tables of this replica.
+        states: states of the optimizer.
         step: int64 ``[1]``, updates so far.
         process_group: the ranks that hold the same tables.
     """

@@ -159,9 +159,9 @@ class _ByNumber:
         unknown = sorted(set(states) - {"momentum1", *_SECOND})
         wrong = [state for state in self._states if state.shape[0] != rows]
         if unknown or wrong:
-            told = repr(unknown[0]) if unknown else f"{wrong[0].key!r} of shape {wrong[0].shape}"
+            state = repr(unknown[0]) if unknown else f"{wrong[0].key!r} of shape {wrong[0].shape}"
             raise ValueError(
-                f"Table {self.name!r} has an optimizer state {told}, which can't be converted: "
+                f"Table {self.name!r} has an optimizer state {state}, which can't be converted: "
                 "leave states out by --without states."
             )
         if not self._states:
@@ -294,12 +294,12 @@ class _ById:
             self._tensors.pop("scores", None)
 
     def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
-        told = optimizer_of_layout(self._head[1])
-        if given is not None and told is not None and given != told.name:
+        saved = optimizer_of_layout(self._head[1])
+        if given is not None and saved is not None and given != saved.name:
             raise ValueError(
-                f"Table {self.name!r} has the states of {told.kind}, but --optimizer is {given!r}."
+                f"Table {self.name!r} has the states of {saved.kind}, but --optimizer is {given!r}."
             )
-        return told
+        return saved
 
     def source(self) -> SourceTable:
         """The table as a conversion reads it."""

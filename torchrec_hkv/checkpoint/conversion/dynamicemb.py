@@ -189,13 +189,13 @@ class _DumpedTable:
         return str(self._arguments.get("evict_strategy", "")).rpartition(".")[2]
 
     def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
-        told = _OPTIMIZERS.get(str(self._arguments.get("opt_type", "")).lower())
-        if given is None and told is None and self._has_states:
+        saved = _OPTIMIZERS.get(str(self._arguments.get("opt_type", "")).lower())
+        if given is None and saved is None and self._has_states:
             raise ValueError(
                 f"The dump of table {self._dump.table!r} does not say whose optimizer's states it "
                 "has: name it by --optimizer, or leave them out by --without states."
             )
-        name = given or told
+        name = given or saved
         return None if name is None else OptimizerSpec(name)
 
     def _find_eviction(self, given: Eviction | None) -> Eviction:

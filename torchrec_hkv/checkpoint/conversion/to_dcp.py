@@ -105,10 +105,10 @@ class _Table:
                 highest = max(highest, int(batch["ids"].max()))
         rows = max(highest + 1, 1) if given is None else given
         if lowest < 0 or highest >= rows or rows > 1 << 40:
-            told = f"0 to {rows - 1}" if given is not None else "from 0 on, below 2^40"
+            rule = f"0 to {rows - 1}" if given is not None else "from 0 on, below 2^40"
             raise ValueError(
                 f"Table {self._table.name!r} has ids {lowest if lowest < 0 else 0} to {highest}, "
-                f"but a stock table has rows {told}: convert it to a file of ids and rows, such as "
+                f"but a stock table has rows {rule}: convert it to a file of ids and rows, such as "
                 "NAME.parquet."
             )
         return rows

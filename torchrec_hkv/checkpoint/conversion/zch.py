@@ -17,7 +17,7 @@ _ROWS = "_mch_remapped_ids_mapping"
 _COUNTS = "_mch_counts"
 _LAST = "_mch_last_access_iter"
 _IDENTITIES = "_hash_zch_identities"
-#: Values that stand for no id.
+#: Values that mark a missing id.
 _NO_RAW_ID = torch.iinfo(torch.int64).max
 _NO_IDENTITY = -1
 _KEY = re.compile(

@@ -61,7 +61,7 @@ class ChangeTracker:
         # First open step at the last look. None: the next look treats everything as changed.
         self._first_open: int | None = None
         self._rewrites = 0
-        group.tell_changes(self)
+        group.add_listener(self)
 
     def forget(self) -> None:
         """Makes the next look treat the whole table as changed."""

@@ -12,8 +12,8 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.table_spec import TableState
 
 
-class ToldOfChanges(Protocol):
-    """Is told of entries that change without being looked up; held weakly."""
+class ChangeListener(Protocol):
+    """Gets notified of entries that change without a lookup; held by a weak reference."""
 
     def note_changed(self, table: int, slots: Tensor) -> None:
         """Called after the change.
@@ -30,11 +30,11 @@ class GroupContents:
     _group: _C.TableGroup
     _rewrites = 0
     _restores = 0
-    _told: weakref.WeakSet[ToldOfChanges] | None = None
+    _listeners: weakref.WeakSet[ChangeListener] | None = None
 
     @property
     def rewrites(self) -> int:
-        """How often rows may have changed without a lookup, as when a table is loaded."""
+        """Number of times that rows may have changed without a lookup, such as by a load."""
         return self._rewrites
 
     def note_rewrite(self) -> None:
@@ -52,12 +52,12 @@ class GroupContents:
         """Counts a call that puts entries into slots without a lookup. Call it before."""
         self._restores += 1
 
-    def tell_changes(self, told: ToldOfChanges) -> None:
-        """From now on tells somebody of entries that change without being looked up, where
-        :meth:`note_rewrite` is not called for the whole table."""
-        if self._told is None:
-            self._told = weakref.WeakSet()
-        self._told.add(told)
+    def add_listener(self, listener: ChangeListener) -> None:
+        """Registers an object that gets notified of entries that change without a lookup, unless
+        :meth:`note_rewrite` is called for the whole table."""
+        if self._listeners is None:
+            self._listeners = weakref.WeakSet()
+        self._listeners.add(listener)
 
     def note_changed(self, table: int, slots: Tensor) -> None:
         """Called after entries have changed that were not looked up in the same step.
@@ -66,8 +66,8 @@ class GroupContents:
             table: index of the table.
             slots: int64, counted from the table's first.
         """
-        for told in self._told or ():
-            told.note_changed(table, slots)
+        for listener in self._listeners or ():
+            listener.note_changed(table, slots)
 
     def ids_and_steps(self, table: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and last steps of slots. Values of free slots are undefined.

@@ -152,7 +152,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         self._group.set_clock(clock)
 
     def advance_clock(self, clock: int) -> None:
-        """Puts the number of the last call forward, as if so many calls had looked up nothing.
+        """Advances the clock, as if calls in between had looked up nothing.
 
         Raises:
             ValueError: it is less than :attr:`clock`, or the backward of a lookup is still to come.

@@ -20,11 +20,11 @@ class Changed:
 
     Attributes:
         touched: ids that were looked up or restored; first those that are new.
-        slots: int64, where they are, counted from the table's first slot.
-        num_new: how many were not in the table at the last sync.
-        left: ids that were in it then, and are not now.
-        old_scores: of the touched that are not new, what their scores were then; None where scores
-            are not summed.
+        slots: their slots, int64, counted from the table's first slot.
+        num_new: number of touched ids that were not in the table at the last sync.
+        left: ids that were in the table at the last sync and are not in it now.
+        old_scores: scores at the last sync, of touched ids that are not new; None if scores are not
+            summed.
     """
 
     touched: Tensor
@@ -57,7 +57,7 @@ class ReplicaChanges:
         self._first_open: int | None = None
         self._rewrites = 0
         self._changed: list[Tensor] = []
-        group.tell_changes(self)
+        group.add_listener(self)
         self.restart()
 
     def restart(self) -> None:

@@ -30,9 +30,9 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
     """Merges the ids of all replicas by one sort.
 
     Args:
-        kinds: of each replica, distinct ids that it touched and that are new to it; that it touched
-            and had before; that left it.
-        own: which of the replicas is this one.
+        kinds: for each replica distinct ids in three tensors: touched ids that are new to it, other
+            touched ids, and ids that left it.
+        own: index of this replica.
     """
     parts = [ids for of_replica in kinds for ids in of_replica]
     values, order = torch.cat(parts).sort()

@@ -1,4 +1,4 @@
-"""What replicas agree on for an id, from sums and maxima over them."""
+"""Merges the scores of an id over replicas, by sums and maxima."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def merged_values(
 
 
 class ScoreMerge:
-    """How scores of a policy travel: as numbers to add up, and as numbers to take the highest of.
+    """Converts scores of a policy to numbers that replicas add up or take the maximum of.
 
     Args:
         spec: the table's.
@@ -51,11 +51,11 @@ class ScoreMerge:
         self.adds = sums_scores(spec.eviction)
 
     def lowest(self, n: int, device: torch.device) -> Tensor:
-        """Of ids that a replica does not have, int64 ``[n]``."""
+        """The numbers of ids that a replica does not have, int64 ``[n]``."""
         return torch.full((n,), _LEAST, dtype=torch.int64, device=device)
 
     def highest_of(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
-        """What the highest is taken of, int64 ``[n]``.
+        """The numbers to take the maximum of, int64 ``[n]``.
 
         Args:
             scores: int64 ``[n]``, of ids that a replica has.

@@ -122,11 +122,11 @@ class GroupSync:
             for ids in (look.touched[: look.num_new], look.touched[look.num_new :], look.left)
         ]
         sizes = torch.tensor([group.clock, *map(len, kinds)], device=group.device)
-        told = torch.stack(wire.gather_same(torch.cat([group.optimizer_steps, sizes])))
+        steps_and_sizes = torch.stack(wire.gather_same(torch.cat([group.optimizer_steps, sizes])))
         updates = len(group.tables)
         tables = list(self._tables)
-        group.optimizer_steps[tables] = told[:, tables].amax(dim=0)
-        of_replicas = told[:, updates:].tolist()
+        group.optimizer_steps[tables] = steps_and_sizes[:, tables].amax(dim=0)
+        of_replicas = steps_and_sizes[:, updates:].tolist()
         group.advance_clock(max(clock for clock, *_ in of_replicas))
         lengths = [sum(sizes) for _, *sizes in of_replicas]
         gathered = [

@@ -279,7 +279,7 @@ def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[Part]]
 
     Args:
         tables: their syncs.
-        most_bytes: of the rows of one round.
+        most_bytes: maximal bytes of the rows of one round.
     """
     some: list[Part] = []
     taken = 0

@@ -46,7 +46,7 @@ class Wire:
 
         Args:
             tensor: this replica's.
-            lengths: of all of them, which every replica knows.
+            lengths: lengths of all tensors, which every replica knows.
         """
         padded = tensor
         if tensor.numel() < max(lengths):

@@ -21,7 +21,7 @@ def deduplicate(
         features: any int64 ids; the features of a table are adjacent.
         features_per_table: number of features of each table.
         is_unique: for each table, whether its ids are known to be unique, so that they are not
-            deduplicated. None: none are.
+            deduplicated. None: no table's are.
 
     Returns:
         The unique ids of each table, as one bag of its first feature; if ids have weights, with the

@@ -198,22 +198,22 @@ def check_score_source(table: str, features: Sequence[str], options: BackendOpti
 
 def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: str) -> None:
     """Checks that there is one score for each id."""
-    told = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
+    what = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
     if source not in features.keys():  # noqa: SIM118
-        raise ValueError(f"{told}, which the batch lacks: it has {features.keys()}.")
+        raise ValueError(f"{what}, which the batch lacks: it has {features.keys()}.")
     ids, scores = features[feature], features[source]
     own, its = ids.lengths(), scores.lengths()
     if own.shape != its.shape or ids.values().numel() != scores.values().numel():
         raise ValueError(
-            f"{told}, which has {scores.values().numel()} values in {its.numel()} bags, but must "
+            f"{what}, which has {scores.values().numel()} values in {its.numel()} bags, but must "
             f"have one for each of {ids.values().numel()} ids in {own.numel()} bags."
         )
     if own.device.type == "cuda":
-        torch._assert_async((own == its).all(), f"{told}: its bags must have the same lengths.")
+        torch._assert_async((own == its).all(), f"{what}: its bags must have the same lengths.")
     elif not torch.equal(own, its):
         bag = int((own != its).nonzero()[0])
         raise ValueError(
-            f"{told}, whose bag {bag} has {int(its[bag])} values, but must have one for each of "
+            f"{what}, whose bag {bag} has {int(its[bag])} values, but must have one for each of "
             f"{int(own[bag])} ids."
         )
 

@@ -1,4 +1,9 @@
-"""CUDA stream order of input distribution, lookup and outputs in train pipelines."""
+"""CUDA stream order of input distribution, lookup and outputs in train pipelines.
+
+Some of TorchRec's pipelines run them on different streams with missing dependencies. The
+semi-synchronous pipeline may look up ids that have not arrived. The pipeline that overlaps lookups
+with the optimizer may reuse the memory of outputs before they have been read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 
@@ -24,41 +30,52 @@ class SequenceContext(EmbeddingCollectionContext):
     exchanged_on: torch.cuda.Stream | None = None
 
 
-class FollowsExchange:
-    """Orders input distribution, lookup and consumer of the outputs on the device; a mixin before
-    TorchRec's sharded collections.
+def note_exchange(ctx: Any, device: torch.device | None) -> None:
+    """Records the stream of a batch's input distribution, at its start. Pipelines finish it on the
+    same stream.
 
-    Some of TorchRec's pipelines run them on different streams with missing dependencies. The
-    semi-synchronous pipeline may look up ids that have not arrived. The pipeline that overlaps
-    lookups with the optimizer may reuse the memory of outputs before they have been read.
+    Args:
+        ctx: context of the batch.
+        device: device of the tables.
     """
+    if device is not None and device.type == "cuda":
+        ctx.exchanged_on = torch.cuda.current_stream(device)
 
-    _device: torch.device | None
 
-    def input_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Starts the input distribution, and records its stream."""
-        self._note_stream(ctx)
-        return super().input_dist(ctx, *args, **kwargs)  # type: ignore[misc]
+def follow_exchange(
+    ctx: Any, input: KJTList, device: torch.device | None
+) -> torch.cuda.Stream | None:
+    """Makes the current stream, on which a batch will be looked up, wait for the batch's ids.
 
-    def _note_stream(self, ctx: Any) -> None:
-        """Records the stream of an input distribution. Pipelines finish it on the same stream."""
-        if self._device is not None and self._device.type == "cuda":
-            ctx.exchanged_on = torch.cuda.current_stream(self._device)
+    Args:
+        ctx: context of the batch.
+        input: the ids.
+        device: device of the tables.
 
-    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
-        """Looks up a batch and starts its output distribution, after its ids have arrived."""
-        # The module that contains this one may pass TorchRec's own context.
-        exchanged_on = getattr(ctx, "exchanged_on", None)
-        if exchanged_on is None:
-            return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
-        current = torch.cuda.current_stream(self._device)
-        if current != exchanged_on:
-            current.wait_stream(exchanged_on)
-            input.record_stream(current)
-            ctx.record_stream(current)
-        outputs = super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
-        outputs.callbacks.append(functools.partial(_taken, looked_up_on=current))
-        return outputs
+    Returns:
+        The current stream; None without a GPU.
+    """
+    # The module that contains this one may pass TorchRec's own context.
+    exchanged_on = getattr(ctx, "exchanged_on", None)
+    if exchanged_on is None:
+        return None
+    current = torch.cuda.current_stream(device)
+    if current != exchanged_on:
+        current.wait_stream(exchanged_on)
+        input.record_stream(current)
+        ctx.record_stream(current)
+    return current
+
+
+def follow_lookup(outputs: LazyAwaitable[Any], looked_up_on: torch.cuda.Stream | None) -> None:
+    """Makes the stream that takes the outputs of a lookup wait for the lookup's stream.
+
+    Args:
+        outputs: the outputs.
+        looked_up_on: what :func:`follow_exchange` returned.
+    """
+    if looked_up_on is not None:
+        outputs.callbacks.append(functools.partial(_taken, looked_up_on=looked_up_on))
 
 
 def _taken(

@@ -53,8 +53,8 @@ class Uniqueness:
             ValueError: a table does not exist, or ``unique`` has no effect.
         """
         for field, known in (("unique", tables), ("shard_unique", ours)):
-            told = getattr(self, field)
-            unknown = [] if isinstance(told, bool) else sorted(set(told) - set(known))
+            given = getattr(self, field)
+            unknown = [] if isinstance(given, bool) else sorted(set(given) - set(known))
             if unknown:
                 which = "tables on backends" if field == "shard_unique" else "tables"
                 raise ValueError(
@@ -67,13 +67,13 @@ class Uniqueness:
             )
 
 
-def _names(field: str, told: Tables) -> bool | Collection[str]:
-    if not isinstance(told, Mapping):
-        return told
-    for table, value in told.items():
+def _names(field: str, given: Tables) -> bool | Collection[str]:
+    if not isinstance(given, Mapping):
+        return given
+    for table, value in given.items():
         if not isinstance(value, bool):
             raise ValueError(f"{field} of table {table!r} is {value!r}: it must be True or False.")
-    return tuple(table for table, value in told.items() if value)
+    return tuple(table for table, value in given.items() if value)
 
 
 def check_batch(

@@ -61,8 +61,8 @@ class BackendKernel(FusedOptimizerModule):
         self._emb_module: GroupLookup = backend.create_lookup(
             self.shards, self._feature_table_map, optimizer, device
         )
-        told = fused_params.get(OUTPUT_DTYPE)
-        self._emb_module.set_output_dtype(output_dtype(self.shards[0].name, told))
+        output = fused_params.get(OUTPUT_DTYPE)
+        self._emb_module.set_output_dtype(output_dtype(self.shards[0].name, output))
         # A table with several column shards on this rank has one placeholder.
         notice = clip_notice([shard.name for shard in self.shards], optimizer)
         self._param_per_table = {

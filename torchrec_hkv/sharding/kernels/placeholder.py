@@ -1,4 +1,4 @@
-"""The parameters that stand for tables whose rows are updated in the backward."""
+"""The parameters that represent tables whose rows are updated in the backward."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TablePlaceholder(nn.Parameter):
 def placeholder(
     dim: int, dtype: torch.dtype, device: torch.device, notice: ClipNotice | None = None
 ) -> nn.Parameter:
-    """Creates the parameter that stands for a table: no rows, ``dim`` columns.
+    """Creates the parameter that represents a table: no rows, ``dim`` columns.
 
     It is marked as a parameter that is updated in backward, so that
     ``in_backward_optimizer_filter`` excludes it from dense optimizers.

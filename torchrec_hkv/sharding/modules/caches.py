@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchrec_hkv.backends import CachedLookup
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 
@@ -31,4 +32,4 @@ def populate_caches(model: nn.Module) -> int:
     lookups = dict.fromkeys(
         lookup for collection in collections for lookup in collection.group_lookups().values()
     )
-    return sum(lookup.populate_caches() for lookup in lookups)
+    return sum(lookup.populate_caches() for lookup in lookups if isinstance(lookup, CachedLookup))

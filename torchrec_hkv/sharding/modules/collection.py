@@ -83,7 +83,7 @@ class BackendCollection:
     #: TorchRec's attribute that holds the configs.
     configs_attribute: ClassVar[str]
 
-    #: What it was made of; set by its sharder.
+    #: The arguments it was created with; set by its sharder.
     recipe: Recipe | None = None
 
     #: Sharding types of which TorchRec asks for all tables by name.

@@ -30,34 +30,34 @@ from torchrec_hkv.sharding.validation import replicas_synced
 
 
 class DMPCollection(model_parallel.DMPCollection):
-    """TorchRec's ``DMPCollection``, with the arguments of that, for tables of any backend.
+    """TorchRec's ``DMPCollection`` for tables of any backend, with the same arguments.
 
     ``sync()`` averages stock and Tensor-Train tables as TorchRec does, and reconciles rows of hash
-    tables by id: what it sends goes with what was touched since the last sync, not with the size of
-    the table. ``docs/concepts/replicas.md`` has the rules.
+    tables by id: it sends the ids that were touched since the last sync, not the whole table.
+    ``docs/concepts/replicas.md`` has the rules.
 
     It also runs on CPUs, over gloo.
 
     Args:
-        module: to be sharded.
-        device: of the rank.
-        plan: of ``sharding_group_size`` ranks, the same on every rank; its ranks are changed to
-            those of the group.
-        world_size: all ranks.
-        sharding_group_size: ranks of a group, which divides ``world_size``.
-        global_pg: of all ranks.
+        module: the model to shard.
+        device: device of the rank.
+        plan: plan for ``sharding_group_size`` ranks, the same on every rank. Its ranks are replaced
+            by those of the group.
+        world_size: number of all ranks.
+        sharding_group_size: number of ranks of a group; it divides ``world_size``.
+        global_pg: process group of all ranks.
         sharding_strategy: as in TorchRec; on a CPU without ``FULLY_SHARDED``.
         node_group_size: ranks that count as one host for node-aware sharding types.
         sharders: by default :func:`torchrec_hkv.get_default_sharders`.
         init_data_parallel: as in ``DistributedModelParallel``.
-        init_parameters: likewise.
-        data_parallel_wrapper: likewise.
+        init_parameters: as in ``DistributedModelParallel``.
+        data_parallel_wrapper: as in ``DistributedModelParallel``.
         use_inter_host_allreduce: whether a group has consecutive ranks. Otherwise the ranks that
             hold the same shard have consecutive ones.
         custom_all_reduce: averages tensors of stock tables over the replicas, in place.
         submodule_configs: plans and group sizes of modules of some types.
         rs_awaitable_hook_module: as in TorchRec.
-        kwargs: what later versions of TorchRec take.
+        kwargs: further arguments of later versions of TorchRec.
 
     Raises:
         ValueError: ``sharding_group_size`` does not divide ``world_size``, or a table's backend
@@ -149,7 +149,7 @@ class DMPCollection(model_parallel.DMPCollection):
         custom_all_reduce: Any,
         submodule_configs: list[DMPCollectionConfig] | None,
     ) -> None:
-        """What TorchRec's constructor does, which refuses CPUs."""
+        """Does the work of TorchRec's constructor, which refuses CPUs."""
         self._device, self._pg = device, global_pg
         self._global_rank = dist.get_rank(global_pg)
         self._custom_all_reduce = custom_all_reduce

@@ -15,22 +15,28 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
+    LazyAwaitable,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_ours
 from torchrec_hkv.sharding.dists.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.dists.index_dedup import deduplicate
-from torchrec_hkv.sharding.dists.streams import FollowsExchange, SequenceContext
+from torchrec_hkv.sharding.dists.streams import (
+    SequenceContext,
+    follow_exchange,
+    follow_lookup,
+    note_exchange,
+)
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 from torchrec_hkv.sharding.modules.embedding_sharding import SEQUENCE_SHARDINGS
 
 
-class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbeddingCollection):
+class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
     """TorchRec's ShardedEmbeddingCollection, extended for tables on backends."""
 
     tables_attribute = "embeddings"
@@ -95,7 +101,17 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)
+        note_exchange(ctx, self._device)
         return super().input_dist(ctx, features)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up the batch and starts its output distribution."""
+        stream = follow_exchange(ctx, input, self._device)
+        outputs = super().compute_and_output_dist(ctx, input)
+        follow_lookup(outputs, stream)
+        return outputs
 
     def _dedup_indices(
         self,

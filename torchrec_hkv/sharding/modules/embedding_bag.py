@@ -29,7 +29,12 @@ from torchrec_hkv.sharding.dists.awaitables import BatchAwaitable
 from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_ours
 from torchrec_hkv.sharding.dists.features import check_row_numbers, in_order, prepare_features
 from torchrec_hkv.sharding.dists.means import Means, divide
-from torchrec_hkv.sharding.dists.streams import BagContext, FollowsExchange
+from torchrec_hkv.sharding.dists.streams import (
+    BagContext,
+    follow_exchange,
+    follow_lookup,
+    note_exchange,
+)
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.modules.parts import PartedLookup
@@ -40,9 +45,7 @@ from torchrec_hkv.sharding.validation import PlannedTable
 _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
-class BackendEmbeddingBagCollection(
-    BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
-):
+class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollection):
     """TorchRec's ShardedEmbeddingBagCollection, extended for tables on backends."""
 
     tables_attribute = "embedding_bags"
@@ -114,6 +117,7 @@ class BackendEmbeddingBagCollection(
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)
+        note_exchange(ctx, self._device)
         if (
             self._has_uninitialized_input_dist
             or features.variable_stride_per_key()
@@ -124,7 +128,6 @@ class BackendEmbeddingBagCollection(
             with self._without_our_configs():
                 begun = super().input_dist(ctx, features)
         else:
-            self._note_stream(ctx)
             with torch.no_grad():
                 begun = self._begin(ctx, features)
         if self._means:
@@ -172,7 +175,10 @@ class BackendEmbeddingBagCollection(
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the batch, starts the output distribution, and divides row-wise means."""
         self._expect(ctx)
-        return self._with_means(ctx, super().compute_and_output_dist(ctx, input))
+        stream = follow_exchange(ctx, input, self._device)
+        outputs = self._with_means(ctx, super().compute_and_output_dist(ctx, input))
+        follow_lookup(outputs, stream)
+        return outputs
 
     def _expect(self, ctx: EmbeddingBagCollectionContext) -> None:
         """Passes the context of the batch to lookups that send their own outputs."""

@@ -1,4 +1,4 @@
-"""What a sharded collection was made of, so that it can be made anew under another plan."""
+"""The arguments of a sharded collection, to create it again under another plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Recipe:
         sharder: that made it.
         module: the unsharded collection, without values.
         env: the ranks.
-        device: of the tables.
-        path: of the collection in the model.
+        device: device of the tables.
+        path: path of the collection in the model.
     """
 
     sharder: ModuleSharder[nn.Module]
@@ -40,7 +40,7 @@ class Recipe:
         device: torch.device | None,
         path: str | None,
     ) -> Recipe:
-        """Of a collection that is going to be sharded; takes no values of it."""
+        """The recipe of a collection that will be sharded; keeps no values of it."""
         return cls(sharder, _without_values(module), env, device, path)
 
     def make(self, plan: Mapping[str, ParameterSharding]) -> nn.Module:

@@ -80,11 +80,11 @@ class _BackendSharder:
         """
         if num_groups is None:
             num_groups = environment.number("EMB_NUM_GROUPS", 1)
-        is_told = wire_dtype is not None
+        is_given = wire_dtype is not None
         if wire_dtype is None:
             # The tables named there may belong to several collections.
             wire_dtype = environment.by_table("EMB_WIRE_DTYPE")
-        self._exchange = Exchange(num_groups, wire_dtypes(wire_dtype), is_checked=is_told)
+        self._exchange = Exchange(num_groups, wire_dtypes(wire_dtype), is_checked=is_given)
         # A variable applies to all collections; ignore it in those where it has no effect.
         if unique is None:
             dedups = kwargs.get("use_index_dedup", False) or check_unique

@@ -2,7 +2,7 @@
 // so that 32 loads are on their way at once: the hash, the look at the id that stands where a
 // digest matches, the touch. Only digests are compared by tiles of four lanes, each lane reading 32
 // of a line's 128 bytes, two lines of a tile at once. Ids that are not in their first bucket are
-// dealt out to the tiles anew, which then are full again.
+// dealt out to the tiles again, which then are full.
 //
 // Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
 // would be asked for thousands of times, one after the other.

@@ -1,4 +1,4 @@
-"""Rows of 16 bits: of what float32 makes of the same row and state, the nearest value."""
+"""Updates of 16-bit and int8 rows give what float32 makes of the same rows and states, rounded."""
 
 import pytest
 import torch
@@ -8,19 +8,37 @@ from tests.support.optimizer_cases import OPTIMIZERS
 from tests.support.row_training import exact_gradients, make_group, read_rows
 
 STEPS = 10
+DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
-@pytest.mark.slow
+def assert_nearest(rows, before, exact, dtype):
+    """16-bit rows are rounded to the nearest value."""
+    least = (exact.to(dtype).double() - exact).abs()
+    assert ((rows - exact).abs() <= least + 1e-6 * (1 + exact.abs())).all()
+
+
+def assert_within_a_unit(rows, before, exact, dtype):
+    """int8 rows are rounded to a neighbouring code, up as often as down."""
+    unit = exact.abs().amax(1, keepdim=True) / 127
+    assert ((rows - exact).abs() <= 1.001 * unit).all()
+    units = ((rows - exact) / unit.clamp(min=1e-20))[(rows != before).any(1)]
+    assert float(units.abs().mean()) > 0.05
+    assert float(units.mean()) == pytest.approx(0, abs=5 / units.numel() ** 0.5)
+
+
 @pytest.mark.parametrize("dim", [7, 64, 260])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.slow if d != torch.int8 else ()) for d in DTYPES]
+)
 @pytest.mark.parametrize("case", OPTIMIZERS)
-def test_the_nearest(device_type, case, dtype, dim):
+def test_rounded_rows(device_type, case, dtype, dim):
     names = random_ids(200).unique()
     narrow, wide = (
         make_group(OPTIMIZERS[case], dim, device_type, 2000, rows)
         for rows in (dtype, torch.float32)
     )
     everyone = Bags(names, torch.arange(len(names) + 1), len(names)).to(device_type)
+    assert_rounded = assert_within_a_unit if dtype == torch.int8 else assert_nearest
     for _ in range(STEPS):
         for group in (narrow, wide):
             lookup(group, everyone)  # inserts
@@ -34,6 +52,5 @@ def test_the_nearest(device_type, case, dtype, dim):
             read_rows(group, names) for group in (narrow, wide)
         )
         assert 0.3 < float((rows != before).double().mean()) < 1
-        least = (exact.to(dtype).double() - exact).abs()
-        assert ((rows - exact).abs() <= least + 1e-6 * (1 + exact.abs())).all()
+        assert_rounded(rows, before, exact, dtype)
         torch.testing.assert_close(states, exact_states, rtol=1e-5, atol=1e-6)
