@@ -52,6 +52,7 @@ class LeastLoss:
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
         self._variants: tuple[list[ShardingOption], list[ShardingOption]] | None = None
+        self._rater: Arranger | None = None
 
     @property
     def is_traded(self) -> bool:
@@ -65,7 +66,8 @@ class LeastLoss:
         Args:
             space: the enumerated options.
         """
-        self._variants = None
+        # A new plan begins.
+        self._variants, self._rater = None, self._arranger(self._room())
         loss = self._enumerator().loss
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
@@ -77,6 +79,16 @@ class LeastLoss:
                 return []
             kept += whole or options
         return kept
+
+    def can_improve(self, proposal: list[ShardingOption], rating: float) -> bool:
+        """Whether a plan without loss could fit and take no longer than a rating."""
+        assert self._rater is not None
+        return self._rater.can_improve(proposal, rating)
+
+    def rating(self, proposal: list[ShardingOption]) -> float | None:
+        """Rating of a plan without loss; None if it does not fit."""
+        assert self._rater is not None
+        return self._rater.rating(proposal)
 
     def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
         enumerator = self._enumerator()
