@@ -19,6 +19,7 @@ from torchrec_hkv.planner.options import (
     balance,
     config_of,
     disadvantage,
+    distinct,
     full_name,
     is_ours,
     kernel_of,
@@ -96,12 +97,12 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options.
         """
-        found: list[ShardingOption] = []
+        found: list[BackendShardingOption] = []
         for option in options:
             if is_ours(option) and option.is_open:
                 found += self._variants_of(option)
         self.storage_estimator.estimate_variants(found)
-        return found
+        return list[ShardingOption](found)
 
     def _variants_of(self, option: BackendShardingOption) -> list[BackendShardingOption]:
         backend, choice = registry.get(option.backend), self._choices[option.name]
@@ -113,9 +114,10 @@ class BackendEnumerator(EmbeddingEnumerator):
         for options in backend.variants(
             largest, optimizer, self._compute_device, choice.frequencies
         ):
-            variant = option.variant(options)
             try:
-                self._check_backend(variant)
+                variant = option.variant(options)
+                for shard in distinct(shards_of(variant)):
+                    backend.check(shard, optimizer, self._compute_device)
             except ValueError:
                 continue
             if disadvantage(variant) is None:
@@ -128,7 +130,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options and variants of them.
         """
-        waiting = [option for option in options if option.shards[0].perf is None]
+        waiting = [o for o in options if is_ours(o) and o.shards[0].perf is None]
         if waiting:
             self.perf_estimator.estimate_variants(waiting)
 
