@@ -28,7 +28,7 @@ _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
 #: Relative error of a sum of times.
 _ROUNDING = 1e-9
 #: Number of shards that are placed while one plan is improved.
-_MOST_PLACED = 1_000_000
+_MOST_PLACED = 500_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Arranger:
             if sum(one.parts.host for one in sized) > self._host:
                 continue
             options = [one.option for one in sized]
-            is_ours = all(map(is_placed, options))
+            is_ours = all(one.parts.is_placed for one in sized)
             if is_ours and pack([one.parts for one in sized], Rooms.of(self._topology)) is None:
                 continue
             if is_ours and self._is_own:
@@ -138,8 +138,8 @@ class Arranger:
 
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
         """Time of a step on the slowest rank; None if the options do not fit."""
-        if self._is_own and all(map(is_placed, proposal)):
-            parts = [self._parts(option) for option in proposal]
+        parts = [self._parts(option) for option in proposal] if self._is_own else []
+        if self._is_own and all(each.is_placed for each in parts):
             ranks = pack(parts, Rooms.of(self._topology), fast=True)
             return None if ranks is None else slowest(parts, ranks, self._ranks)
         try:

@@ -155,6 +155,17 @@ class LeastLoss:
         levels = self._levels(space, room, any_loss)
         return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
 
+    def with_more(self, space: list[ShardingOption], more: int) -> Arranged | None:
+        """The plan with more memory.
+
+        Args:
+            space: the enumerated options.
+            more: additional bytes of memory, over all ranks.
+        """
+        if self.is_traded and self._most_loss:
+            return self._fastest(space, more)
+        return self.least(space, more)
+
     def check_time(self, plan: list[ShardingOption]) -> None:
         """Raises if a plan exceeds the bound on time.
 
@@ -205,10 +216,10 @@ class LeastLoss:
             f"{least.loss:.4f}: {'; '.join(lost)}. Allow more loss or memory, or other kernels.",
         )
 
-    def _fastest(self, space: list[ShardingOption]) -> Arranged | None:
+    def _fastest(self, space: list[ShardingOption], more: int = 0) -> Arranged | None:
         """The fastest plan within the bound on loss."""
         assert self._most_loss is not None
-        room, least = self._room(), self.least(space)
+        room, least = _with_more(self._room(), more), self.least(space, more)
         levels = self._levels(space, room)
         if least is None or any(not table.all for table in levels.values()):
             return None

@@ -35,18 +35,19 @@ class Parts:
 
     Attributes:
         needs: by shard.
+        is_placed: see :func:`is_placed`.
         is_uniform: whether the shards go to all ranks, in order.
         hbm: bytes of HBM over all shards.
         host: bytes of host memory over all shards.
         time: time of a step over all shards.
     """
 
-    __slots__ = ("hbm", "host", "is_uniform", "needs", "time")
+    __slots__ = ("hbm", "host", "is_placed", "is_uniform", "needs", "time")
 
     def __init__(self, option: ShardingOption) -> None:
         """
         Args:
-            option: an option for which :func:`is_placed` holds.
+            option: with the memory of its shards.
         """
         self.needs = [
             Need(
@@ -56,6 +57,7 @@ class Parts:
             )
             for shard in option.shards
         ]
+        self.is_placed = is_placed(option)
         self.is_uniform = option.partition_by == PartitionByType.UNIFORM.value
         self.hbm = sum(need.hbm for need in self.needs)
         self.host = sum(need.host for need in self.needs)
@@ -109,13 +111,19 @@ class Rooms:
 
     def first(self, need: Need, by_time: bool) -> int | None:
         """The first rank with enough memory in the order of :meth:`fitting`; None without any."""
-        found, key = None, None
+        found = None
         hbm, host, time = self.hbm, self.host, self.time
+        need_hbm, need_host, _ = need
         for rank in range(len(hbm)):
-            if hbm[rank] >= need.hbm and host[rank] >= need.host:
-                own = (time[rank],) if by_time else (-hbm[rank], -host[rank], time[rank])
-                if key is None or own < key:
-                    found, key = rank, own
+            if hbm[rank] < need_hbm or host[rank] < need_host:
+                continue
+            if found is None:
+                found = rank
+            elif by_time:
+                if time[rank] < time[found]:
+                    found = rank
+            elif (-hbm[rank], -host[rank], time[rank]) < (-hbm[found], -host[found], time[found]):
+                found = rank
         return found
 
     def fitting(self, need: Need, by_time: bool) -> list[int]:

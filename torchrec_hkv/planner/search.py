@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
@@ -19,7 +19,10 @@ _FEW_TABLES = 12
 #: Bounds on the number of sets of tables, for few and for many tables.
 _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
-_MOST_CHECKS, _FEWER_CHECKS, _MOST_LOOKS = 4000, 1000, 200_000
+_MOST_CHECKS, _FEWEST_CHECKS = 4000, 200
+_MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
+#: Number of tables in all arrangements that are tried for many tables.
+_MOST_ARRANGED = 60_000
 #: Number of bisection steps for the price of a byte in the first answer.
 _PRICES = 24
 #: Losses that differ by less are equal.
@@ -48,6 +51,9 @@ class Search:
         self._most_loss, self._most_time = most_loss, most_time
         self._checks = self._looks = 0
         self._are_many = len(self._tables) > _FEW_TABLES
+        self._most_checks = _MOST_CHECKS
+        if self._are_many:
+            self._most_checks = max(_MOST_ARRANGED // len(self._tables), _FEWEST_CHECKS)
 
     def least_loss(self) -> Arranged | None:
         """The first plan in the order of this class; None if none was found.
@@ -130,7 +136,7 @@ class Search:
     def check(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
         """Options of these levels that fit within the bound on time; None if none are found, or if
         the number of checks is exhausted."""
-        if self._checks >= (_FEWER_CHECKS if self._are_many else _MOST_CHECKS):
+        if self._checks >= self._most_checks:
             return None
         if not self.may_fit(levels):
             return None
@@ -147,15 +153,16 @@ class Search:
 
     def may_fit(self, levels: Sequence[Level]) -> bool:
         """Whether the memory of all ranks together is enough for levels."""
-        hbm = host = total = 0
-        for level in levels:
-            hbm, host, total = hbm + level.hbm, host + level.host, total + level.total
+        return self._arranger.has(*_sums(levels))
+
+    def has(self, hbm: int, host: int, total: int) -> bool:
+        """Whether all ranks together have this much memory."""
         return self._arranger.has(hbm, host, total)
 
     def look(self) -> bool:
         """Counts a level that is looked at; False if there were too many."""
         self._looks += 1
-        return self._looks <= _MOST_LOOKS
+        return self._looks <= (_FEWER_LOOKS if self._are_many else _MOST_LOOKS)
 
     def _fastest(self, levels: Sequence[Level], options: list[ShardingOption]) -> Arranged | None:
         return self._arranger.fastest([[level] for level in levels], [options])
@@ -195,6 +202,7 @@ class _Visit:
         self._bound, self.best = bound, best
         self._own: dict[Table, Level] | None = None  # of these tables, the best so far
         self._tried: dict[tuple[int, ...], bool] = {}
+        self._taken = _sums(level for level in fixed.values() if level is not None)
         # Loss and price of the other tables, and of the free ones from each place on, at least.
         taken = sum(bound.size(level) for level in fixed.values() if level is not None)
         self._base = bound.price * (taken - bound.room)
@@ -217,10 +225,6 @@ class _Visit:
         if self._own is None or loss < _loss(self._own):
             self._own = dict(chosen)
         return True
-
-    def _fit(self, chosen: Mapping[Table, Level]) -> bool:
-        levels = [chosen.get(name) or self._fixed[name] for name in self._names]
-        return self._search.may_fit([level for level in levels if level is not None])
 
     def smallest(self) -> bool:
         """Whether the smallest levels fit."""
@@ -309,17 +313,31 @@ class _Visit:
             if level.loss.value >= most:
                 break
             chains.setdefault(level.chain, []).append(level)
+        hbm, host, total = map(sum, zip(self._taken, _sums(chosen.values()), strict=True))
         for chain in sorted(chains.values(), key=lambda levels: levels[0].loss.value):
             if most == math.inf:
                 own = [level for level in chain if self._is_better(known + level.loss.value)]
             else:
                 own = chain
             # Those before `low` do not fit.
-            low = _first(own, lambda level: self._fit({**chosen, table: level}))
+            low = _first(
+                own,
+                lambda level: self._search.has(
+                    hbm + level.hbm, host + level.host, total + level.total
+                ),
+            )
             _first(own, lambda level: self._try({**chosen, table: level}), low)
 
 
-def _first(levels: Sequence[Level], fits, low: int = 0) -> int:
+def _sums(levels: Iterable[Level]) -> tuple[int, int, int]:
+    """The least HBM, host memory and memory in total that levels take."""
+    hbm = host = total = 0
+    for level in levels:
+        hbm, host, total = hbm + level.hbm, host + level.host, total + level.total
+    return hbm, host, total
+
+
+def _first(levels: Sequence[Level], fits: Callable[[Level], bool], low: int = 0) -> int:
     """Bisection for the first level that fits, the largest of a chain coming first."""
     high = len(levels)
     while low < high:
