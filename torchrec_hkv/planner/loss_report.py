@@ -64,7 +64,7 @@ def _why(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
     ]
     if not reasons:
         return "its constraint names nothing that loses less"
-    if least_loss.is_traded:
+    if least_loss.is_traded and any("would take" in reason for reason in reasons):
         return f"max_quality_loss allows it for time ({'; '.join(reasons)})"
     return "; ".join(reasons)
 

@@ -72,7 +72,7 @@ class BackendShardingOption(ShardingOption):
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
         made = copy.copy(self)
-        made.origin = made.made_shards = made.stock_times = None
+        made.origin = made.made_shards = None  # another process does not need them
         return super(BackendShardingOption, made).__deepcopy__(memo)
 
     def __hash__(self) -> int:
