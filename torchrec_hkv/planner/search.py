@@ -25,6 +25,8 @@ _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
 _MOST_ARRANGED = 60_000
 #: Number of bisection steps for the price of a byte in the first answer.
 _PRICES = 24
+#: Number of sets of tables with equal loss of which the fastest is found.
+_MOST_EQUAL = 16
 #: Losses that differ by less are equal.
 _EQUAL = 1e-12
 
@@ -73,8 +75,9 @@ class Search:
         for count in range(first, last + 1):
             self._checks = self._looks = 0
             best = self._best_of(tightest(scarce, count), count, forced, scarce[0])
-            if best is not None:
-                return self._fastest(best.levels, best.options)
+            plans = [self._fastest(each.levels, each.options) for each in best]
+            if plans:
+                return min((plan for plan in plans if plan is not None), key=lambda p: p.time)
         return None
 
     def _scarce(self) -> list[Scarce]:
@@ -92,35 +95,43 @@ class Search:
 
     def _best_of(
         self, bound: Bound, count: int, forced: Sequence[Table], memory: Scarce
-    ) -> _Best | None:
-        """The best plan in which ``count`` tables lose besides those that must."""
-        best: _Best | None = None
+    ) -> list[_Best]:
+        """The best plans in which ``count`` tables lose besides those that must. Of few tables, all
+        sets of tables with the least loss, up to a number; otherwise one set."""
+        best: list[_Best] = []
+        limit = math.inf
         most = _FEWER_SETS if self._are_many else _MOST_SETS
-        sets = cheapest_sets(bound.costs, count)
-        for cost, chosen in itertools.islice(sets, most):
-            least = bound.base + cost
-            if best is not None and least >= best.loss - _EQUAL:
+        for cost, chosen in itertools.islice(cheapest_sets(bound.costs, count), most):
+            if bound.base + cost >= limit:
                 break
-            best = self._better_of([*forced, *chosen], bound, best)
-        if best is None and self._are_many:
+            found = self._best_with([*forced, *chosen], bound, limit)
+            if found is None:
+                continue
+            if best and found.loss < best[0].loss - _EQUAL:
+                best.clear()
+            best.append(found)
+            looks_on = not self._are_many and len(best) < _MOST_EQUAL
+            limit = best[0].loss + (_EQUAL if looks_on else -_EQUAL)
+        if not best and self._are_many:
             largest = sorted(bound.costs, key=lambda table: -memory.spared(table))[:count]
-            best = self._better_of([*forced, *largest], bound, best)
+            found = self._best_with([*forced, *largest], bound, limit)
+            best += [] if found is None else [found]
         return best
 
-    def _better_of(self, chosen: Sequence[Table], bound: Bound, best: _Best | None) -> _Best | None:
-        """The better of the known answer and the best one in which only ``chosen`` have loss."""
+    def _best_with(self, chosen: Sequence[Table], bound: Bound, limit: float) -> _Best | None:
+        """The best plan in which only ``chosen`` have loss, if it has less than a limit."""
         fixed = {t: levels.whole for t, levels in self._tables.items() if t not in set(chosen)}
         # The table with the most levels comes last: its level is found by bisection.
         free = sorted(chosen, key=lambda table: len(self._tables[table].lossy))
         least = sum(self._tables[table].lossy[0].loss.value for table in free)
-        if least > self._most_loss or (best is not None and least >= best.loss):
-            return best
+        if least > self._most_loss or least >= limit:
+            return None
         lossy = [self._tables[table].lossy for table in free]
         if not self._may_fit([level for level in fixed.values() if level is not None], lossy):
-            return best
-        visit = _Visit(self, list(self._tables), fixed, free, bound, best)
+            return None
+        visit = _Visit(self, list(self._tables), fixed, free, bound, limit)
         if self._are_many and not visit.smallest():
-            return best
+            return None
         visit.by_prices()
         visit.one_by_one()
         visit.all_levels()
@@ -187,7 +198,11 @@ class _Best:
 
 
 class _Visit:
-    """Tries the levels of some tables, with fixed levels for all others."""
+    """Tries the levels of some tables, with fixed levels for all others.
+
+    Attributes:
+        best: the best plan so far with less loss than the limit.
+    """
 
     def __init__(
         self,
@@ -196,10 +211,11 @@ class _Visit:
         fixed: Mapping[Table, Level | None],
         free: Sequence[Table],
         bound: Bound,
-        best: _Best | None,
+        limit: float,
     ) -> None:
         self._search, self._names, self._fixed, self._free = search, names, fixed, free
-        self._bound, self.best = bound, best
+        self._bound, self._limit = bound, limit
+        self.best: _Best | None = None
         self._own: dict[Table, Level] | None = None  # of these tables, the best so far
         self._tried: dict[tuple[int, ...], bool] = {}
         self._taken = _sums(level for level in fixed.values() if level is not None)
@@ -220,7 +236,7 @@ class _Visit:
         if options is None:
             return False
         loss = _loss(chosen)
-        if loss <= self._search.most_loss and (self.best is None or loss < self.best.loss):
+        if loss <= self._search.most_loss and self._is_better(loss):
             self.best = _Best(loss, [level for level in levels if level is not None], options)
         if self._own is None or loss < _loss(self._own):
             self._own = dict(chosen)
@@ -293,9 +309,8 @@ class _Visit:
                 self.all_levels({**chosen, rest[0]: level}, then)
 
     def _is_better(self, loss: float) -> bool:
-        if self.best is not None and loss >= self.best.loss - _EQUAL:
-            return False
-        return loss <= self._search.most_loss + _EQUAL
+        limit = self._limit if self.best is None else self.best.loss - _EQUAL
+        return loss < limit and loss <= self._search.most_loss + _EQUAL
 
     def _last(
         self, table: Table, chosen: Mapping[Table, Level], known: float, most: float = math.inf
