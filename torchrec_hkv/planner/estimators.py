@@ -21,8 +21,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import StorageBytes
-from torchrec_hkv.backends.workload import StepTime
+from torchrec_hkv.backends.protocol import OptimizerSpec, StorageBytes
+from torchrec_hkv.backends.workload import StepTime, Workload
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import KernelChoice
@@ -296,7 +296,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         super().estimate(sharding_options, *args, **kwargs)
         on_host = self._device_type == "cpu"
         for option in filter(is_ours, sharding_options):
-            taken = self._taken(option, sharder_fused_params(option, args, kwargs))
+            fused_params = sharder_fused_params(option, args, kwargs)
+            optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+            taken = self._taken(option, optimizer, self._load(option))
             for shard, counted, own in zip(
                 option.shards, stock_table_bytes(option), taken, strict=True
             ):
@@ -310,29 +312,35 @@ class StorageEstimator(EmbeddingStorageEstimator):
             options: the variants.
         """
         args, kwargs = self._handed_on
-        before: dict[int, list[Storage]] = {}
+        of_origin: dict[int, tuple[list[Storage], OptimizerSpec, Workload]] = {}
         for option in options:
             origin = option.origin
             assert origin is not None
-            fused_params = sharder_fused_params(option, args, kwargs)
-            if id(origin) not in before:
-                taken = self._taken(origin, fused_params)
-                # Communication buffers are equal.
-                before[id(origin)] = [
+            if id(origin) not in of_origin:
+                fused_params = sharder_fused_params(option, args, kwargs)
+                optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+                load = self._load(origin)
+                # Communication buffers, which are equal.
+                buffers = [
                     (shard.storage or Storage(0, 0)) - own
-                    for shard, own in zip(origin.shards, taken, strict=True)
+                    for shard, own in zip(
+                        origin.shards, self._taken(origin, optimizer, load), strict=True
+                    )
                 ]
-            buffers, taken = before[id(origin)], self._taken(option, fused_params)
+                of_origin[id(origin)] = (buffers, optimizer, load)
+            buffers, optimizer, load = of_origin[id(origin)]
+            taken = self._taken(option, optimizer, load)
             for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
                 shard.storage = buffer + own
 
+    def _load(self, option: BackendShardingOption) -> Workload:
+        return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
+
     def _taken(
-        self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
+        self, option: BackendShardingOption, optimizer: OptimizerSpec, load: Workload
     ) -> list[Storage]:
         """Memory of each shard's table, and temporary memory of a step."""
-        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         backend = registry.get(option.backend)
-        load = shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
         replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
         by_size: dict[tuple[int, int], Storage] = {}
         shards = shards_of(option)

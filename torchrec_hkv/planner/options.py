@@ -40,7 +40,8 @@ class BackendShardingOption(ShardingOption):
         label: identifies the alternative among those of the table.
         is_open: whether variants of the options may be used.
         origin: the enumerated option that this is a variant of; None if it is none.
-        made_shards: the shards in the form that backends take, of a variant.
+        made_shards: the shards in the form that backends take, of a variant. Shards of one size
+            are the first of them.
         stock_times: TorchRec's estimate of the times of the shards, which is the same for variants.
     """
 
@@ -67,7 +68,7 @@ class BackendShardingOption(ShardingOption):
         made.backend_options, made.is_open, made.origin = options, False, self
         # Sizes are shared: they are not changed after the enumeration.
         made.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
-        made.made_shards = shards_of(made)
+        made.made_shards = _shared_shards(made)
         return made
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
@@ -130,6 +131,24 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
         [shard.offset for shard in option.shards],
         option.backend_options,
     )
+
+
+def _shared_shards(option: BackendShardingOption) -> list[TableShard]:
+    """The shards of an option's table; for shards of one size, the first of them."""
+    config, options = config_of(option), option.backend_options
+    count = config.num_embeddings
+    rows = options.rows_for(count)
+    made: dict[tuple[int, int], TableShard] = {}
+    shards = []
+    for shard in option.shards:
+        first, end = shard.offset[0], shard.offset[0] + shard.size[0]
+        size = (end * rows // count - first * rows // count, shard.size[1])
+        if size not in made:
+            (made[size],) = config_shards(
+                config, option.sharding_type, [shard.size], [shard.offset], options
+            )
+        shards.append(made[size])
+    return shards
 
 
 def distinct(shards: Sequence[TableShard]) -> list[TableShard]:
