@@ -330,8 +330,10 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 of_origin[id(origin)] = (buffers, optimizer, load)
             buffers, optimizer, load = of_origin[id(origin)]
             taken = self._taken(option, optimizer, load)
+            sums: dict[tuple[int, int, int, int], Storage] = {}
             for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
-                shard.storage = buffer + own
+                key = (buffer.hbm, buffer.ddr, own.hbm, own.ddr)
+                shard.storage = sums.setdefault(key, buffer + own)
 
     def _load(self, option: BackendShardingOption) -> Workload:
         return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)

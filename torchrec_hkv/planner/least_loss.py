@@ -52,7 +52,7 @@ class LeastLoss:
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
         self._variants: tuple[list[ShardingOption], list[ShardingOption]] | None = None
-        self._rater: Arranger | None = None
+        self._rater: tuple[Topology, Arranger] | None = None
 
     @property
     def is_traded(self) -> bool:
@@ -67,7 +67,7 @@ class LeastLoss:
             space: the enumerated options.
         """
         # A new plan begins.
-        self._variants, self._rater = None, self._arranger(self._room())
+        self._variants = self._rater = None
         loss = self._enumerator().loss
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
@@ -81,14 +81,18 @@ class LeastLoss:
         return kept
 
     def can_improve(self, proposal: list[ShardingOption], rating: float) -> bool:
-        """Whether a plan without loss could fit and take no longer than a rating."""
-        assert self._rater is not None
-        return self._rater.can_improve(proposal, rating)
+        """Whether a plan of enumerated options could fit and take no longer than a rating."""
+        return self._for_ratings().can_improve(proposal, rating)
 
     def rating(self, proposal: list[ShardingOption]) -> float | None:
-        """Rating of a plan without loss; None if it does not fit."""
-        assert self._rater is not None
-        return self._rater.rating(proposal)
+        """Rating of a plan; None if it does not fit."""
+        return self._for_ratings().rating(proposal)
+
+    def _for_ratings(self) -> Arranger:
+        room = self._room()
+        if self._rater is None or self._rater[0] is not room:
+            self._rater = (room, self._arranger(room))
+        return self._rater[1]
 
     def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
         enumerator = self._enumerator()

@@ -363,6 +363,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         ]
         if not left_open or room is None:
             return {}
+        best = self._perf_model.rate(plan)
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         # A loaded plan was not searched for.
         for option in self._space or self._enumerator.enumerate(module, sharders):
@@ -374,8 +375,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 by_table[chosen.path, chosen.name],
                 self._enumerator.refused[chosen.path, chosen.name],
                 room,
-                self._partitioner,
-                self._perf_model,
+                self._least_loss.rating,
+                best,
                 self._loses_more,
                 are_many=len(left_open) > _MANY,
             )
