@@ -7,6 +7,7 @@ and order are its own.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -138,6 +139,27 @@ def _case(seed):
     return make_model(tables), constraints, counts, costs, draw
 
 
+def _equal_tables(seed):
+    """Tables that differ only in how often they are looked up."""
+    model, constraints, counts, costs, draw = _case(seed)
+    first = model.ebc.embedding_bag_configs()[0]
+    names = [f"t{index}" for index in range(draw.choice([2, 3]))]
+    constraints = {
+        name: dataclasses.replace(constraints["t0"], pooling_factors=[draw.uniform(1, 40)])
+        for name in names
+    }
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=first.num_embeddings,
+            embedding_dim=_DIM,
+            feature_names=[f"f{name}"],
+        )
+        for name in names
+    ]
+    return make_model(tables), constraints, dict.fromkeys(names, counts["t0"]), costs, draw
+
+
 def _planner(constraints, costs, room, **kwargs):
     return EmbeddingShardingPlanner(
         topology=Topology(
@@ -194,6 +216,19 @@ def test_least_loss(seed):
     for room in _rooms(by_table, draw):
         planned = _planned(_planner(constraints, costs, room), model)
         assert _same(planned, _best(by_table, room)), room
+
+
+@pytest.mark.parametrize("seed", range(28, 40))
+def test_of_equal_losses_the_fastest(seed):
+    model, constraints, counts, costs, draw = _equal_tables(seed)
+    by_table = _all_options(model, constraints, counts, costs)
+    for room in _rooms(by_table, draw):
+        best = _best(by_table, room)
+        planned = _planned(_planner(constraints, costs, room), model)
+        if best is None or best[0] < 2:
+            assert _same(planned, best), room
+        else:  # levels that change places
+            assert planned[:2] == (best[0], pytest.approx(best[1]))
 
 
 @pytest.mark.parametrize("seed", range(12, 20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torchrec_hkv.backends.protocol import OptimizerSpec
 from torchrec_hkv.hash_table import (
     FTRL,
@@ -15,6 +17,7 @@ from torchrec_hkv.hash_table import (
 )
 
 
+@functools.lru_cache(256)
 def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
     """The hash table's optimizer for ``spec``; None for None.
 
@@ -64,6 +67,7 @@ def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
     )
 
 
+@functools.lru_cache(1 << 12)
 def state_width(spec: OptimizerSpec | None, dim: int) -> int:
     optimizer = hash_table_optimizer(spec)
     return 0 if optimizer is None else optimizer.state_width(dim)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torchrec.distributed.planner.types import (
-    Partitioner,
-    PerfModel,
-    PlannerError,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from torchrec_hkv.planner.budget import missing_bytes
 from torchrec_hkv.planner.options import kernel_of
@@ -22,8 +16,8 @@ def why_rejected(
     options: Sequence[ShardingOption],
     refused: Mapping[str, str],
     topology: Topology,
-    partitioner: Partitioner,
-    perf_model: PerfModel,
+    rating: Callable[[list[ShardingOption]], float | None],
+    best: float,
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
     are_many: bool,
 ) -> dict[str, str]:
@@ -38,8 +32,8 @@ def why_rejected(
         options: the table's options for all kernels.
         refused: kernels that can't serve the table, with the reason.
         topology: topology with the memory available for tables.
-        partitioner: the planner's partitioner.
-        perf_model: the planner's performance model.
+        rating: returns the time of a step on the slowest rank; None if options do not fit.
+        best: that of the plan.
         loses_more: whether the first option is ruled out because it loses more quality than the
             second.
         are_many: whether many tables are examined, so that only two options of each kernel are
@@ -47,7 +41,6 @@ def why_rejected(
     """
     reasons = dict(refused)
     others = [option for option in plan if option is not chosen]
-    best = perf_model.rate(list(plan))
     for kernel in dict.fromkeys(map(kernel_of, options)):
         if kernel != kernel_of(chosen):
             own = [option for option in options if kernel_of(option) == kernel]
@@ -56,11 +49,11 @@ def why_rejected(
                 continue
             own = [option for option in own if not loses_more(option, chosen)]
             own = _notable(own) if are_many else own
-            reasons[kernel] = _reason(own, others, best, topology, partitioner, perf_model)
+            reasons[kernel] = _reason(own, others, best, topology, rating)
     whole = [option for option in options if loses_more(chosen, option)]
     if whole and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"
-        reasons[name] = _reason(whole, others, best, topology, partitioner, perf_model)
+        reasons[name] = _reason(whole, others, best, topology, rating)
     return reasons
 
 
@@ -69,13 +62,10 @@ def _reason(
     others: Sequence[ShardingOption],
     best: float,
     topology: Topology,
-    partitioner: Partitioner,
-    perf_model: PerfModel,
+    rating: Callable[[list[ShardingOption]], float | None],
 ) -> str:
     ratings = [
-        rating
-        for option in options
-        if (rating := _rating([*others, option], topology, partitioner, perf_model)) is not None
+        took for option in options if (took := _rated([*others, option], rating)) is not None
     ]
     if ratings:
         return (
@@ -89,23 +79,14 @@ def _reason(
     return f"it does not fit: {least} are missing" if least else "it fits no arrangement on ranks"
 
 
-def _rating(
-    proposal: list[ShardingOption],
-    topology: Topology,
-    partitioner: Partitioner,
-    perf_model: PerfModel,
+def _rated(
+    proposal: list[ShardingOption], rating: Callable[[list[ShardingOption]], float | None]
 ) -> float | None:
-    """Time of a step on the slowest rank; None if the options do not fit."""
+    """The rating of options, whose ranks are kept."""
     shards = [shard for option in proposal for shard in option.shards]
     ranks = [shard.rank for shard in shards]
-    for shard in shards:
-        shard.rank = None
     try:
-        return perf_model.rate(
-            partitioner.partition(proposal=proposal, storage_constraint=topology)
-        )
-    except PlannerError:
-        return None
+        return rating(proposal)
     finally:
         for shard, rank in zip(shards, ranks, strict=True):
             shard.rank = rank

@@ -7,13 +7,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from torchrec.distributed.planner.proposers import (
-    GreedyProposer,
-    GridSearchProposer,
-    UniformProposer,
-)
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import (
-    PartitionByType,
     Partitioner,
     PerfModel,
     PlannerError,
@@ -22,12 +18,17 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.partitioner import is_placed, place
+from torchrec_hkv.planner.packing import Parts, Rooms, is_placed, pack, slowest
+from torchrec_hkv.planner.partitioner import SearchingPartitioner
+from torchrec_hkv.planner.patterns import Corners, Sized, size, spares, spread_patterns
+from torchrec_hkv.planner.proposer import GreedyProposer
 
 #: Number of combinations of options that are tried.
 _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
-#: Number of steps between no table and all tables spread over all ranks.
-_PATTERNS = 24
+#: Relative error of a sum of times.
+_ROUNDING = 1e-9
+#: Number of shards that are placed while one plan is improved.
+_MOST_PLACED = 500_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,35 +67,81 @@ class Arranger:
         """
         self._topology, self._partitioner, self._perf_model = topology, partitioner, perf_model
         self._fill_in_times, self._most_loss = fill_in_times, most_loss
+        self._ranks = len(topology.devices)
         self._hbm = sum(device.storage.hbm for device in topology.devices)
         self._host = sum(device.storage.ddr for device in topology.devices)
         self._several_hosts = topology.world_size > topology.local_world_size
-        self._thinned: dict[int, tuple[Level, list[ShardingOption]]] = {}
+        # Then plans are rated here, without TorchRec's objects.
+        self._is_own = (
+            type(partitioner) is SearchingPartitioner and type(perf_model) is NoopPerfModel
+        )
+        # By the id of an option or level, which is kept so that the id stays its own.
+        self._timed: dict[int, tuple[ShardingOption, Parts]] = {}
+        self._thinned: dict[int, tuple[Level, list[Sized]]] = {}
+        self._corners: dict[int, tuple[Level, Corners]] = {}
+        self._least_times: dict[int, tuple[Level, float]] = {}
 
-    def may_fit(self, levels: Iterable[Level]) -> bool:
-        """Whether the minimal memory of the levels fits in the memory of all ranks together."""
-        hbm = host = 0
-        for level in levels:
-            hbm, host = hbm + level.hbm, host + level.host
-        return hbm <= self._hbm and host <= self._host
+    @property
+    def hbm(self) -> int:
+        """HBM of all ranks together."""
+        return self._hbm
+
+    @property
+    def host(self) -> int:
+        """Host memory of all ranks together."""
+        return self._host
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._ranks
+
+    @property
+    def adds_times(self) -> bool:
+        """Whether the time of a plan is that of the rank with the largest sum of times."""
+        return self._is_own
+
+    def has(self, hbm: int, host: int, total: int) -> bool:
+        """Whether all ranks together have this much memory."""
+        return hbm <= self._hbm and host <= self._host and total <= self._hbm + self._host
+
+    def least_time(self, level: Level) -> float:
+        """The least time that an option of a level takes over all ranks."""
+        found = self._least_times.get(id(level))
+        if found is None:
+            self._fill_in_times(level.options)
+            least = min(self._parts(option).time for option in level.options)
+            found = self._least_times[id(level)] = (level, least)
+        return found[1]
+
+    def may_take(self, levels: Iterable[Level], time: float) -> bool:
+        """Whether a plan of these levels might take no more than a time."""
+        return self._may_be(0, 0, sum(map(self.least_time, levels)), time)
 
     def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
         """Options that fit, not necessarily fast ones; None if none were found."""
-        if not self.may_fit(levels):
-            return None
-        for proposal in self._combinations([self._thin(level) for level in levels]):
-            if all(is_placed(option) for option in proposal):
-                has_place = place(proposal, self._topology)
-                _forget_ranks(proposal)
-                if not has_place:
-                    continue
-            self._fill_in_times(proposal)
-            if self.rating(proposal) is not None:
-                return list(proposal)
+        for sized in self._combinations(levels):
+            if sum(one.parts.hbm for one in sized) > self._hbm:
+                continue
+            if sum(one.parts.host for one in sized) > self._host:
+                continue
+            options = [one.option for one in sized]
+            is_ours = all(one.parts.is_placed for one in sized)
+            if is_ours and pack([one.parts for one in sized], Rooms.of(self._topology)) is None:
+                continue
+            if is_ours and self._is_own:
+                return options
+            self._fill_in_times(options)
+            if self.rating(options) is not None:
+                return options
         return None
 
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
         """Time of a step on the slowest rank; None if the options do not fit."""
+        parts = [self._parts(option) for option in proposal] if self._is_own else []
+        if self._is_own and all(each.is_placed for each in parts):
+            ranks = pack(parts, Rooms.of(self._topology), fast=True)
+            return None if ranks is None else slowest(parts, ranks, self._ranks)
         try:
             return self._perf_model.rate(
                 self._partitioner.partition(
@@ -105,6 +152,30 @@ class Arranger:
             return None
         finally:
             _forget_ranks(proposal)
+
+    def _parts(self, option: ShardingOption) -> Parts:
+        """The needs of an option whose times are filled in."""
+        found = self._timed.get(id(option))
+        if found is None:
+            found = self._timed[id(option)] = (option, Parts(option))
+        return found[1]
+
+    def can_improve(self, proposal: Iterable[ShardingOption], time: float) -> bool:
+        """Whether a plan could fit and take no more than ``time`` if the ranks shared the load
+        evenly."""
+        hbm = host = 0
+        took = 0.0
+        for option in proposal:
+            parts = self._parts(option)
+            hbm, host, took = hbm + parts.hbm, host + parts.host, took + parts.time
+        return self._may_be(hbm, host, took, time)
+
+    def _may_be(self, hbm: int, host: int, took: float, time: float) -> bool:
+        if not self._is_own:
+            return True
+        if hbm > self._hbm or host > self._host:
+            return False
+        return took <= time * self._ranks * (1 + _ROUNDING)
 
     def fastest(
         self, tables: Sequence[Sequence[Level]], known: Sequence[Sequence[ShardingOption]] = ()
@@ -127,11 +198,12 @@ class Arranger:
         if not all_tried:
             by_table = {table: self._quick_to_place(options) for table, options in by_table.items()}
         space = [option for options in by_table.values() for option in options]
-        self._fill_in_times(space)
+        self._fill_in_times([*space, *itertools.chain(*known)])
         best: Arranged | None = None
         proposals = self._proposals(space) if len(space) <= _MOST_PROPOSALS else ()
         for proposal in itertools.chain(known, proposals):
-            best = self._better(best, proposal, losses)
+            if best is None or self.can_improve(proposal, best.time):
+                best = self._better(best, proposal, losses)
         if best is None or all_tried:
             return best
         return self._improved(best, by_table, losses)
@@ -177,82 +249,59 @@ class Arranger:
     ) -> Arranged:
         """Changes the option of one table at a time while the plan improves."""
         before: Arranged | None = None
-        while best is not before:
+        left = _MOST_PLACED
+        while best is not before and left > 0:
             before = best
             for index, own in enumerate(before.options):
+                plan = best.options
+                others = [self._parts(option) for option in plan]
+                others.pop(index)
+                hbm, host = sum(p.hbm for p in others), sum(p.host for p in others)
+                took, shards = sum(p.time for p in others), sum(len(p.needs) for p in others)
                 for option in by_table[own.path, own.name]:
-                    plan = best.options
+                    parts = self._parts(option)
+                    if left <= 0 or not self._may_be(
+                        hbm + parts.hbm, host + parts.host, took + parts.time, best.time
+                    ):
+                        continue
+                    left -= shards
                     changed = [*plan[:index], option, *plan[index + 1 :]]
                     best = self._better(best, changed, losses) or best
         return best
 
-    def _thin(self, level: Level) -> list[ShardingOption]:
+    def _sized(self, level: Level) -> list[Sized]:
         """Options of a level, without those that need more memory than another on every rank."""
         cached = self._thinned.get(id(level))
         if cached is not None:
             return cached[1]
-        kept: list[ShardingOption] = []
-        for option in sorted(level.options, key=lambda option: _size(_bytes(option), True)):
-            if not is_placed(option) and not self._several_hosts:
+        kept: list[Sized] = []
+        every = [Sized(option, Parts(option)) for option in level.options]
+        for sized in sorted(every, key=lambda sized: size(sized.parts.needs, False, True)):
+            if not is_placed(sized.option) and not self._several_hosts:
                 continue  # on one host other types spread shards alike
-            if not any(_spares(other, option) for other in kept):
-                kept.append(option)
-        kept = kept or list(level.options)
+            if not any(spares(other, sized) for other in kept):
+                kept.append(sized)
+        kept = kept or every
         self._thinned[id(level)] = (level, kept)
         return kept
 
-    def _combinations(
-        self, tables: list[list[ShardingOption]]
-    ) -> Iterator[tuple[ShardingOption, ...]]:
+    def _corners_of(self, level: Level) -> Corners:
+        found = self._corners.get(id(level))
+        if found is None:
+            found = self._corners[id(level)] = (level, Corners.of(self._sized(level)))
+        return found[1]
+
+    def _combinations(self, levels: Sequence[Level]) -> Iterator[Sequence[Sized]]:
         """All combinations, or a few promising ones if there are too many."""
+        tables = [self._sized(level) for level in levels]
         if math.prod(map(len, tables)) <= _MOST_FITS:
             yield from itertools.product(*tables)
-            return
-        # Spread large tables over ranks and place small ones on single ranks; once with minimal HBM
-        # and once with minimal memory in total.
-        order = sorted(range(len(tables)), key=lambda index: -min(map(_total, tables[index])))
-        memories = (_bytes, _hbm_bytes) if self._host else (_bytes,)
-        for memory, part in itertools.product(memories, range(_PATTERNS + 1)):
-            spread = set(order[: len(order) * part // _PATTERNS])
-            yield tuple(
-                min(options, key=lambda o: _size(memory(o), first_largest=index in spread))
-                for index, options in enumerate(tables)
-            )
+        else:
+            corners = [self._corners_of(level) for level in levels]
+            yield from spread_patterns(corners, self._hbm, self._host)
 
 
 def _forget_ranks(proposal: Iterable[ShardingOption]) -> None:
     for option in proposal:
         for shard in option.shards:
             shard.rank = None
-
-
-def _parts(option: ShardingOption) -> list[tuple[int, int]]:
-    return [(s.storage.hbm, s.storage.ddr) for s in option.shards if s.storage is not None]
-
-
-def _bytes(option: ShardingOption) -> list[int]:
-    return [hbm + host for hbm, host in _parts(option)]
-
-
-def _hbm_bytes(option: ShardingOption) -> list[int]:
-    return [hbm for hbm, _ in _parts(option)]
-
-
-def _size(parts: Sequence[int], first_largest: bool) -> tuple[int, int]:
-    """Sort key: the bytes of the largest shard and of all shards."""
-    largest, total = max(parts, default=0), sum(parts)
-    return (largest, total) if first_largest else (total, largest)
-
-
-def _total(option: ShardingOption) -> int:
-    return sum(_bytes(option))
-
-
-def _spares(other: ShardingOption, option: ShardingOption) -> bool:
-    """Whether ``other`` fits wherever ``option`` fits."""
-    if other.partition_by != option.partition_by or len(other.shards) != len(option.shards):
-        return False
-    if other.partition_by not in (PartitionByType.UNIFORM.value, PartitionByType.DEVICE.value):
-        return False
-    pairs = zip(_parts(other), _parts(option), strict=True)
-    return all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairs)

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
 from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import Candidate, KernelChoice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
@@ -19,6 +20,7 @@ from torchrec_hkv.planner.options import (
     balance,
     config_of,
     disadvantage,
+    distinct,
     full_name,
     is_ours,
     kernel_of,
@@ -96,26 +98,40 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options.
         """
-        found: list[ShardingOption] = []
+        found: list[BackendShardingOption] = []
+        listed: dict[tuple, Sequence[BackendOptions]] = {}
         for option in options:
             if is_ours(option) and option.is_open:
-                found += self._variants_of(option)
+                found += self._variants_of(option, listed)
         self.storage_estimator.estimate_variants(found)
-        return found
+        return list[ShardingOption](found)
 
-    def _variants_of(self, option: BackendShardingOption) -> list[BackendShardingOption]:
+    def _variants_of(
+        self, option: BackendShardingOption, listed: dict[tuple, Sequence[BackendOptions]]
+    ) -> list[BackendShardingOption]:
+        """Variants of an option.
+
+        Args:
+            option: the option.
+            listed: options of variants by table, label and size of a shard, as sharding types may
+                have equal shards.
+        """
         backend, choice = registry.get(option.backend), self._choices[option.name]
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         # Shards of a table differ by at most one row or column.
         largest = max(shards_of(option), key=lambda shard: shard.capacity * shard.dim)
+        key = (option.path, option.name, option.label, largest.capacity, largest.dim)
+        if key not in listed:
+            listed[key] = backend.variants(
+                largest, optimizer, self._compute_device, choice.frequencies
+            )
         made = []
-        for options in backend.variants(
-            largest, optimizer, self._compute_device, choice.frequencies
-        ):
-            variant = option.variant(options)
+        for options in listed[key]:
             try:
-                self._check_backend(variant)
+                variant = option.variant(options)
+                for shard in distinct(shards_of(variant)):
+                    backend.check(shard, optimizer, self._compute_device)
             except ValueError:
                 continue
             if disadvantage(variant) is None:
@@ -128,7 +144,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options and variants of them.
         """
-        waiting = [option for option in options if option.shards[0].perf is None]
+        waiting = [o for o in options if is_ours(o) and o.shards[0].perf is None]
         if waiting:
             self.perf_estimator.estimate_variants(waiting)
 

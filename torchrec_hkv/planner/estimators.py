@@ -21,12 +21,12 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import StorageBytes
-from torchrec_hkv.backends.workload import StepTime
+from torchrec_hkv.backends.protocol import OptimizerSpec, StorageBytes
+from torchrec_hkv.backends.workload import StepTime, Workload
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import KernelChoice
-from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
+from torchrec_hkv.planner.options import BackendShardingOption, distinct, is_ours, shards_of
 from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
 from torchrec_hkv.planner.workload import shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
@@ -104,14 +104,20 @@ class PerfEstimator(ShardEstimator):
         self._handed_on = (args, kwargs)
         self._estimate(sharding_options, *args, **kwargs)
 
-    def estimate_variants(self, options: list[ShardingOption]) -> None:
+    def estimate_variants(self, options: list[BackendShardingOption]) -> None:
         """Fills in the time of variants of options that were estimated before.
 
         Args:
-            options: options on stock kernels and on backends.
+            options: the variants.
         """
         args, kwargs = self._handed_on
-        self._estimate(options, *args, **kwargs)
+        for option in options:
+            assert option.stock_times is not None
+            for shard, time in zip(option.shards, option.stock_times, strict=True):
+                shard.perf = copy.copy(time)
+            self._correct(option, sharder_fused_params(option, args, kwargs))
+            if self._measured and self._exchange is not None:
+                _scale_exchanges(option, self._exchange)
 
     def _estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         stock = [option for option in sharding_options if not is_ours(option)]
@@ -122,14 +128,20 @@ class PerfEstimator(ShardEstimator):
             ours = [o for o in sharding_options if is_ours(o) and o.backend == name]
             estimator.estimate(ours, *args, **kwargs)
             for option in ours:
-                fused_params = sharder_fused_params(option, args, kwargs)
-                if name in self._measured:
-                    _set_times(option, self._backend_times(option, fused_params))
-                else:
-                    self._slow_down(option, fused_params)
+                option.stock_times = [copy.copy(shard.perf) for shard in option.shards]
+                self._correct(option, sharder_fused_params(option, args, kwargs))
         if self._measured and self._exchange is not None:
             for option in sharding_options:
                 _scale_exchanges(option, self._exchange)
+
+    def _correct(
+        self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
+    ) -> None:
+        """Replaces TorchRec's times of lookups and backwards."""
+        if option.backend in self._measured:
+            _set_times(option, self._backend_times(option, fused_params))
+        else:
+            self._slow_down(option, fused_params)
 
     def _bytes_of_a_rank(self, options: list[ShardingOption]) -> float:
         """Mean bytes of tables on a rank, with the smallest option of each table. Tables share the
@@ -282,36 +294,65 @@ class StorageEstimator(EmbeddingStorageEstimator):
         """
         self._handed_on = (args, kwargs)
         super().estimate(sharding_options, *args, **kwargs)
+        on_host = self._device_type == "cpu"
         for option in filter(is_ours, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
-            tables = self.table_bytes(option, fused_params)
-            for shard, counted, table, scratch in zip(
-                option.shards, stock_table_bytes(option), tables, self._scratch(option), strict=True
+            optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+            taken = self._taken(option, optimizer, self._load(option))
+            for shard, counted, own in zip(
+                option.shards, stock_table_bytes(option), taken, strict=True
             ):
-                on_host = self._device_type == "cpu"
-                shard.storage += Storage(
-                    hbm=table.hbm + scratch.hbm - (0 if on_host else counted),
-                    ddr=table.host + scratch.host - (counted if on_host else 0),
-                )
+                shard.storage += own
+                shard.storage -= Storage(0, counted) if on_host else Storage(counted, 0)
 
-    def estimate_variants(self, options: list[ShardingOption]) -> None:
+    def estimate_variants(self, options: list[BackendShardingOption]) -> None:
         """Fills in the memory of variants of options that were estimated before.
 
         Args:
-            options: options on stock kernels and on backends.
+            options: the variants.
         """
         args, kwargs = self._handed_on
-        self.estimate(options, *args, **kwargs)
+        of_origin: dict[int, tuple[list[Storage], OptimizerSpec, Workload]] = {}
+        for option in options:
+            origin = option.origin
+            assert origin is not None
+            if id(origin) not in of_origin:
+                fused_params = sharder_fused_params(option, args, kwargs)
+                optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+                load = self._load(origin)
+                # Communication buffers, which are equal.
+                buffers = [
+                    (shard.storage or Storage(0, 0)) - own
+                    for shard, own in zip(
+                        origin.shards, self._taken(origin, optimizer, load), strict=True
+                    )
+                ]
+                of_origin[id(origin)] = (buffers, optimizer, load)
+            buffers, optimizer, load = of_origin[id(origin)]
+            taken = self._taken(option, optimizer, load)
+            sums: dict[tuple[int, int, int, int], Storage] = {}
+            for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
+                key = (buffer.hbm, buffer.ddr, own.hbm, own.ddr)
+                shard.storage = sums.setdefault(key, buffer + own)
 
-    def _scratch(self, option: BackendShardingOption) -> list[StorageBytes]:
-        """Temporary memory of a step for each shard."""
-        load = shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
-        replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
+    def _load(self, option: BackendShardingOption) -> Workload:
+        return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
+
+    def _taken(
+        self, option: BackendShardingOption, optimizer: OptimizerSpec, load: Workload
+    ) -> list[Storage]:
+        """Memory of each shard's table, and temporary memory of a step."""
         backend = registry.get(option.backend)
-        return [
-            backend.scratch(shard, load, self._device_type, replicated)
-            for shard in shards_of(option)
-        ]
+        replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
+        by_size: dict[tuple[int, int], Storage] = {}
+        shards = shards_of(option)
+        for shard in distinct(shards):
+            table = backend.storage(shard, optimizer, self._device_type)
+            scratch = backend.scratch(shard, load, self._device_type, replicated)
+            by_size[shard.capacity, shard.dim] = Storage(
+                hbm=table.hbm + scratch.hbm, ddr=table.host + scratch.host
+            )
+        return [by_size[shard.capacity, shard.dim] for shard in shards]
 
     def table_bytes(
         self, option: ShardingOption, fused_params: Mapping[str, Any] | None

@@ -52,6 +52,7 @@ class LeastLoss:
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
         self._variants: tuple[list[ShardingOption], list[ShardingOption]] | None = None
+        self._rater: tuple[Topology, Arranger] | None = None
 
     @property
     def is_traded(self) -> bool:
@@ -65,7 +66,8 @@ class LeastLoss:
         Args:
             space: the enumerated options.
         """
-        self._variants = None
+        # A new plan begins.
+        self._variants = self._rater = None
         loss = self._enumerator().loss
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
@@ -77,6 +79,20 @@ class LeastLoss:
                 return []
             kept += whole or options
         return kept
+
+    def can_improve(self, proposal: list[ShardingOption], rating: float) -> bool:
+        """Whether a plan of enumerated options could fit and take no longer than a rating."""
+        return self._for_ratings().can_improve(proposal, rating)
+
+    def rating(self, proposal: list[ShardingOption]) -> float | None:
+        """Rating of a plan; None if it does not fit."""
+        return self._for_ratings().rating(proposal)
+
+    def _for_ratings(self) -> Arranger:
+        room = self._room()
+        if self._rater is None or self._rater[0] is not room:
+            self._rater = (room, self._arranger(room))
+        return self._rater[1]
 
     def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
         enumerator = self._enumerator()
@@ -143,6 +159,17 @@ class LeastLoss:
         levels = self._levels(space, room, any_loss)
         return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
 
+    def with_more(self, space: list[ShardingOption], more: int) -> Arranged | None:
+        """The plan with more memory.
+
+        Args:
+            space: the enumerated options.
+            more: additional bytes of memory, over all ranks.
+        """
+        if self.is_traded and self._most_loss:
+            return self._fastest(space, more)
+        return self.least(space, more)
+
     def check_time(self, plan: list[ShardingOption]) -> None:
         """Raises if a plan exceeds the bound on time.
 
@@ -193,10 +220,10 @@ class LeastLoss:
             f"{least.loss:.4f}: {'; '.join(lost)}. Allow more loss or memory, or other kernels.",
         )
 
-    def _fastest(self, space: list[ShardingOption]) -> Arranged | None:
+    def _fastest(self, space: list[ShardingOption], more: int = 0) -> Arranged | None:
         """The fastest plan within the bound on loss."""
         assert self._most_loss is not None
-        room, least = self._room(), self.least(space)
+        room, least = _with_more(self._room(), more), self.least(space, more)
         levels = self._levels(space, room)
         if least is None or any(not table.all for table in levels.values()):
             return None

@@ -21,6 +21,7 @@ class Level:
         options: the sharding options.
         hbm: the least HBM that an option takes over all ranks, in bytes.
         host: the least host memory that an option takes over all ranks, in bytes.
+        total: the least memory that an option takes over all ranks, in bytes.
         chain: key that is equal for levels that differ only in a size; within a chain, levels with
             more loss take less memory.
     """
@@ -29,6 +30,7 @@ class Level:
     options: tuple[ShardingOption, ...]
     hbm: int
     host: int
+    total: int
     chain: tuple[str, ...]
 
 
@@ -91,10 +93,18 @@ def levels_of(
 
 
 def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOption]) -> Level:
+    taken = [_taken(option) for option in options]
     return Level(
         loss,
         tuple(options),
-        min(option.total_storage.hbm for option in options),
-        min(option.total_storage.ddr for option in options),
+        min(hbm for hbm, _ in taken),
+        min(host for _, host in taken),
+        min(hbm + host for hbm, host in taken),
         chain,
     )
+
+
+def _taken(option: ShardingOption) -> tuple[int, int]:
+    """HBM and host memory over all ranks. TorchRec's ``total_storage`` adds up objects."""
+    stored = [shard.storage for shard in option.shards if shard.storage is not None]
+    return sum(each.hbm for each in stored), sum(each.ddr for each in stored)

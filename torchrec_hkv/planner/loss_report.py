@@ -41,7 +41,7 @@ def loss_reports(
     memory = "host memory" if room.compute_device == "cpu" else "HBM"
     wider: dict[Key, ShardingOption] = {}
     if any(rejected.get(key) for key in lossy):
-        found = least_loss.least(space, more=_GIB)
+        found = least_loss.with_more(space, _GIB)
         wider = {} if found is None else {(o.path, o.name): o for o in found.options}
     return {
         key: LossReport(
@@ -64,7 +64,7 @@ def _why(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
     ]
     if not reasons:
         return "its constraint names nothing that loses less"
-    if least_loss.is_traded:
+    if least_loss.is_traded and any("would take" in reason for reason in reasons):
         return f"max_quality_loss allows it for time ({'; '.join(reasons)})"
     return "; ".join(reasons)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 import zlib
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TypeGuard
 
-from torchrec.distributed.planner.types import Shard, ShardingOption
+from torch import nn
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -22,6 +25,11 @@ from torchrec_hkv.sharding.tables import (
     table_configs,
 )
 
+#: Configs of the tables of collections, by name.
+_CONFIGS: weakref.WeakKeyDictionary[nn.Module, dict[str, BaseEmbeddingConfig]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 class BackendShardingOption(ShardingOption):
     """A sharding option for a table on a backend. TorchRec sees one kernel for all backends.
@@ -31,12 +39,19 @@ class BackendShardingOption(ShardingOption):
         backend_options: its options for the table.
         label: identifies the alternative among those of the table.
         is_open: whether variants of the options may be used.
+        origin: the enumerated option that this is a variant of; None if it is none.
+        made_shards: the shards in the form that backends take, of a variant. Shards of one size
+            are the first of them.
+        stock_times: TorchRec's estimate of the times of the shards, which is the same for variants.
     """
 
     backend: str
     backend_options: BackendOptions
     label: str
     is_open: bool
+    origin: BackendShardingOption | None = None
+    made_shards: list[TableShard] | None = None
+    stock_times: list[Perf] | None = None
 
     @classmethod
     def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
@@ -50,9 +65,16 @@ class BackendShardingOption(ShardingOption):
     def variant(self, options: BackendOptions) -> BackendShardingOption:
         """A copy with other options of the backend, without memory and times."""
         made = copy.copy(self)
-        made.backend_options, made.is_open = options, False
-        made.shards = [Shard(list(shard.size), list(shard.offset)) for shard in self.shards]
+        made.backend_options, made.is_open, made.origin = options, False, self
+        # Sizes are shared: they are not changed after the enumeration.
+        made.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
+        made.made_shards = _shared_shards(made)
         return made
+
+    def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
+        made = copy.copy(self)
+        made.origin = made.made_shards = None  # another process does not need them
+        return super(BackendShardingOption, made).__deepcopy__(memo)
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.label, self.backend_options))
@@ -88,11 +110,20 @@ def full_name(option: ShardingOption) -> str:
 
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
     """The config of an option's table."""
-    return table_configs(option.module[1])[option.name]
+    module = option.module[1]
+    if module not in _CONFIGS:
+        _CONFIGS[module] = {}
+    found = _CONFIGS[module].get(option.name)
+    if found is None:
+        _CONFIGS[module] = table_configs(module)
+        found = _CONFIGS[module][option.name]
+    return found
 
 
 def shards_of(option: BackendShardingOption) -> list[TableShard]:
     """The shards of an option's table in the form that backends take."""
+    if option.made_shards is not None:
+        return option.made_shards
     return config_shards(
         config_of(option),
         option.sharding_type,
@@ -100,6 +131,33 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
         [shard.offset for shard in option.shards],
         option.backend_options,
     )
+
+
+def _shared_shards(option: BackendShardingOption) -> list[TableShard]:
+    """The shards of an option's table; for shards of one size, the first of them."""
+    config, options = config_of(option), option.backend_options
+    count = config.num_embeddings
+    rows = options.rows_for(count)
+    made: dict[tuple[int, int], TableShard] = {}
+    shards = []
+    for shard in option.shards:
+        first, end = shard.offset[0], shard.offset[0] + shard.size[0]
+        size = (end * rows // count - first * rows // count, shard.size[1])
+        if size not in made:
+            (made[size],) = config_shards(
+                config, option.sharding_type, [shard.size], [shard.offset], options
+            )
+        shards.append(made[size])
+    return shards
+
+
+def distinct(shards: Sequence[TableShard]) -> list[TableShard]:
+    """Shards of a table that may differ in their sizes: one of each size.
+
+    Args:
+        shards: of one option.
+    """
+    return list({(shard.capacity, shard.dim): shard for shard in reversed(shards)}.values())
 
 
 def disadvantage(option: ShardingOption) -> str | None:

@@ -160,7 +160,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             max_step_time,
         )
         self._proposers = [
-            LossOrderedProposer(self._proposers, self._whole, self._least_loss.proposals)
+            LossOrderedProposer(
+                self._proposers if kwargs.get("proposer") else None,
+                self._whole,
+                self._least_loss.proposals,
+                self._least_loss.can_improve,
+                self._least_loss.rating,
+            )
         ]
         self._make_enumerator()
 
@@ -212,6 +218,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         """
         self._complete(module, sharders)
         self._check_model(module, sharders)
+        self._space = []
         try:
             plan = super().plan(module, sharders)
         except PlannerError as error:
@@ -356,8 +363,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         ]
         if not left_open or room is None:
             return {}
+        best = self._perf_model.rate(plan)
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
-        for option in self._enumerator.enumerate(module, sharders):
+        # A loaded plan was not searched for.
+        for option in self._space or self._enumerator.enumerate(module, sharders):
             by_table[option.path, option.name].append(option)
         return {
             (chosen.path, chosen.name): why_rejected(
@@ -366,8 +375,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 by_table[chosen.path, chosen.name],
                 self._enumerator.refused[chosen.path, chosen.name],
                 room,
-                self._partitioner,
-                self._perf_model,
+                self._least_loss.rating,
+                best,
                 self._loses_more,
                 are_many=len(left_open) > _MANY,
             )

@@ -1,9 +1,11 @@
-"""Proposes plans in the order of their loss: first those of TorchRec's proposers, without loss."""
+"""Proposes plans in the order of their loss: first those of other proposers, without loss."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import (
     Enumerator,
     Proposer,
@@ -12,50 +14,156 @@ from torchrec.distributed.planner.types import (
 )
 
 
+class GreedyProposer(Proposer):
+    """Makes the proposals of TorchRec's ``GreedyProposer`` in the same order, but in a time that
+    grows with the number of tables by its logarithm for each proposal.
+
+    The first proposal has the fastest option of each table. Each further one replaces the option
+    that takes the most memory by the next slower one of its table.
+    """
+
+    def __init__(self, use_depth: bool = True) -> None:
+        """
+        Args:
+            use_depth: whether the time of an option is that of its slowest shard rather than that
+                of all shards.
+        """
+        self._use_depth = use_depth
+        self._by_table: list[list[ShardingOption]] = []
+        self._current: list[ShardingOption] | None = None
+        self._next: list[int] = []
+        self._largest: list[tuple[tuple[int, int, int, int], int]] = []
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Implements TorchRec's hook: takes the options of all tables."""
+        by_table: dict[str, list[ShardingOption]] = {}
+        for option in search_space:
+            by_table.setdefault(option.fqn, []).append(option)
+        self._by_table = [sorted(options, key=self._time) for options in by_table.values()]
+        self._current = [options[0] for options in self._by_table] or None
+        self._next = [1] * len(self._by_table)
+        self._largest = []
+        for index in range(len(self._by_table)):
+            self._push(index)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Implements TorchRec's hook: the current plan; None after the last."""
+        return None if self._current is None else list(self._current)
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Implements TorchRec's hook: goes on to the next plan, whatever the rating."""
+        if self._current is None or not self._largest:
+            self._current = None
+            return
+        _, index = heapq.heappop(self._largest)
+        self._current[index] = self._by_table[index][self._next[index]]
+        self._next[index] += 1
+        self._push(index)
+
+    def _push(self, index: int) -> None:
+        """Lists a table's current option, if there is a slower one."""
+        options, following = self._by_table[index], self._next[index]
+        if following == len(options):
+            return
+        stored = [shard.storage for shard in options[following - 1].shards if shard.storage]
+        hbm, host = [each.hbm for each in stored], [each.ddr for each in stored]
+        taken = (max(hbm), sum(hbm), max(host), sum(host))
+        if any(taken):
+            heapq.heappush(self._largest, ((-taken[0], -taken[1], -taken[2], -taken[3]), index))
+
+    def _time(self, option: ShardingOption) -> float:
+        times = [shard.perf.total for shard in option.shards if shard.perf is not None]
+        return max(times) if self._use_depth else sum(times)
+
+
+def default_proposers() -> list[Proposer]:
+    """TorchRec's proposers, the greedy ones of this module."""
+    return [
+        GridSearchProposer(),
+        GreedyProposer(),
+        GreedyProposer(use_depth=False),
+        UniformProposer(),
+    ]
+
+
 class LossOrderedProposer(Proposer):
     """Runs other proposers on the options without loss, and then a search over all options if their
     plans are not good enough."""
 
     def __init__(
         self,
-        proposers: Sequence[Proposer],
+        proposers: Sequence[Proposer] | None,
         without_loss: Callable[[list[ShardingOption]], list[ShardingOption]],
         search: Callable[[list[ShardingOption], float | None], list[list[ShardingOption]]],
+        can_improve: Callable[[list[ShardingOption], float], bool],
+        rating: Callable[[list[ShardingOption]], float | None],
     ) -> None:
         """
         Args:
-            proposers: proposers for plans without loss.
+            proposers: proposers for plans without loss; None for :func:`default_proposers`. Of
+                these, only plans are proposed that ``can_improve`` on the best one.
             without_loss: returns the options without loss; empty if a table has none.
             search: returns further plans, given all options and the best rating so far (None if
                 nothing fits).
+            can_improve: whether a plan could fit and be as fast as a rating. It may say so wrongly.
+            rating: the rating of a plan; None if it does not fit.
         """
-        self._proposers, self._without_loss, self._search = list(proposers), without_loss, search
+        self._only_better = proposers is None
+        self._proposers = default_proposers() if proposers is None else list(proposers)
+        self._without_loss, self._search = without_loss, search
+        self._can_improve, self._rating = can_improve, rating
         self._space: list[ShardingOption] = []
         self._waiting: Iterator[list[ShardingOption]] | None = None
         self._current: list[ShardingOption] | None = None
         self._index, self._best = 0, None
+        self._bound, self._has_proposed = float("inf"), False
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
         """Implements TorchRec's hook: takes the options of all tables."""
         self._space, self._waiting, self._best = search_space, None, None
+        self._bound, self._has_proposed = float("inf"), False
         whole = self._without_loss(search_space)
         self._index = 0 if whole else len(self._proposers)
         for proposer in self._proposers if whole else ():
             proposer.load(search_space=whole, enumerator=enumerator)
+        if whole and self._only_better:
+            starts = [proposer.propose() for proposer in self._proposers]
+            ratings = [self._rating(start) for start in starts if start]
+            self._bound = min((r for r in ratings if r is not None), default=float("inf"))
 
     def propose(self) -> list[ShardingOption] | None:
         """Implements TorchRec's hook: the next plan to rate; None after the last."""
         while self._index < len(self._proposers):
             proposal = self._proposers[self._index].propose()
-            if proposal:
+            if not proposal:
+                self._index += 1
+            elif self._is_worse(proposal):
+                self._proposers[self._index].feedback(partitionable=False, plan=proposal)
+            else:
+                self._has_proposed = True
                 return proposal
-            self._index += 1
         if self._waiting is None:
             self._waiting = iter(self._search(self._space, self._best))
             self._current = next(self._waiting, None)
         return self._current
+
+    def _is_worse(self, proposal: list[ShardingOption]) -> bool:
+        """Whether a plan can be left out. TorchRec's error needs one in any case."""
+        return (
+            self._only_better
+            and self._has_proposed
+            and not self._can_improve(proposal, self._bound)
+        )
 
     def feedback(
         self,
@@ -67,6 +175,7 @@ class LossOrderedProposer(Proposer):
         """Implements TorchRec's hook: the rating of the last plan."""
         if partitionable and perf_rating is not None:
             self._best = perf_rating if self._best is None else min(self._best, perf_rating)
+            self._bound = min(self._bound, perf_rating)
         if self._waiting is not None:
             self._current = next(self._waiting, None)
         elif self._index < len(self._proposers):

@@ -164,6 +164,7 @@ def config_shards(
     Raises:
         ValueError: the config has an ``init_fn`` that is not supported.
     """
+    initial = init_range(config)
     return [
         table_shard(
             name=config.name,
@@ -174,7 +175,7 @@ def config_shards(
             sharding_type=sharding_type,
             sizes=size,
             offsets=offset,
-            init_range=init_range(config),
+            init_range=initial,
             options=options,
         )
         for size, offset in zip(sizes, offsets, strict=True)

@@ -10,6 +10,7 @@ import torch
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.calibration import CalibrationCase
+from torchrec_hkv.backends.optimizers import state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -157,7 +158,7 @@ class TTBackend(Backend):
             count += 4 * shape.num_elements  # the gradient of all cores
         if made is not None:
             for k in range(shape.num_cores):
-                count += 4 * shape.p[k] * made.state_width(shape.slice_size(k))
+                count += 4 * shape.p[k] * state_width(optimizer, shape.slice_size(k))
         if on_gpu:
             count += head_bytes(shape)
         if (cache := options_of(shard).cache) is not None:

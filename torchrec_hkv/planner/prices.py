@@ -1,0 +1,199 @@
+"""Prices of memory and time, and the bounds on losses that follow from them.
+
+If a plan has to fit only into what all ranks have together, the least loss is bounded from below
+by a Lagrangian: each table takes the level with the least sum of loss and price. At the best price
+this bound is close, and the levels are close to the best ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torchrec_hkv.planner.levels import Level, TableLevels
+
+Table = tuple[str, str]
+
+#: Number of bisection steps for the logarithm of a price, and its bounds.
+_STEPS, _LOWEST, _HIGHEST = 48, -70.0, 40.0
+
+
+class _Hull:
+    """The levels with the least sum of loss and price times size, for all prices."""
+
+    def __init__(self, levels: Sequence[Level], sizes: Sequence[float]) -> None:
+        # From the largest with the least loss to the smallest.
+        self.points: list[tuple[float, float]] = []
+        self.prices: list[float] = []  # from which the next point is better
+        pairs = sorted((level.loss.value, size) for level, size in zip(levels, sizes, strict=True))
+        smallest = math.inf
+        for loss, size in pairs:
+            if size >= smallest:
+                continue
+            smallest = size
+            while self.points:
+                at = (loss - self.points[-1][0]) / (self.points[-1][1] - size)
+                if not self.prices or at > self.prices[-1]:
+                    self.prices.append(at)
+                    break
+                self.points.pop()
+                self.prices.pop()
+            self.points.append((loss, size))
+
+    def at(self, price: float) -> tuple[float, float]:
+        """Loss and size at a price."""
+        return self.points[bisect.bisect_left(self.prices, price)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A lower bound on the loss for a number of tables with loss.
+
+    Attributes:
+        price: of a unit of what is scarce.
+        base: the bound without ``costs``.
+        costs: by table with and without loss: what is added if it loses.
+        size: of a level, in what is scarce.
+        cheapest: the least sum of loss and price, by table.
+        room: how much there is, over all ranks.
+    """
+
+    price: float
+    base: float
+    costs: Mapping[Table, float]
+    size: Callable[[Level], float]
+    cheapest: Mapping[Table, float]
+    room: float
+
+    def of(self, tables: Sequence[Table]) -> float:
+        """The bound if these of the tables in ``costs`` lose."""
+        return self.base + sum(self.costs[table] for table in tables)
+
+
+class Scarce:
+    """Something of which a plan may take no more than there is: memory or time."""
+
+    def __init__(
+        self, tables: Mapping[Table, TableLevels], size: Callable[[Level], float], room: float
+    ) -> None:
+        """
+        Args:
+            tables: the levels of each table; each has at least one.
+            size: the least of it that a level takes over all ranks.
+            room: how much there is, over all ranks.
+        """
+        self._size, self._room = size, room
+        self._hulls: dict[Table, _Hull] = {}
+        self._whole: dict[Table, float] = {}
+        self._open: list[Table] = []
+        self._fixed = 0.0
+        for table, levels in tables.items():
+            if levels.lossy:
+                sizes = list(map(size, levels.lossy))
+                self._hulls[table] = _Hull(levels.lossy, sizes)
+            if levels.whole is not None and levels.lossy:
+                self._open.append(table)
+                self._whole[table] = size(levels.whole)
+            elif levels.whole is not None:
+                self._fixed += size(levels.whole)
+        self._forced = [table for table in self._hulls if table not in self._whole]
+
+    def spared(self, table: Table) -> float:
+        """How much less a table takes at most if it loses."""
+        return self._whole[table] - self._hulls[table].points[-1][1]
+
+    def fewest(self) -> int | None:
+        """The least number of tables, of those that need not lose, that must lose; None if there is
+        not enough even if all do."""
+        taken = self._fixed + sum(self._whole.values())
+        taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
+        savings = sorted((max(self.spared(table), 0) for table in self._open), reverse=True)
+        for count, saved in enumerate([0.0, *savings]):
+            taken -= saved
+            if taken <= self._room * (1 + 1e-12):
+                return count
+        return None
+
+    def bound(self, count: int) -> Bound:
+        """The bound for a number of tables, of those that need not lose, that lose.
+
+        Its value is infinite if there is not enough.
+        """
+        if self._taken(0.0, count) <= self._room:
+            return self._bound(0.0)
+        low, high = _LOWEST, _HIGHEST
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if self._taken(math.exp(middle), count) <= self._room:
+                high = middle
+            else:
+                low = middle
+        return self._bound(math.exp(high))
+
+    def _taken(self, price: float, count: int) -> float:
+        """How much the levels take that are best at a price."""
+        taken = self._fixed + sum(self._hulls[table].at(price)[1] for table in self._forced)
+        gains = []
+        for table in self._open:
+            loss, size = self._hulls[table].at(price)
+            whole = self._whole[table]
+            taken += whole
+            gains.append((loss + price * (size - whole), size - whole))
+        return taken + sum(size for _, size in heapq.nsmallest(count, gains))
+
+    def _bound(self, price: float) -> Bound:
+        cheapest = {}
+        for table, hull in self._hulls.items():
+            loss, size = hull.at(price)
+            cheapest[table] = loss + price * size
+        base = price * (self._fixed - self._room) + sum(cheapest[t] for t in self._forced)
+        base += sum(price * self._whole[table] for table in self._open)
+        costs = {table: cheapest[table] - price * self._whole[table] for table in self._open}
+        return Bound(price, base, costs, self._size, cheapest, self._room)
+
+
+def cheapest_sets(
+    costs: Mapping[Table, float], count: int
+) -> Iterator[tuple[float, tuple[Table, ...]]]:
+    """All sets of ``count`` tables, those with the least sum of costs first, and these sums.
+
+    Args:
+        costs: by table; of equal ones the first is preferred.
+        count: size of the sets.
+    """
+    order = sorted(costs, key=lambda table: costs[table])
+    values = [costs[table] for table in order]
+    if count > len(order):
+        return
+    first = tuple(range(count))
+    waiting = [(sum(values[:count]), first)]
+    seen = {first}
+    while waiting:
+        total, chosen = heapq.heappop(waiting)
+        yield total, tuple(order[index] for index in chosen)
+        for place, index in enumerate(chosen):
+            following = index + 1
+            if following == len(order) or (place + 1 < count and chosen[place + 1] == following):
+                continue
+            other = (*chosen[:place], following, *chosen[place + 1 :])
+            if other not in seen:
+                seen.add(other)
+                heapq.heappush(waiting, (total - values[index] + values[following], other))
+
+
+def tightest(scarce: Sequence[Scarce], count: int) -> Bound:
+    """The bound of what is most scarce.
+
+    Args:
+        scarce: memory, and time if it is bounded.
+        count: number of tables, of those that need not lose, that lose.
+    """
+    bounds = [each.bound(count) for each in scarce]
+    return max(
+        bounds,
+        key=lambda bound: bound.base + sum(itertools.islice(sorted(bound.costs.values()), count)),
+    )
