@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,9 @@ class _Room:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
         self.given: list[Tensor | None] = [None] * size
+        self.messages: list[dict[int, queue.Queue[Tensor]]] = [
+            collections.defaultdict(queue.Queue) for _ in range(size)
+        ]
 
     def meet(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.given[rank] = tensor.clone()
@@ -34,18 +39,41 @@ class _Room:
         return parts
 
 
-class ThreadWire(Wire):
-    """A wire between threads."""
+class _Arrival:
+    """A message that is to come; the longer it takes, the more the sender may have spoilt."""
 
-    def __init__(self, rank: int, size: int, room: _Room) -> None:
+    def __init__(self, room: _Room, rank: int, number: int, theirs: Tensor) -> None:
+        self._coming, self._theirs = room.messages[rank][number], theirs
+
+    def wait(self) -> None:
+        message = self._coming.get(timeout=60)
+        assert message.shape == self._theirs.shape
+        self._theirs.copy_(message)
+
+
+class ThreadWire(Wire):
+    """A wire between threads.
+
+    Args:
+        swaps: whether two replicas send each other messages; otherwise they make collective calls.
+    """
+
+    def __init__(self, rank: int, size: int, room: _Room, swaps: bool = True) -> None:
         self.rank, self.size, self._room = rank, size, room
-        self.sent_bytes = 0
+        self.sent_bytes, self._swaps = 0, swaps
 
     @classmethod
-    def make(cls, size: int) -> list[ThreadWire]:
+    def make(cls, size: int, swaps: bool = True) -> list[ThreadWire]:
         """One for each replica."""
         room = _Room(size)
-        return [cls(rank, size, room) for rank in range(size)]
+        return [cls(rank, size, room, swaps) for rank in range(size)]
+
+    def swaps(self, device: torch.device) -> bool:
+        return self._swaps and super().swaps(device)
+
+    def _swap(self, own: Tensor, theirs: Tensor, number: int) -> _Arrival:
+        self._room.messages[1 - self.rank][number].put(own.clone())
+        return _Arrival(self._room, self.rank, number, theirs)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))

@@ -45,6 +45,7 @@ class _Case:
     initial: int | None
     expire_after: int | None
     dtype: torch.dtype = torch.float32
+    swaps: bool = False  # whether two replicas on a CPU send each other messages
 
 
 CASES = st.builds(
@@ -56,6 +57,7 @@ CASES = st.builds(
     st.sampled_from((None, 20)),
     st.sampled_from((None, None, 2)),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.int8)),
+    st.booleans(),
 )
 
 
@@ -81,9 +83,10 @@ class _Replicas:
         self.groups = [
             TableGroup(self.specs, [0, 1], optimizer, device) for _ in range(case.replicas)
         ]
+        wires = ThreadWire.make(case.replicas, case.swaps)
         self.syncs = [
             GroupSync(group, [0, 1], wire, batch_bytes=8192)
-            for group, wire in zip(self.groups, ThreadWire.make(case.replicas), strict=True)
+            for group, wire in zip(self.groups, wires, strict=True)
         ]
         policy = "aged_lfu" if isinstance(case.policy, AgedLFU) else case.policy
         width = self.groups[0].export_table(0).states.shape[1]

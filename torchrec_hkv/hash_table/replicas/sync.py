@@ -12,6 +12,7 @@ from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
 from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
+from torchrec_hkv.hash_table.replicas.swap import swap_rows
 from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync, exchange, rounds
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
@@ -86,8 +87,11 @@ class GroupSync:
                 TableSync(group, table, self._changes[table], wire.size, states, look, ids)
                 for table, look, ids in zip(self._tables, looks, merged, strict=True)
             ]
-            for some in rounds(tables, self._batch_bytes // _COPIES):
-                exchange(some, wire)
+            if wire.swaps(group.device):
+                swap_rows(tables, wire, self._batch_bytes // _COPIES)
+            else:
+                for some in rounds(tables, self._batch_bytes // _COPIES):
+                    exchange(some, wire)
             done = sum((table.finish() for table in tables), Synced())
             for changes in self._changes.values():
                 changes.synced()

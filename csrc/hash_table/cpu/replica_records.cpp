@@ -1,0 +1,191 @@
+// What two replicas send each other of their entries, and what comes of it, on the CPU.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "common/elements_cpu.h"
+#include "common/initial_rows_cpu.h"
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/slot_values.h"
+#include "hash_table/sync_kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+constexpr int64_t kAhead = 12;  // entries
+constexpr int64_t kGrain = 512;
+
+using Words = ReplicaRecords::Words;
+
+Words words_of(const ReplicaRecords& records, const float* record) {
+  Words words;
+  std::memcpy(&words, record + records.columns, sizeof(words));
+  return words;
+}
+
+void set_words(const ReplicaRecords& records, float* record, const Words& words) {
+  std::memcpy(record + records.columns, &words, sizeof(words));
+}
+
+// Where an entry's row and state are; state_bytes is 0 where states are not wanted.
+struct Homes {
+  const TableView& table;
+  const HomeVectors rows, states;
+  const int64_t row_bytes, state_bytes;
+
+  Homes(const TableView& table, bool with_states)
+      : table(table),
+        rows(table.rows),
+        states(table.states),
+        row_bytes(table.rows.bytes()),
+        state_bytes(with_states ? table.states.bytes() : 0) {}
+
+  template <bool kWrite>
+  void prefetch(int64_t slot) const {
+    if (slot == kNoSlot) return;
+    prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
+    if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
+    prefetch_lines<kWrite>(&table.last_steps[slot], 1);
+    if (table.scores != nullptr) prefetch_lines<kWrite>(&table.scores[slot], 1);
+  }
+
+  bool has(int64_t slot, int64_t id) const {
+    if (slot < 0 || slot >= table.num_slots || table.ids[slot] != id) return false;
+    const int64_t bucket = slot / table.bucket_slots;
+    const int64_t position = slot - bucket * table.bucket_slots;
+    return table.digests[bucket * kBucketDigests + position] != kEmptyDigest;
+  }
+};
+
+// The sum of two records' columns, or of these and a third's, times a factor. `to` may be `a`.
+void mean_of(const float* a, const float* b, int64_t n, float factor, float* to) {
+  for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c]) * factor;
+}
+
+void mean_of(const float* a, const float* b, const float* third, int64_t n, float factor,
+             float* to) {
+  for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c] + third[c]) * factor;
+}
+
+}  // namespace
+
+void pack_records(const TableView& table, const int64_t* slots, const bool* is_new, int64_t n,
+                  const ReplicaRecords& out, uint64_t* scores, int threads) {
+  const Homes homes(table, out.states);
+  const int32_t dim = table.dim();
+  const RowType type = table.rows.type;
+  parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) homes.prefetch<false>(slots[i]);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) homes.prefetch<false>(slots[i + kAhead]);
+      const int64_t slot = slots[i];
+      float* const record = out.at(i);
+      if (slot == kNoSlot) {
+        std::memset(record, 0, out.stride() * sizeof(float));
+        if (scores != nullptr) scores[i] = 0;
+        continue;
+      }
+      if (type == RowType::kFloat32) {
+        std::memcpy(record, homes.rows.at(slot), homes.row_bytes);
+      } else {
+        widen_row(type, homes.rows.at(slot), 0, dim, record);
+      }
+      if (homes.state_bytes > 0) {
+        std::memcpy(record + dim, homes.states.at(slot), homes.state_bytes);
+      }
+      const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
+      set_words(out, record, {table.last_steps[slot], ReplicaRecords::kIsHere | was});
+      if (scores != nullptr) scores[i] = table.scores[slot];
+    }
+  });
+}
+
+void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
+                   const float* theirs, int threads) {
+  const Homes homes(table, own.states);
+  const int32_t dim = table.dim();
+  const RowType type = table.rows.type;
+  const int64_t* const slots = entries.slots;
+  parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> initial(own.columns);  // a state's is 0
+    const auto prefetch = [&](int64_t slot) {
+      homes.prefetch<true>(slot);
+      if (slot != kNoSlot) prefetch_lines(&table.ids[slot], 1);
+    };
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch(slots[i + kAhead]);
+      float* const a = own.at(i);
+      const float* const b = theirs + i * own.stride();
+      const Words mine = words_of(own, a), other = words_of(own, b);
+      const uint32_t both = mine.flags & other.flags, either = mine.flags | other.flags;
+      const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasHere) == 0;
+      const bool of_both = (both & ReplicaRecords::kIsHere) != 0;
+      const float factor = of_both || is_new ? 0.5f : 1.0f;
+      const int64_t highest = entries.highest_column;
+      const float most = highest >= 0 ? std::max(a[highest], b[highest]) : 0.0f;
+      const Words words = {std::max(mine.last_step, other.last_step), mine.flags};
+      const bool here = homes.has(slots[i], entries.ids[i]);
+      if (is_new && !of_both) {
+        initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
+                    dim, initial.data());
+        mean_of(a, b, initial.data(), own.columns, factor, a);
+      } else if (here && type == RowType::kFloat32 && highest < 0) {
+        // Not by way of the record: nobody reads it.
+        mean_of(a, b, dim, factor, reinterpret_cast<float*>(homes.rows.at(slots[i])));
+        if (homes.state_bytes > 0) {
+          mean_of(a + dim, b + dim, own.columns - dim, factor,
+                  reinterpret_cast<float*>(homes.states.at(slots[i])));
+        }
+        table.last_steps[slots[i]] = words.last_step;
+        if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+        continue;
+      } else {
+        mean_of(a, b, own.columns, factor, a);
+      }
+      if (highest >= 0) a[highest] = most;
+      set_words(own, a, words);
+      if (!here) continue;
+      if (type == RowType::kFloat32) {
+        std::memcpy(homes.rows.at(slots[i]), a, homes.row_bytes);
+      } else {
+        narrow_row(type, a, dim, homes.rows.at(slots[i]));
+      }
+      if (homes.state_bytes > 0) {
+        std::memcpy(homes.states.at(slots[i]), a + dim, homes.state_bytes);
+      }
+      table.last_steps[slots[i]] = words.last_step;
+      if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+    }
+  });
+}
+
+int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places) {
+  constexpr uint32_t kFree = UINT32_MAX;
+  constexpr int64_t kIdsAhead = 8;
+  uint64_t size = 16;
+  while (size < 2 * static_cast<uint64_t>(n)) size *= 2;
+  std::vector<uint32_t> table(size, kFree);  // of each id its place, near its hash
+  const int shift = __builtin_clzll(size) + 1;
+  const auto home = [&](int64_t id) { return mix64(static_cast<uint64_t>(id)) >> shift; };
+  uint64_t homes[kIdsAhead];
+  for (int64_t i = 0; i < std::min(n, kIdsAhead); ++i) homes[i] = home(ids[i]);
+  uint32_t number = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t at = homes[i % kIdsAhead];
+    if (i + kIdsAhead < n) {
+      const uint64_t ahead = homes[i % kIdsAhead] = home(ids[i + kIdsAhead]);
+      prefetch_lines(&table[ahead], 1);
+    }
+    while (table[at] != kFree && distinct[table[at]] != ids[i]) at = (at + 1) & (size - 1);
+    if (table[at] == kFree) {
+      distinct[number] = ids[i];
+      table[at] = number++;
+    }
+    places[i] = table[at];
+  }
+  return number;
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu
