@@ -207,6 +207,15 @@ hash_table::ReplicaRecords check_records(const TableGroup& group, const TableVie
   return hash_table::ReplicaRecords{records.data_ptr<float>(), columns, states};
 }
 
+// On a CPU.
+void check_bounds(const TableView& view, const at::Tensor& slots) {
+  const int64_t* const at = slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < slots.numel(); ++i) {
+    TORCH_CHECK_VALUE(at[i] >= hash_table::kNoSlot && at[i] < view.num_slots, "slots has ", at[i],
+                      ", but the table has ", view.num_slots, ".");
+  }
+}
+
 // Scores or nothing; records are written.
 at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
                         const at::Tensor& is_new, at::Tensor records, bool states) {
@@ -217,6 +226,7 @@ at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
   check_marks(is_new, "is_new", n, group->device());
   const hash_table::ReplicaRecords out = check_records(*group, view, n, records, "records", states);
   const bool scored = view.scores != nullptr;
+  check_bounds(view, slots);
   at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
   group->order().run(kReadAll, [&] {
     hash_table::cpu::pack_records(
@@ -249,6 +259,7 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
   const float* const other = check_records(*group, view, n, theirs, "theirs", states).data;
   TORCH_CHECK_VALUE(highest_column >= -1 && highest_column < own.columns, "highest_column is ",
                     highest_column, ", but must be -1 or one of ", own.columns, " columns.");
+  check_bounds(view, slots);
   const at::Tensor keys = converted(*group, table, scores);
   const hash_table::MergedEntries entries{
       slots.const_data_ptr<int64_t>(),

@@ -48,7 +48,8 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 // Merges the records of two replicas into `own`, but for the flags: rows and states become means
 // over the replicas that have the id, or, of an id that neither had at the last sync, over both, a
 // replica without it counting with the initial row and states of 0. Writes what comes of them over
-// the entry at slots[i], where that is ids[i].
+// the entry at slots[i], which must be that of ids[i]; only where that is kNoSlot, or on the way to
+// it, to `own`.
 void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
                    const float* theirs, int threads);
 

@@ -49,13 +49,6 @@ struct Homes {
     prefetch_lines<kWrite>(&table.last_steps[slot], 1);
     if (table.scores != nullptr) prefetch_lines<kWrite>(&table.scores[slot], 1);
   }
-
-  bool has(int64_t slot, int64_t id) const {
-    if (slot < 0 || slot >= table.num_slots || table.ids[slot] != id) return false;
-    const int64_t bucket = slot / table.bucket_slots;
-    const int64_t position = slot - bucket * table.bucket_slots;
-    return table.digests[bucket * kBucketDigests + position] != kEmptyDigest;
-  }
 };
 
 // The sum of two records' columns, or of these and a third's, times a factor. `to` may be `a`.
@@ -109,13 +102,9 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   const int64_t* const slots = entries.slots;
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> initial(own.columns);  // a state's is 0
-    const auto prefetch = [&](int64_t slot) {
-      homes.prefetch<true>(slot);
-      if (slot != kNoSlot) prefetch_lines(&table.ids[slot], 1);
-    };
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) homes.prefetch<true>(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) prefetch(slots[i + kAhead]);
+      if (i + kAhead < end) homes.prefetch<true>(slots[i + kAhead]);
       float* const a = own.at(i);
       const float* const b = theirs + i * own.stride();
       const Words mine = words_of(own, a), other = words_of(own, b);
@@ -126,7 +115,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       const int64_t highest = entries.highest_column;
       const float most = highest >= 0 ? std::max(a[highest], b[highest]) : 0.0f;
       const Words words = {std::max(mine.last_step, other.last_step), mine.flags};
-      const bool here = homes.has(slots[i], entries.ids[i]);
+      const bool here = slots[i] != kNoSlot;
       if (is_new && !of_both) {
         initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
                     dim, initial.data());

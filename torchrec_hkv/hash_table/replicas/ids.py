@@ -42,15 +42,16 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
     ids, places = _distinct(torch.cat(parts))
     places_of = places.split([part.numel() for part in parts])
     known = torch.zeros_like(ids, dtype=torch.bool)
-    for replica in range(len(kinds)):
-        known[places_of[3 * replica + 1]] = True
-        known[places_of[3 * replica + 2]] = True
+    for kind in (1, 2):
+        for places in places_of[kind::3]:
+            known.index_fill_(0, places, True)
     mine = torch.cat(places_of[3 * own : 3 * own + 2])
     if not any(part.numel() for part in parts[2::3]):
         return MergedIds(ids, known, ids[:0], mine)
     touched = torch.zeros_like(known)
-    for replica in range(len(kinds)):
-        touched[torch.cat(places_of[3 * replica : 3 * replica + 2])] = True
+    for kind in (0, 1):
+        for places in places_of[kind::3]:
+            touched.index_fill_(0, places, True)
     return MergedIds(ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine])
 
 

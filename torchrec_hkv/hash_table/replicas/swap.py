@@ -17,9 +17,9 @@ from torchrec_hkv.hash_table.replicas.table_sync import Part, TableSync, rounds
 from torchrec_hkv.hash_table.replicas.wire import Swap, Wire
 
 #: Messages that are on their way while one is merged.
-AHEAD = 3
+AHEAD = 1
 #: Their bytes: enough to be worth a call, and few enough to stay in a CPU's caches.
-_MESSAGE_BYTES = 768 << 10
+_MESSAGE_BYTES = 3 << 20
 
 
 class _PartOfMessage:

@@ -99,8 +99,8 @@ class TableSync:
         self._erased = self._erase(ids.left)
         n, device = self.ids.numel(), group.device
         self.is_new, self.is_touched = torch.zeros((2, n), dtype=torch.bool, device=device)
-        self.is_touched[ids.own] = True
-        self.is_new[ids.own[: look.num_new]] = True
+        self.is_touched.index_fill_(0, ids.own, True)
+        self.is_new.index_fill_(0, ids.own[: look.num_new], True)
         self.slots = self._find(look.slots, ids.own)
         self.all_here = not n or bool((self.slots >= 0).all())
         self.before: Tensor | None = None
@@ -123,10 +123,11 @@ class TableSync:
     def _find(self, own_slots: Tensor, own: Tensor) -> Tensor:
         """Slots of the merged ids, -1 where an id is not here."""
         slots = torch.empty_like(self.ids)
-        slots[own] = own_slots
+        slots.index_copy_(0, own, own_slots)
         others = (~self.is_touched).nonzero().flatten()
         if others.numel():
-            slots[others] = find_slots(self.group, self.table, self.ids[others])
+            found = find_slots(self.group, self.table, self.ids.index_select(0, others))
+            slots.index_copy_(0, others, found)
         return slots
 
     def keep(self, entries: dict[str, Tensor]) -> None:
