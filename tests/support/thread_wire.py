@@ -40,15 +40,26 @@ class _Room:
 
 
 class _Arrival:
-    """A message that is to come; the longer it takes, the more the sender may have spoilt."""
+    """A message that is to come."""
 
-    def __init__(self, room: _Room, rank: int, number: int, theirs: Tensor) -> None:
-        self._coming, self._theirs = room.messages[rank][number], theirs
+    def __init__(self, coming: queue.Queue[Tensor], tensor: Tensor) -> None:
+        self._coming, self._tensor = coming, tensor
 
     def wait(self) -> None:
         message = self._coming.get(timeout=60)
-        assert message.shape == self._theirs.shape
-        self._theirs.copy_(message)
+        assert message.shape == self._tensor.shape
+        self._tensor.copy_(message)
+
+
+class _Departure:
+    """A message that is read when it is waited for: until then its memory must not change."""
+
+    def __init__(self, going: queue.Queue[Tensor], tensor: Tensor) -> None:
+        self._tensor, self._sent = tensor, tensor.clone()
+        going.put(self._sent)
+
+    def wait(self) -> None:
+        assert torch.equal(self._tensor, self._sent)
 
 
 class ThreadWire(Wire):
@@ -71,9 +82,11 @@ class ThreadWire(Wire):
     def swaps(self, device: torch.device) -> bool:
         return self._swaps and super().swaps(device)
 
-    def _swap(self, own: Tensor, theirs: Tensor, number: int) -> _Arrival:
-        self._room.messages[1 - self.rank][number].put(own.clone())
-        return _Arrival(self._room, self.rank, number, theirs)
+    def _send(self, tensor: Tensor, number: int) -> _Departure:
+        return _Departure(self._room.messages[1 - self.rank][number], tensor)
+
+    def _receive(self, tensor: Tensor, number: int) -> _Arrival:
+        return _Arrival(self._room.messages[self.rank][number], tensor)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))

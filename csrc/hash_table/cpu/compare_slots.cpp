@@ -1,6 +1,5 @@
 // Compares slots with what they held before, on the CPU.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "common/parallel.h"
@@ -12,6 +11,7 @@ namespace {
 
 constexpr int64_t kBlock = 1 << 13;  // buckets at a time: their masks stay in a core's cache
 constexpr int64_t kAhead = 16;
+constexpr int64_t kBucketsAhead = 12;
 
 uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
@@ -36,11 +36,13 @@ uint64_t steps_since(const uint32_t* last_steps, int64_t n, uint32_t since) {
 uint64_t mask_of(const bool* marks, int64_t n) {
   uint64_t mask = 0;
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    uint64_t bytes;  // of 0 or 1; the product has byte b's bit at 56 + b
-    std::memcpy(&bytes, marks + i, sizeof(bytes));
-    mask |= (bytes * 0x0102040810204080ull >> 56) << i;
+#ifdef __AVX2__
+  for (; i + 32 <= n; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(marks + i));
+    const int bits = _mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7));  // of 0 or 1 each
+    mask |= static_cast<uint64_t>(static_cast<uint32_t>(bits)) << i;
   }
+#endif
   for (; i < n; ++i) mask |= static_cast<uint64_t>(marks[i]) << i;
   return mask;
 }
@@ -66,6 +68,13 @@ struct Range {
 Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) {
   const Range range(table, of, bucket);
   const int64_t n = range.to - range.from;
+  // Arrays are read in order, but processors see that within a page only.
+  const int64_t ahead = kBucketsAhead * table.bucket_slots;
+  if (range.to + ahead <= of.first + of.n) {
+    prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);
+    prefetch_bytes(table.last_steps + range.from + ahead, n * sizeof(uint32_t));
+    prefetch_lines(of.occupied + range.at + ahead, 1);
+  }
   const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
   const uint64_t free = match_digests(line, kEmptyDigest);
   const uint64_t is = ~free >> (range.from - bucket * table.bucket_slots) & low_bits(n);
@@ -91,6 +100,7 @@ void compare_slots(const TableView& table, const SlotComparison& of, SlotDiffere
   const int64_t end_bucket = (of.first + of.n - 1) / table.bucket_slots + 1;
   std::vector<Masks> masks(std::min(kBlock, end_bucket - first_bucket));
   std::vector<Place> places;
+  places.reserve(of.n / 64);
   for (int64_t block = first_bucket; block < end_bucket; block += kBlock) {
     const int64_t buckets = std::min(kBlock, end_bucket - block);
     parallel_for(buckets, 256, threads, [&](int64_t begin, int64_t end) {

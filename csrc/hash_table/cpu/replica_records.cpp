@@ -41,10 +41,10 @@ struct Homes {
         row_bytes(table.rows.bytes()),
         state_bytes(with_states ? table.states.bytes() : 0) {}
 
-  template <bool kWrite>
+  template <bool kWrite, bool kRows = true>
   void prefetch(int64_t slot) const {
     if (slot == kNoSlot) return;
-    prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
+    if (kRows) prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
     if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
     prefetch_lines<kWrite>(&table.last_steps[slot], 1);
     if (table.scores != nullptr) prefetch_lines<kWrite>(&table.scores[slot], 1);
@@ -59,6 +59,37 @@ void mean_of(const float* a, const float* b, int64_t n, float factor, float* to)
 void mean_of(const float* a, const float* b, const float* third, int64_t n, float factor,
              float* to) {
   for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c] + third[c]) * factor;
+}
+
+// Whether rows fill whole cache lines, so that they can be written past the caches: a row that is
+// not read again soon need not be read from memory before.
+bool writes_lines(const TableView& table) {
+#ifdef __AVX2__
+  return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
+         reinterpret_cast<uintptr_t>(table.rows.homes) % kCacheLine == 0;
+#else
+  return false;
+#endif
+}
+
+// The first mean_of, for a row of such a table.
+void stream_mean_of(const float* a, const float* b, int64_t n, float factor, float* to) {
+#ifdef __AVX2__
+  const __m256 times = _mm256_set1_ps(factor);
+  for (int64_t c = 0; c < n; c += 8) {
+    const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(a + c), _mm256_loadu_ps(b + c));
+    _mm256_stream_ps(to + c, _mm256_mul_ps(sum, times));
+  }
+#else
+  mean_of(a, b, n, factor, to);
+#endif
+}
+
+// Orders rows that were written so before what the thread writes next.
+void end_streams() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
 }
 
 }  // namespace
@@ -100,11 +131,21 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   const int64_t* const slots = entries.slots;
+  const int64_t highest = entries.highest_column;
+  const bool direct = type == RowType::kFloat32 && highest < 0;
+  const bool streams = direct && writes_lines(table);
+  const auto prefetch = [&](int64_t slot) {
+    if (streams) {
+      homes.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
+    } else {
+      homes.prefetch</*kWrite=*/true>(slot);
+    }
+  };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> initial(own.columns);  // a state's is 0
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) homes.prefetch<true>(slots[i]);
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) homes.prefetch<true>(slots[i + kAhead]);
+      if (i + kAhead < end) prefetch(slots[i + kAhead]);
       float* const a = own.at(i);
       const float* const b = theirs + i * own.stride();
       const Words mine = words_of(own, a), other = words_of(own, b);
@@ -112,7 +153,6 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasHere) == 0;
       const bool of_both = (both & ReplicaRecords::kIsHere) != 0;
       const float factor = of_both || is_new ? 0.5f : 1.0f;
-      const int64_t highest = entries.highest_column;
       const float most = highest >= 0 ? std::max(a[highest], b[highest]) : 0.0f;
       const Words words = {std::max(mine.last_step, other.last_step), mine.flags};
       const bool here = slots[i] != kNoSlot;
@@ -120,9 +160,14 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
         initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
                     dim, initial.data());
         mean_of(a, b, initial.data(), own.columns, factor, a);
-      } else if (here && type == RowType::kFloat32 && highest < 0) {
+      } else if (here && direct) {
         // Not by way of the record: nobody reads it.
-        mean_of(a, b, dim, factor, reinterpret_cast<float*>(homes.rows.at(slots[i])));
+        float* const row = reinterpret_cast<float*>(homes.rows.at(slots[i]));
+        if (streams) {
+          stream_mean_of(a, b, dim, factor, row);
+        } else {
+          mean_of(a, b, dim, factor, row);
+        }
         if (homes.state_bytes > 0) {
           mean_of(a + dim, b + dim, own.columns - dim, factor,
                   reinterpret_cast<float*>(homes.states.at(slots[i])));
@@ -147,6 +192,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       table.last_steps[slots[i]] = words.last_step;
       if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
     }
+    end_streams();
   });
 }
 

@@ -7,6 +7,7 @@ while one is merged, and each row is written once, straight to the table.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.replicas.table_sync import Part, TableSync, rounds
-from torchrec_hkv.hash_table.replicas.wire import Swap, Wire
+from torchrec_hkv.hash_table.replicas.wire import Wire
 
 #: Messages that are on their way while one is merged.
 AHEAD = 1
@@ -61,18 +62,23 @@ class _Message:
     """Parts that travel together, both ways."""
 
     def __init__(self, parts: Sequence[Part], wire: Wire, number: int) -> None:
-        sizes = [part.words for part in parts]
-        own = torch.empty(sum(sizes), dtype=torch.int64)
-        theirs = torch.empty_like(own)
+        self._given, self._wire, self._number = parts, wire, number
+        size = sum(part.words for part in parts)
+        self._own = torch.empty(size, dtype=torch.int64)
+        self._theirs = torch.empty_like(self._own)
+        self._arrival = wire.receive(self._theirs, number)
+
+    def send(self) -> None:
         begin = 0
         self._parts: list[_PartOfMessage] = []
-        for part, size in zip(parts, sizes, strict=True):
-            self._parts.append(_PartOfMessage(part, own, theirs, begin))
-            begin += size
-        self._swap: Swap = wire.swap(own, theirs, 1 + number)
+        for part in self._given:
+            self._parts.append(_PartOfMessage(part, self._own, self._theirs, begin))
+            begin += part.words
+        self._departure = self._wire.send(self._own, self._number)
 
     def merge(self) -> None:
-        self._swap.wait()
+        self._arrival.wait()
+        self._departure.wait()  # the records are overwritten
         for part in self._parts:
             part.merge()
 
@@ -85,11 +91,16 @@ def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
         wire: to the other replica.
         most_bytes: of rows that are on their way at a time.
     """
-    on_the_way: deque[_Message] = deque()
     most = min(_MESSAGE_BYTES, most_bytes // (AHEAD + 1))
-    for number, parts in enumerate(rounds(tables, most)):
-        on_the_way.append(_Message(parts, wire, number))
-        if len(on_the_way) > AHEAD:
-            on_the_way.popleft().merge()
-    while on_the_way:
-        on_the_way.popleft().merge()
+    messages = (
+        _Message(parts, wire, number) for number, parts in enumerate(rounds(tables, most), start=1)
+    )
+    expected = deque(itertools.islice(messages, AHEAD + 1))
+    sent: deque[_Message] = deque()
+    while expected or sent:
+        if expected and len(sent) <= AHEAD:
+            expected[0].send()
+            sent.append(expected.popleft())
+            continue
+        sent.popleft().merge()
+        expected.extend(itertools.islice(messages, 1))

@@ -10,20 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Swap(Protocol):
-    """Two messages on their way."""
+class Transfer(Protocol):
+    """A message on its way."""
 
     def wait(self) -> object:
-        """Returns when both have arrived."""
-
-
-class _Works:
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        """Returns when it has arrived, or, of one that is sent, when its memory is free again."""
 
 
 class Wire:
@@ -79,16 +70,25 @@ class Wire:
         than collective calls, which hand each message from thread to thread."""
         return self.size == 2 and device.type == "cpu"
 
-    def swap(self, own: Tensor, theirs: Tensor, number: int) -> Swap:
-        """Begins to send one tensor to the other of two replicas and to receive one from it.
+    def send(self, tensor: Tensor, number: int) -> Transfer:
+        """Begins to send a tensor to the other of two replicas.
 
         Args:
-            own: what is sent; it stays as it is until the swap has ended.
-            theirs: where that of the other goes; of a size that both know.
-            number: of the swap, the same in both replicas; of those on their way each has its own.
+            tensor: contiguous; it stays as it is until the transfer has ended. It has something.
+            number: of the message; of those on their way each has its own.
         """
-        self.sent_bytes += own.numel() * own.element_size()
-        return self._swap(own, theirs, number)
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        return self._send(tensor, number)
+
+    def receive(self, tensor: Tensor, number: int) -> Transfer:
+        """Begins to receive a message from the other of two replicas. The sooner the better: what is
+        not expected is not sent.
+
+        Args:
+            tensor: contiguous, of the message's size.
+            number: as for :meth:`send` in the other replica.
+        """
+        return self._receive(tensor, number)
 
     def gather_same(self, tensor: Tensor) -> list[Tensor]:
         """Likewise, of equal lengths."""
@@ -102,18 +102,20 @@ class Wire:
 
     def _gather_two(self, tensor: Tensor, length: int) -> list[Tensor]:
         theirs = tensor.new_empty(length)
-        self.swap(tensor.contiguous(), theirs, 0).wait()
+        transfers = []
+        if length:
+            transfers.append(self.receive(theirs, 0))
+        if tensor.numel():
+            transfers.append(self.send(tensor.contiguous(), 0))
+        for transfer in transfers:
+            transfer.wait()
         return [tensor, theirs] if self.rank == 0 else [theirs, tensor]
 
-    def _swap(self, own: Tensor, theirs: Tensor, number: int) -> Swap:
-        other = 1 - self.rank
-        works = []
-        # Nothing is sent where one side has nothing: both know that.
-        if theirs.numel():
-            works.append(self._group.recv([theirs], other, number))
-        if own.numel():
-            works.append(self._group.send([own], other, number))
-        return _Works(works)
+    def _send(self, tensor: Tensor, number: int) -> Transfer:
+        return self._group.send([tensor], 1 - self.rank, number)
+
+    def _receive(self, tensor: Tensor, number: int) -> Transfer:
+        return self._group.recv([tensor], 1 - self.rank, number)
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(tensor, op, group=self._group)
