@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 #: More ids are sorted: a table of their places has 32 bits for each.
 _MOST_HASHED = (1 << 32) - 2
 
@@ -56,8 +55,11 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids, and of each id its place among them; on a CPU by a table of hashes, in the order
-    in which they come first: that of slots, so that tables are read in order."""
+    """Distinct ids, and of each id its place among them.
+
+    On a CPU they are in the order in which they come first. Replicas give their ids in the order of
+    slots, so that tables are read in order.
+    """
     if ids.device.type == "cpu" and ids.numel() <= _MOST_HASHED:
         return torch.ops.torchrec_hkv.distinct_ids(ids)
     values, order = ids.sort()

@@ -1,7 +1,7 @@
 """How two replicas bring their rows together on CPUs: each sends the other its own.
 
-The bytes are those of an all-reduce, which between two is an exchange of halves, and another of what
-came of them. Here rows, last steps and scores are in one message, the next ones are on their way
+An all-reduce of two exchanges halves, and then what came of them. These are the bytes of one
+exchange of all. Here rows, last steps and scores are in one message, the next ones are on their way
 while one is merged, and each row is written once, straight to the table.
 """
 

@@ -187,9 +187,7 @@ class Part:
         """
         of = self.of
         place = (of.group.handle, of.table)
-        scores = _ops.pack_records(
-            *place, self._slots, of.is_new[self._own], records, of.states
-        )
+        scores = _ops.pack_records(*place, self._slots, of.is_new[self._own], records, of.states)
         if highest is not None:
             self._score(scores, self._slots >= 0, highest, added)
 
@@ -245,9 +243,7 @@ class Part:
             entries["scores"] = scores[absent]
         of.keep(entries)
 
-    def _score(
-        self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None
-    ) -> None:
+    def _score(self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None) -> None:
         """Writes what the highest is taken of, and what is added."""
         of = self.of
         touched = of.is_touched[self._own]

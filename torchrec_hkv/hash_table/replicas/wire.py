@@ -66,8 +66,8 @@ class Wire:
         return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
     def swaps(self, device: torch.device) -> bool:
-        """Whether there are two replicas that send each other messages on CPUs. That is quicker there
-        than collective calls, which hand each message from thread to thread."""
+        """Whether there are two replicas that send each other messages, on CPUs. That is quicker
+        there than collective calls, which hand each message from thread to thread."""
         return self.size == 2 and device.type == "cpu"
 
     def send(self, tensor: Tensor, number: int) -> Transfer:
@@ -81,8 +81,8 @@ class Wire:
         return self._send(tensor, number)
 
     def receive(self, tensor: Tensor, number: int) -> Transfer:
-        """Begins to receive a message from the other of two replicas. The sooner the better: what is
-        not expected is not sent.
+        """Begins to receive a message from the other of two replicas. The sooner the better: it is
+        not sent before.
 
         Args:
             tensor: contiguous, of the message's size.
