@@ -46,7 +46,7 @@ class _Arrival:
         self._coming, self._tensor = coming, tensor
 
     def wait(self) -> None:
-        message = self._coming.get(timeout=60)
+        message = self._coming.get(timeout=300)
         assert message.shape == self._tensor.shape
         self._tensor.copy_(message)
 

@@ -36,15 +36,21 @@ def _synced(tables: int, eviction: str, batch_bytes: int, swaps: bool) -> list[_
     features = list(range(tables))
     groups = [TableGroup(specs, features, RowWiseAdagrad(), "cpu") for _ in wires]
     syncs = [GroupSync(g, features, w, batch_bytes) for g, w in zip(groups, wires, strict=True)]
+    _train_and_sync(groups, syncs, 100)
+    return wires
+
+
+def _train_and_sync(groups: list[TableGroup], syncs: list[GroupSync], each: int) -> None:
+    """Each replica looks up so many ids of each table, half of which the other looks up, too."""
+    tables = len(groups[0].tables)
     for first, group in enumerate(groups):
-        ids = torch.arange(100).repeat(tables) + 50 * first
-        offsets = torch.arange(tables + 1) * 100
+        ids = torch.arange(each).repeat(tables) + each // 2 * first
+        offsets = torch.arange(tables + 1) * each
         anchor = torch.empty(0, requires_grad=True)
         out = group.train_lookup(anchor, ids, offsets, None, 1, False, torch.tensor(0.1))
         out.sum().backward()
     for done in in_threads([sync.sync for sync in syncs]):
-        assert done.touched == 150 * tables
-    return wires
+        assert done.touched == each * 3 // 2 * tables
 
 
 def _calls(tables: int, eviction: str, batch_bytes: int, swaps: bool = False) -> list[int]:
@@ -76,3 +82,18 @@ def test_messages_fit():
     for wire in _synced(5, "lru", 16 * 2000, swaps=True):
         assert 3000 < wire.largest <= 4000
         assert 7 + 2 <= wire.calls <= 14 + 2
+
+
+@pytest.mark.parametrize(("swaps", "rows"), [(False, 2), (True, 1)])
+def test_ids_travel_with_their_numbers(swaps, rows):
+    wires = _CountingWire.make(2, swaps)
+    groups = [
+        TableGroup([TableSpec("t", 5000, 4, "lru")], [0], RowWiseAdagrad(), "cpu") for _ in wires
+    ]
+    syncs = [GroupSync(g, [0], w) for g, w in zip(groups, wires, strict=True)]
+    # The first message has room for what came the last time and an eighth more.
+    for each, calls in ((100, 2), (112, 1), (100, 1), (40, 1), (46, 2), (0, 1), (2, 2), (2, 1)):
+        before = [wire.calls for wire in wires]
+        _train_and_sync(groups, syncs, each)
+        rounds = calls + rows * (each > 0)
+        assert [wire.calls - then for wire, then in zip(wires, before, strict=True)] == [rounds] * 2

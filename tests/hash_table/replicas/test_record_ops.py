@@ -97,7 +97,8 @@ def test_records(typed_table, states):
     assert torch.equal(words[there, 0], state.last_steps[at].int())
     assert torch.equal(words[there, 1], IS_HERE + WAS_HERE * (~is_new[there]).int())
     assert torch.equal(scores[there], state.scores[at])
-    assert not records[~there].view(torch.int32).any() and not scores[~there].any()
+    assert not records[~there].view(torch.int32).any()
+    assert not scores[~there].any()
 
 
 @pytest.mark.parametrize("highest", [False, True])
