@@ -4,8 +4,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "bindings/register.h"
 #include "hash_table/sync_kernels.h"
@@ -27,6 +29,12 @@ void check_marks(const at::Tensor& marks, const char* name, int64_t n, at::Devic
   TORCH_CHECK_VALUE(marks.is_contiguous(), name, " must be contiguous.");
 }
 
+void check_range(const TableView& view, int64_t first, int64_t n, int64_t since) {
+  TORCH_CHECK_VALUE(first >= 0 && first <= view.num_slots - n, "slots from ", first, " to ",
+                    first + n, " were asked for, but the table has ", view.num_slots, ".");
+  TORCH_CHECK_VALUE(since >= 0, "since is ", since, ", but must be at least 0.");
+}
+
 // (slots counted from the table's first, ascending; bits of SlotChange; ids, of free slots without
 // meaning) of the slots from `first` on that may have changed. counters: names the device; not
 // read. occupied: whether the slots had entries before; marked: entries that changed without a
@@ -44,9 +52,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& co
   const int64_t n = occupied.numel();
   check_marks(occupied, "occupied", n, group->device());
   if (marked) check_marks(*marked, "marked", n, group->device());
-  TORCH_CHECK_VALUE(first >= 0 && first <= view.num_slots - n, "slots from ", first, " to ",
-                    first + n, " were asked for, but the table has ", view.num_slots, ".");
-  TORCH_CHECK_VALUE(since >= 0, "since is ", since, ", but must be at least 0.");
+  check_range(view, first, n, since);
   at::Tensor changes = at::empty({n}, occupied.options().dtype(at::kByte));
   const hash_table::SlotChanges look{first,
                                      n,
@@ -72,6 +78,47 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& co
     }
     return std::make_tuple(slots, bits, group->ids_and_steps(table, slots).first);
   });
+}
+
+template <typename T>
+at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::dtype(dtype));
+  if (!values.empty()) std::memcpy(tensor.data_ptr(), values.data(), values.size() * sizeof(T));
+  return tensor;
+}
+
+// (slots, ids, whether they are touched, whether they stayed, slots whose ids are gone, these ids)
+// of what differs in the slots from `first` on; see SlotDifferences. ids and occupied: what the
+// slots held before, and then what they hold. The others are as in slot_changes.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> compare_slots(
+    const at::Tensor& counters, int64_t handle, int64_t table, int64_t first, at::Tensor ids,
+    at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const TableView& view = group->view(table);
+  const int64_t n = occupied.numel();
+  check_marks(occupied, "occupied", n, group->device());
+  if (marked) check_marks(*marked, "marked", n, group->device());
+  check_dtype(ids, "ids", at::kLong);
+  check_device(ids, "ids", group->device());
+  check_length(ids, "ids", n);
+  TORCH_CHECK_VALUE(ids.is_contiguous(), "ids must be contiguous.");
+  check_range(view, first, n, since);
+  const hash_table::SlotComparison comparison{
+      first,
+      n,
+      ids.data_ptr<int64_t>(),
+      occupied.data_ptr<bool>(),
+      marked ? marked->const_data_ptr<bool>() : nullptr,
+      static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
+      moved};
+  hash_table::SlotDifferences found;
+  group->order().run(kReadIndex, [&] {
+    hash_table::cpu::compare_slots(view, comparison, found, at::get_num_threads());
+  });
+  return {tensor_of(found.slots, at::kLong),      tensor_of(found.ids, at::kLong),
+          tensor_of(found.touched, at::kBool),    tensor_of(found.stayed, at::kBool),
+          tensor_of(found.gone_slots, at::kLong), tensor_of(found.gone_ids, at::kLong)};
 }
 
 void check_slots(const at::Tensor& slots, at::Device device) {
@@ -149,6 +196,99 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
 }
 
+// Records as ReplicaRecords has them, of entries of a table.
+hash_table::ReplicaRecords check_records(const TableGroup& group, const TableView& view, int64_t n,
+                                         const at::Tensor& records, const char* name, bool states) {
+  const int64_t columns = view.dim() + (states ? view.states.width : 0);
+  check_dtype(records, name, at::kFloat);
+  check_device(records, name, group.device());
+  TORCH_CHECK_VALUE(records.sizes() == at::IntArrayRef({n, columns + 2}) && records.is_contiguous(),
+                    name, " must be contiguous and have shape [", n, ", ", columns + 2,
+                    "], but has ", records.sizes(), ".");
+  return hash_table::ReplicaRecords{records.data_ptr<float>(), columns, states};
+}
+
+// On a CPU.
+void check_bounds(const TableView& view, const at::Tensor& slots) {
+  const int64_t* const at = slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < slots.numel(); ++i) {
+    TORCH_CHECK_VALUE(at[i] >= hash_table::kNoSlot && at[i] < view.num_slots, "slots has ", at[i],
+                      ", but the table has ", view.num_slots, ".");
+  }
+}
+
+// Scores or nothing; records are written.
+at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
+                        const at::Tensor& is_new, at::Tensor records, bool states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  const TableView& view = group->view(table);
+  check_slots(slots, group->device());
+  const int64_t n = slots.numel();
+  check_marks(is_new, "is_new", n, group->device());
+  const hash_table::ReplicaRecords out = check_records(*group, view, n, records, "records", states);
+  const bool scored = view.scores != nullptr;
+  check_bounds(view, slots);
+  at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
+  group->order().run(kReadAll, [&] {
+    hash_table::cpu::pack_records(
+        view, slots.const_data_ptr<int64_t>(), is_new.const_data_ptr<bool>(), n, out,
+        scored ? reinterpret_cast<uint64_t*>(keys.data_ptr<int64_t>()) : nullptr,
+        at::get_num_threads());
+  });
+  return converted(*group, table, keys);
+}
+
+void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& slots,
+                   const at::Tensor& ids, const at::Tensor& known, at::Tensor records,
+                   const at::Tensor& theirs, const at::Tensor& scores, bool states,
+                   int64_t highest_column) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const TableView& view = group->view(table);
+  check_slots(slots, group->device());
+  const int64_t n = slots.numel();
+  const auto check = [&](const at::Tensor& tensor, const char* name, int64_t length) {
+    check_dtype(tensor, name, at::kLong);
+    check_device(tensor, name, group->device());
+    check_length(tensor, name, length);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
+  };
+  check(ids, "ids", n);
+  check(scores, "scores", view.scores != nullptr ? n : 0);
+  check_marks(known, "known", n, group->device());
+  const hash_table::ReplicaRecords own = check_records(*group, view, n, records, "records", states);
+  const float* const other = check_records(*group, view, n, theirs, "theirs", states).data;
+  TORCH_CHECK_VALUE(highest_column >= -1 && highest_column < own.columns, "highest_column is ",
+                    highest_column, ", but must be -1 or one of ", own.columns, " columns.");
+  check_bounds(view, slots);
+  const at::Tensor keys = converted(*group, table, scores);
+  const hash_table::MergedEntries entries{
+      slots.const_data_ptr<int64_t>(),
+      ids.const_data_ptr<int64_t>(),
+      known.const_data_ptr<bool>(),
+      view.scores == nullptr ? nullptr
+                             : reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>()),
+      n,
+      highest_column};
+  group->order().run(kWriteAll, [&] {
+    hash_table::cpu::merge_records(view, entries, own, other, at::get_num_threads());
+  });
+}
+
+// (distinct ids in the order in which they come first, the places of all ids among them).
+std::tuple<at::Tensor, at::Tensor> distinct_ids(const at::Tensor& ids) {
+  check_dtype(ids, "ids", at::kLong);
+  check_device(ids, "ids", at::kCPU);
+  check_vector(ids, "ids");
+  TORCH_CHECK_VALUE(ids.is_contiguous(), "ids must be contiguous.");
+  const int64_t n = ids.numel();
+  TORCH_CHECK_VALUE(n < UINT32_MAX, "there are ", n, " ids, but must be less than 2^32 - 1.");
+  at::Tensor distinct = at::empty_like(ids), places = at::empty_like(ids);
+  const int64_t number = hash_table::cpu::distinct_ids(
+      ids.const_data_ptr<int64_t>(), n, distinct.data_ptr<int64_t>(), places.data_ptr<int64_t>());
+  return {distinct.slice(0, 0, number).clone(), places};
+}
+
 void add_sync_ops(torch::Library& m) {
   m.impl("slot_changes", &slot_changes);
   m.impl("read_values", &read_values);
@@ -167,8 +307,28 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "write_values(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
       "Tensor values, Tensor last_steps, Tensor scores, bool states) -> ()");
+  // Of groups on a CPU only.
+  m.def(
+      "compare_slots(Tensor counters, int group, int table, int first, Tensor(a!) ids, "
+      "Tensor(b!) occupied, Tensor? marked, int since, bool moved) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "pack_records(int group, int table, Tensor slots, Tensor is_new, Tensor(a!) records, "
+      "bool states) -> Tensor");
+  m.def(
+      "merge_records(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
+      "Tensor known, Tensor(b!) records, Tensor theirs, Tensor scores, bool states, "
+      "int highest_column) -> ()");
+  m.def("distinct_ids(Tensor ids) -> (Tensor, Tensor)");
 }
 
 HKV_REGISTER_ON_DEVICES(add_sync_ops)
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
+  m.impl("compare_slots", &compare_slots);
+  m.impl("pack_records", &pack_records);
+  m.impl("merge_records", &merge_records);
+  m.impl("distinct_ids", &distinct_ids);
+}
 
 }  // namespace torchrec_hkv::bindings

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/hashing.h"
 #include "common/macros.h"
@@ -32,6 +33,30 @@ struct SlotChanges {
     const bool differs = is != 0 ? !had || touched != 0 || moved : had;
     return differs ? is | before | touched : 0;
   }
+};
+
+// What some consecutive slots held at one moment, to be compared with what they hold now. CPU only.
+struct SlotComparison {
+  int64_t first;       // slot of position 0
+  int64_t n;           // positions
+  int64_t* ids;        // [n] what they held; becomes what they hold. Of free slots without meaning
+  bool* occupied;      // [n] likewise: whether they held an entry
+  const bool* marked;  // [n] or null, as SlotChanges
+  uint32_t since;
+  bool moved;
+};
+
+// What such a comparison finds; slots ascend.
+struct SlotDifferences {
+  // Entries that were looked up, are marked or are new; whether they are touched (kIsTouched), and
+  // whether the slot held the same id before.
+  std::vector<int64_t> slots;
+  std::vector<int64_t> ids;
+  std::vector<uint8_t> touched;
+  std::vector<uint8_t> stayed;
+  // Ids that the slot holds no longer.
+  std::vector<int64_t> gone_slots;
+  std::vector<int64_t> gone_ids;
 };
 
 }  // namespace torchrec_hkv::hash_table

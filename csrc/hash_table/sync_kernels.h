@@ -24,6 +24,11 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads);
 int64_t count_changes(const uint8_t* changes, int64_t n);
 void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slots, uint8_t* bits);
 
+// Compares slots with what they held, and notes what they hold now, in one pass over digests and
+// last steps and a look at the ids of the slots that may have changed.
+void compare_slots(const TableView& table, const SlotComparison& comparison, SlotDifferences& found,
+                   int threads);
+
 // Reads rows, states, last steps and, unless `scores` is null, scores of the entries at `slots`. An
 // invalid slot (kNoSlot) reads zeros. The table's rows must be float32.
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
@@ -34,6 +39,23 @@ void read_values(const TableView& table, const int64_t* slots, int64_t n, const 
 void write_values(const TableView& table, const int64_t* slots, int64_t n, const int64_t* ids,
                   const ValueMatrix& from, const uint32_t* last_steps, const uint64_t* scores,
                   int threads);
+
+// Writes a record of each slot's entry, whose row may be of any type, and, unless `scores` is null,
+// scores. is_new: of each, whether it was not in the table at the last sync. kNoSlot gives zeros.
+void pack_records(const TableView& table, const int64_t* slots, const bool* is_new, int64_t n,
+                  const ReplicaRecords& out, uint64_t* scores, int threads);
+
+// Merges the records of two replicas into `own`, but for the flags: rows and states become means
+// over the replicas that have the id, or, of an id that neither had at the last sync, over both, a
+// replica without it counting with the initial row and states of 0. Writes what comes of them over
+// the entry at slots[i], which must be that of ids[i]; only where that is kNoSlot, or on the way to
+// it, to `own`.
+void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
+                   const float* theirs, int threads);
+
+// The distinct ids of several parts of `ids`, in the order in which they come first, and the places
+// of all of `ids` among them. n must be below 2^32 - 1. Returns how many.
+int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places);
 
 }  // namespace cpu
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,9 @@ class _Room:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
         self.given: list[Tensor | None] = [None] * size
+        self.messages: list[dict[int, queue.Queue[Tensor]]] = [
+            collections.defaultdict(queue.Queue) for _ in range(size)
+        ]
 
     def meet(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.given[rank] = tensor.clone()
@@ -34,18 +39,54 @@ class _Room:
         return parts
 
 
-class ThreadWire(Wire):
-    """A wire between threads."""
+class _Arrival:
+    """A message that is to come."""
 
-    def __init__(self, rank: int, size: int, room: _Room) -> None:
+    def __init__(self, coming: queue.Queue[Tensor], tensor: Tensor) -> None:
+        self._coming, self._tensor = coming, tensor
+
+    def wait(self) -> None:
+        message = self._coming.get(timeout=300)
+        assert message.shape == self._tensor.shape
+        self._tensor.copy_(message)
+
+
+class _Departure:
+    """A message that is read when it is waited for: until then its memory must not change."""
+
+    def __init__(self, going: queue.Queue[Tensor], tensor: Tensor) -> None:
+        self._tensor, self._sent = tensor, tensor.clone()
+        going.put(self._sent)
+
+    def wait(self) -> None:
+        assert torch.equal(self._tensor, self._sent)
+
+
+class ThreadWire(Wire):
+    """A wire between threads.
+
+    Args:
+        swaps: whether two replicas send each other messages; otherwise they make collective calls.
+    """
+
+    def __init__(self, rank: int, size: int, room: _Room, swaps: bool = True) -> None:
         self.rank, self.size, self._room = rank, size, room
-        self.sent_bytes = 0
+        self.sent_bytes, self._swaps = 0, swaps
 
     @classmethod
-    def make(cls, size: int) -> list[ThreadWire]:
+    def make(cls, size: int, swaps: bool = True) -> list[ThreadWire]:
         """One for each replica."""
         room = _Room(size)
-        return [cls(rank, size, room) for rank in range(size)]
+        return [cls(rank, size, room, swaps) for rank in range(size)]
+
+    def swaps(self, device: torch.device) -> bool:
+        return self._swaps and super().swaps(device)
+
+    def _send(self, tensor: Tensor, number: int) -> _Departure:
+        return _Departure(self._room.messages[1 - self.rank][number], tensor)
+
+    def _receive(self, tensor: Tensor, number: int) -> _Arrival:
+        return _Arrival(self._room.messages[self.rank][number], tensor)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))

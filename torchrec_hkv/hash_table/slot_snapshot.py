@@ -14,10 +14,8 @@ _ops = torch.ops.torchrec_hkv
 #: Bytes a slot that a comparison takes where all slots may differ: places, ids of now and before,
 #: and comparisons.
 COMPARE_BYTES = 48
-#: Slots that a CPU compares at a time: what they take stays in its caches.
+#: Slots that a CPU notes at a time: what they take stays in its caches.
 _CPU_SLOTS = 1 << 17
-#: Likewise, where few differ and a slot takes a byte.
-_CPU_FEW_SLOTS = 1 << 20
 #: Bits of what ``slot_changes`` says of a slot (csrc/hash_table/slot_changes.h).
 _IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
@@ -118,12 +116,16 @@ class SlotSnapshot:
         if changed is not None and changed.numel():
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
-        for own in self._ranges(batch, _CPU_SLOTS if moved else _CPU_FEW_SLOTS):
+        for own in self._ranges(batch, batch):
             yield self._difference(own, since, marked[own] if len(marked) else None, moved)
         self._moves = moves
 
     def _difference(self, own: slice, since: int, marked: Tensor | None, moved: bool) -> Difference:
-        device = self._group.device
+        group, device = self._group, self._group.device
+        if device.type == "cpu":
+            place = (group.counter_tensor, group.handle, self._table, own.start)
+            held = (self.ids[own], self.occupied[own])
+            return Difference(*_ops.compare_slots(*place, *held, marked, since, moved))
         was = self.occupied[own].to(device, non_blocking=True)
         if marked is not None:
             marked = marked.to(device)

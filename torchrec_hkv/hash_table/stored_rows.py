@@ -66,8 +66,10 @@ def stored_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     largest = rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
     is_number, is_zero = largest.isfinite(), largest < _LEAST
     largest = largest.clamp(max=_MOST)
-    scales = torch.where(is_number, torch.where(is_zero, 0.0, largest / 127), torch.nan)
-    inverse = torch.where(is_number & ~is_zero, 127 / largest, 0.0)
+    # torch divides tensors as int8_scale does, but may multiply by a number's reciprocal.
+    most = torch.full_like(largest, 127)
+    scales = torch.where(is_number, torch.where(is_zero, 0.0, largest / most), torch.nan)
+    inverse = torch.where(is_number & ~is_zero, most / largest, 0.0)
     codes = (rows * inverse[:, None]).nan_to_num_().clamp_(-127, 127).round_()
     return join_int8(torch.where(is_number[:, None], codes, 0).to(torch.int8), scales)
 

@@ -45,6 +45,7 @@ class _Case:
     initial: int | None
     expire_after: int | None
     dtype: torch.dtype = torch.float32
+    swaps: bool = False  # whether two replicas on a CPU send each other messages
 
 
 CASES = st.builds(
@@ -56,6 +57,7 @@ CASES = st.builds(
     st.sampled_from((None, 20)),
     st.sampled_from((None, None, 2)),
     st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.int8)),
+    st.booleans(),
 )
 
 
@@ -81,9 +83,10 @@ class _Replicas:
         self.groups = [
             TableGroup(self.specs, [0, 1], optimizer, device) for _ in range(case.replicas)
         ]
+        wires = ThreadWire.make(case.replicas, case.swaps)
         self.syncs = [
             GroupSync(group, [0, 1], wire, batch_bytes=8192)
-            for group, wire in zip(self.groups, ThreadWire.make(case.replicas), strict=True)
+            for group, wire in zip(self.groups, wires, strict=True)
         ]
         policy = "aged_lfu" if isinstance(case.policy, AgedLFU) else case.policy
         width = self.groups[0].export_table(0).states.shape[1]
@@ -236,8 +239,9 @@ def test_the_rules_on_a_gpu(seed):
     _run(case, seed, "cuda")
 
 
-def test_bytes_are_as_planned():
-    wires = ThreadWire.make(2)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_bytes_are_as_planned(swaps):
+    wires = ThreadWire.make(2, swaps)
     groups = [
         TableGroup([TableSpec("a", 5000, 16, "lfu")], [0], RowWiseAdagrad(), "cpu") for _ in wires
     ]
@@ -249,6 +253,6 @@ def test_bytes_are_as_planned():
         group.train_lookup(anchor, ids, offsets, None, 1, False, torch.tensor(0.1)).sum().backward()
     for done in in_threads([sync.sync for sync in syncs]):
         width = groups[0].export_table(0).states.shape[1]
-        planned = id_sync_bytes(1000, 1500, 16, width, "lfu", 2)
+        planned = id_sync_bytes(1000, 1500, 16, width, "lfu", 2) - 8 * 1500 * swaps
         assert done.touched == 1500
         assert planned <= done.sent_bytes < planned + 200  # and a few numbers

@@ -89,11 +89,14 @@ class ReplicaChanges:
             return self._everything()
         noted = torch.cat(self._changed) if self._changed else None
         differences = list(self._snapshot.compare(since, self._batch, noted))
-        ids = torch.cat([found.ids for found in differences])
-        slots = torch.cat([found.slots for found in differences])
-        stayed = torch.cat([found.stayed for found in differences])
-        touched = torch.cat([found.touched for found in differences])
-        gone = torch.cat([*(found.gone_ids for found in differences), self._lost])
+        ids = _joined([found.ids for found in differences])
+        slots = _joined([found.slots for found in differences])
+        stayed = _joined([found.stayed for found in differences])
+        gone = _joined([*(found.gone_ids for found in differences), self._lost])
+        if gone.numel() == 0 and self._scores is None and stayed.all():
+            # What neither came nor went was looked up.
+            return Changed(ids, slots, 0, gone, None)
+        touched = _joined([found.touched for found in differences])
         known, left, gone_order = stayed, gone, None
         if gone.numel():
             gone, gone_order = gone.sort()
@@ -179,6 +182,12 @@ class ReplicaChanges:
         for part in slots.split(self._batch) if slots.numel() else ():
             read = _ops.read_slots(self._group.handle, self._table, part.to(self._group.device))
             self._scores[part.cpu()] = read[3].cpu()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts one after the other, without a copy where only one has something."""
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(filled or parts[:1])
 
 
 def find_slots(group: TableGroup, table: int, ids: Tensor) -> Tensor:

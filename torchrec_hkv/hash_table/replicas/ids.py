@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+#: More ids are sorted: a table of their places has 32 bits for each.
+_MOST_HASHED = (1 << 32) - 2
+
 
 @dataclasses.dataclass(frozen=True)
 class MergedIds:
     """Ids of all replicas, int64.
 
     Attributes:
-        touched: distinct ids that are touched in some replica, ascending.
+        touched: distinct ids that are touched in some replica, in the same order in all.
         known: bool, whether some replica that touched or lost them had them at the last sync.
         left: distinct ids that left some replica and are touched in none.
         own: int64, of each id that this replica touched, its place in ``touched``.
@@ -27,7 +30,7 @@ class MergedIds:
 
 
 def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
-    """Merges the ids of all replicas by one sort.
+    """Merges the ids of all replicas.
 
     Args:
         kinds: for each replica distinct ids in three tensors: touched ids that are new to it, other
@@ -35,21 +38,33 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
         own: index of this replica.
     """
     parts = [ids for of_replica in kinds for ids in of_replica]
-    values, order = torch.cat(parts).sort()
-    begins = torch.ones_like(values, dtype=torch.bool)
-    torch.ne(values[1:], values[:-1], out=begins[1:])
-    ids = values[begins]
-    places = torch.empty_like(order)
-    places[order] = begins.cumsum(0) - 1
+    ids, places = _distinct(torch.cat(parts))
     places_of = places.split([part.numel() for part in parts])
     known = torch.zeros_like(ids, dtype=torch.bool)
-    for replica in range(len(kinds)):
-        known[places_of[3 * replica + 1]] = True
-        known[places_of[3 * replica + 2]] = True
+    for kind in (1, 2):
+        for places in places_of[kind::3]:
+            known.index_fill_(0, places, True)
     mine = torch.cat(places_of[3 * own : 3 * own + 2])
     if not any(part.numel() for part in parts[2::3]):
         return MergedIds(ids, known, ids[:0], mine)
     touched = torch.zeros_like(known)
-    for replica in range(len(kinds)):
-        touched[torch.cat(places_of[3 * replica : 3 * replica + 2])] = True
+    for kind in (0, 1):
+        for places in places_of[kind::3]:
+            touched.index_fill_(0, places, True)
     return MergedIds(ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine])
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids, and of each id its place among them.
+
+    On a CPU they are in the order in which they come first. Replicas give their ids in the order of
+    slots, so that tables are read in order.
+    """
+    if ids.device.type == "cpu" and ids.numel() <= _MOST_HASHED:
+        return torch.ops.torchrec_hkv.distinct_ids(ids)
+    values, order = ids.sort()
+    begins = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=begins[1:])
+    places = torch.empty_like(order)
+    places[order] = begins.cumsum(0) - 1
+    return values[begins], places

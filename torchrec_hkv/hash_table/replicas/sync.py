@@ -7,11 +7,13 @@ import gc
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_scores
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
 from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
+from torchrec_hkv.hash_table.replicas.swap import swap_rows
 from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync, exchange, rounds
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
@@ -19,6 +21,8 @@ from torchrec_hkv.hash_table.replicas.wire import Wire
 BATCH_BYTES = 64 << 20
 # Copies of a batch that are alive at once: what is sent, what comes of it, what is inserted.
 _COPIES = 4
+#: Ids that the message with clocks and sizes may have room for.
+_MOST_ROOM = 1 << 14
 
 
 def id_sync_bytes(
@@ -30,6 +34,9 @@ def id_sync_bytes(
     replicas: int,
 ) -> float:
     """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them.
+
+    This is for collective calls. Two replicas on CPUs send 8 bytes less for each id that some
+    replica has touched.
 
     Args:
         touched: ids that this replica has touched.
@@ -66,6 +73,7 @@ class GroupSync:
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
         self._batch_bytes = batch_bytes
+        self._room = 0  # for as many ids as came the last time, so that one call is enough
 
     def sync(self, states: bool = True) -> Synced:
         """Applies the rules, after :meth:`check`; a collective call of the ranks that hold the same
@@ -86,8 +94,11 @@ class GroupSync:
                 TableSync(group, table, self._changes[table], wire.size, states, look, ids)
                 for table, look, ids in zip(self._tables, looks, merged, strict=True)
             ]
-            for some in rounds(tables, self._batch_bytes // _COPIES):
-                exchange(some, wire)
+            if wire.swaps(group.device):
+                swap_rows(tables, wire, self._batch_bytes // _COPIES)
+            else:
+                for some in rounds(tables, self._batch_bytes // _COPIES):
+                    exchange(some, wire)
             done = sum((table.finish() for table in tables), Synced())
             for changes in self._changes.values():
                 changes.synced()
@@ -122,20 +133,30 @@ class GroupSync:
             for ids in (look.touched[: look.num_new], look.touched[look.num_new :], look.left)
         ]
         sizes = torch.tensor([group.clock, *map(len, kinds)], device=group.device)
-        steps_and_sizes = torch.stack(wire.gather_same(torch.cat([group.optimizer_steps, sizes])))
+        ids, room = torch.cat(kinds), self._room
+        own = torch.cat([group.optimizer_steps, sizes, ids[:room]])
+        begin = len(group.tables) + len(sizes)  # of ids
+        messages = wire.gather_same(_padded(own, begin + room))
+        heads = torch.stack([part[:begin] for part in messages])
         updates = len(group.tables)
         tables = list(self._tables)
-        group.optimizer_steps[tables] = steps_and_sizes[:, tables].amax(dim=0)
-        of_replicas = steps_and_sizes[:, updates:].tolist()
+        group.optimizer_steps[tables] = heads[:, tables].amax(dim=0)
+        of_replicas = heads[:, updates:].tolist()
         group.advance_clock(max(clock for clock, *_ in of_replicas))
         lengths = [sum(sizes) for _, *sizes in of_replicas]
-        gathered = [
-            part.split(sizes)
-            for part, (_, *sizes) in zip(
-                wire.gather(torch.cat(kinds), lengths), of_replicas, strict=True
-            )
+        parts = [
+            part[begin : begin + length] for part, length in zip(messages, lengths, strict=True)
         ]
+        if max(lengths) > room:
+            rest = wire.gather(ids[room:], [max(0, length - room) for length in lengths])
+            parts = [torch.cat(both) for both in zip(parts, rest, strict=True)]
+        self._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
+        gathered = [part.split(sizes) for part, (_, *sizes) in zip(parts, of_replicas, strict=True)]
         return [
             merge_ids([parts[first : first + 3] for parts in gathered], wire.rank)
             for first in range(0, len(kinds), 3)
         ]
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - tensor.numel())])

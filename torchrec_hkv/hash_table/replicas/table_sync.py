@@ -89,15 +89,20 @@ class TableSync:
         #: Columns of the sums and of the maxima of an id.
         self.columns = dim + self.width + 2
         self.maxima = 1 + self.scored + (self.own_step is not None)
+        #: Float32 of a record (csrc/hash_table/slot_values.h), and int64 numbers besides: the score
+        #: to take the highest of, and that to add.
+        self.record_columns = self.columns
+        self.numbers = int(self.scored) + self.merge.adds
         self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
         self.known = ids.known
         self._absent: list[dict[str, Tensor]] = []
         self._erased = self._erase(ids.left)
         n, device = self.ids.numel(), group.device
         self.is_new, self.is_touched = torch.zeros((2, n), dtype=torch.bool, device=device)
-        self.is_touched[ids.own] = True
-        self.is_new[ids.own[: look.num_new]] = True
+        self.is_touched.index_fill_(0, ids.own, True)
+        self.is_new.index_fill_(0, ids.own[: look.num_new], True)
         self.slots = self._find(look.slots, ids.own)
+        self.all_here = not n or bool((self.slots >= 0).all())
         self.before: Tensor | None = None
         if look.old_scores is not None:
             self.before = torch.zeros_like(self.ids)
@@ -118,10 +123,11 @@ class TableSync:
     def _find(self, own_slots: Tensor, own: Tensor) -> Tensor:
         """Slots of the merged ids, -1 where an id is not here."""
         slots = torch.empty_like(self.ids)
-        slots[own] = own_slots
+        slots.index_copy_(0, own, own_slots)
         others = (~self.is_touched).nonzero().flatten()
         if others.numel():
-            slots[others] = find_slots(self.group, self.table, self.ids[others])
+            found = find_slots(self.group, self.table, self.ids.index_select(0, others))
+            slots.index_copy_(0, others, found)
         return slots
 
     def keep(self, entries: dict[str, Tensor]) -> None:
@@ -164,6 +170,89 @@ class Part:
         self.n = own.stop - own.start
         self._slots = of.slots[own]
 
+    @property
+    def words(self) -> int:
+        """Int64 that its records and numbers take."""
+        return (self.n * self.of.record_columns + 1) // 2 + self.n * self.of.numbers
+
+    def pack(
+        self, records: Tensor, highest: Tensor | None = None, added: Tensor | None = None
+    ) -> None:
+        """Writes what this replica has, for the other of two.
+
+        Args:
+            records: float32 ``[n, record_columns]``.
+            highest: int64 ``[n]``; None where there are no scores.
+            added: int64 ``[n]``; None where scores do not add up.
+        """
+        of = self.of
+        place = (of.group.handle, of.table)
+        scores = _ops.pack_records(*place, self._slots, of.is_new[self._own], records, of.states)
+        if highest is not None:
+            self._score(scores, self._slots >= 0, highest, added)
+
+    def merge(
+        self,
+        records: Tensor,
+        theirs: Tensor,
+        highest: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> None:
+        """Merges, writes the ids that are here and keeps the others for later.
+
+        Args:
+            records: this replica's; overwritten.
+            theirs: the other's.
+            highest: over both; None where there are no scores.
+            added: likewise; None where scores do not add up.
+        """
+        of = self.of
+        ids = of.ids[self._own]
+        scores = ids[:0] if highest is None else of.merge.merged(highest, added)
+        _ops.merge_records(
+            of.group.counter_tensor,
+            of.group.handle,
+            of.table,
+            self._slots,
+            ids,
+            of.known[self._own],
+            records,
+            theirs,
+            scores,
+            of.states,
+            -1 if of.own_step is None else of.own_step,
+        )
+        if of.all_here:
+            of.changes.wrote(self._slots)
+            return
+        there = self._slots >= 0
+        of.changes.wrote(self._slots[there])
+        absent = (~there).nonzero().flatten()
+        if absent.numel() == 0:
+            return
+        kept = records[absent]
+        dim = of.spec.dim
+        entries = {
+            "ids": ids[absent],
+            "rows": stored_as(kept[:, :dim], of.dtype).contiguous(),
+            "last_steps": kept[:, -2].contiguous().view(torch.int32),
+        }
+        if of.states:
+            entries["states"] = kept[:, dim:-2].contiguous()
+        if of.scored:
+            entries["scores"] = scores[absent]
+        of.keep(entries)
+
+    def _score(self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None) -> None:
+        """Writes what the highest is taken of, and what is added."""
+        of = self.of
+        touched = of.is_touched[self._own]
+        before = torch.zeros_like(scores) if of.before is None else of.before[self._own]
+        of_policy = of.merge.highest_of(scores, before, touched)
+        highest[:] = torch.where(there, of_policy, of.merge.lowest(self.n, there.device))
+        if added is not None:
+            added[:] = torch.where(there, of.merge.added(scores, before, touched), 0)
+
     def fill(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
         """Writes what this replica has.
 
@@ -181,12 +270,7 @@ class Part:
         if of.own_step is not None:
             maxima[-1] = sums[:, of.own_step]
         if of.scored:
-            touched = of.is_touched[self._own]
-            before = torch.zeros_like(scores) if of.before is None else of.before[self._own]
-            highest = of.merge.highest_of(scores, before, touched)
-            maxima[1] = torch.where(there, highest, of.merge.lowest(self.n, there.device))
-            if added is not None:
-                added[:] = torch.where(there, of.merge.added(scores, before, touched), 0)
+            self._score(scores, there, maxima[1], added)
 
     def _read(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Last steps and scores; rows and states go to the sums. Zeros where an id is not here."""

@@ -1,0 +1,147 @@
+// Compares slots with what they held before, on the CPU.
+#include <algorithm>
+#include <vector>
+
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/sync_kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+constexpr int64_t kBlock = 1 << 13;  // buckets at a time: their masks stay in a core's cache
+constexpr int64_t kAhead = 16;
+constexpr int64_t kBucketsAhead = 12;
+
+uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+
+// Bit i: last_steps[i] is not before `since`.
+uint64_t steps_since(const uint32_t* last_steps, int64_t n, uint32_t since) {
+  uint64_t mask = 0;
+  int64_t i = 0;
+#ifdef __AVX2__
+  const __m256i bound = _mm256_set1_epi32(static_cast<int32_t>(since));
+  for (; i + 8 <= n; i += 8) {
+    const __m256i steps = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(last_steps + i));
+    const __m256i is = _mm256_cmpeq_epi32(_mm256_max_epu32(steps, bound), steps);
+    const int bits = _mm256_movemask_ps(_mm256_castsi256_ps(is));
+    mask |= static_cast<uint64_t>(static_cast<uint32_t>(bits)) << i;
+  }
+#endif
+  for (; i < n; ++i) mask |= static_cast<uint64_t>(last_steps[i] >= since) << i;
+  return mask;
+}
+
+// Bit i: marks[i].
+uint64_t mask_of(const bool* marks, int64_t n) {
+  uint64_t mask = 0;
+  int64_t i = 0;
+#ifdef __AVX2__
+  for (; i + 32 <= n; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(marks + i));
+    const int bits = _mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7));  // of 0 or 1 each
+    mask |= static_cast<uint64_t>(static_cast<uint32_t>(bits)) << i;
+  }
+#endif
+  for (; i < n; ++i) mask |= static_cast<uint64_t>(marks[i]) << i;
+  return mask;
+}
+
+// Of the slots of a bucket, a bit each.
+struct Masks {
+  uint64_t differs;  // may have changed
+  uint64_t is_there;
+  uint64_t touched;
+};
+
+// The slots of a bucket that are compared.
+struct Range {
+  int64_t from, to;  // slots
+  int64_t at;        // position of the first in the comparison
+
+  Range(const TableView& table, const SlotComparison& of, int64_t bucket)
+      : from(std::max(of.first, bucket * table.bucket_slots)),
+        to(std::min(of.first + of.n, (bucket + 1) * table.bucket_slots)),
+        at(from - of.first) {}
+};
+
+Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) {
+  const Range range(table, of, bucket);
+  const int64_t n = range.to - range.from;
+  // Arrays are read in order, but processors see that within a page only.
+  const int64_t ahead = kBucketsAhead * table.bucket_slots;
+  if (range.to + ahead <= of.first + of.n) {
+    prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);
+    prefetch_bytes(table.last_steps + range.from + ahead, n * sizeof(uint32_t));
+    prefetch_lines(of.occupied + range.at + ahead, 1);
+  }
+  const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
+  const uint64_t free = match_digests(line, kEmptyDigest);
+  const uint64_t is = ~free >> (range.from - bucket * table.bucket_slots) & low_bits(n);
+  const uint64_t was = mask_of(of.occupied + range.at, n);
+  uint64_t touched = steps_since(table.last_steps + range.from, n, of.since);
+  if (of.marked != nullptr) touched |= mask_of(of.marked + range.at, n);
+  touched &= is;
+  return Masks{(is ^ was) | touched | (of.moved ? is : 0), is, touched};
+}
+
+struct Place {
+  int64_t slot;
+  bool is_there;
+  bool touched;
+};
+
+}  // namespace
+
+void compare_slots(const TableView& table, const SlotComparison& of, SlotDifferences& found,
+                   int threads) {
+  if (of.n == 0) return;
+  const int64_t first_bucket = of.first / table.bucket_slots;
+  const int64_t end_bucket = (of.first + of.n - 1) / table.bucket_slots + 1;
+  std::vector<Masks> masks(std::min(kBlock, end_bucket - first_bucket));
+  std::vector<Place> places;
+  places.reserve(of.n / 64);
+  for (int64_t block = first_bucket; block < end_bucket; block += kBlock) {
+    const int64_t buckets = std::min(kBlock, end_bucket - block);
+    parallel_for(buckets, 256, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) masks[b] = look_at(table, of, block + b);
+    });
+    places.clear();
+    for (int64_t b = 0; b < buckets; ++b) {
+      const int64_t from = Range(table, of, block + b).from;
+      for (uint64_t rest = masks[b].differs; rest != 0; rest &= rest - 1) {
+        const int bit = __builtin_ctzll(rest);
+        places.push_back(
+            {from + bit, (masks[b].is_there >> bit & 1) != 0, (masks[b].touched >> bit & 1) != 0});
+      }
+    }
+    const auto n = static_cast<int64_t>(places.size());
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {
+        const int64_t ahead = places[i + kAhead].slot;
+        prefetch_lines(&table.ids[ahead], 1);
+        prefetch_lines(&of.ids[ahead - of.first], 1);
+      }
+      const Place& place = places[i];
+      int64_t& before = of.ids[place.slot - of.first];
+      bool& was_there = of.occupied[place.slot - of.first];
+      const int64_t id = place.is_there ? table.ids[place.slot] : 0;
+      const bool stayed = place.is_there && was_there && id == before;
+      if (was_there && !stayed) {
+        found.gone_slots.push_back(place.slot);
+        found.gone_ids.push_back(before);
+      }
+      if (place.is_there && (place.touched || !stayed)) {
+        found.slots.push_back(place.slot);
+        found.ids.push_back(id);
+        found.touched.push_back(place.touched);
+        found.stayed.push_back(stayed);
+      }
+      if (stayed) continue;
+      if (place.is_there) before = id;
+      was_there = place.is_there;
+    }
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

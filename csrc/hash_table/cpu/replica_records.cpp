@@ -1,0 +1,226 @@
+// What two replicas send each other of their entries, and what comes of it, on the CPU.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "common/elements_cpu.h"
+#include "common/initial_rows_cpu.h"
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/slot_values.h"
+#include "hash_table/sync_kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+constexpr int64_t kAhead = 12;  // entries
+constexpr int64_t kGrain = 512;
+
+using Words = ReplicaRecords::Words;
+
+Words words_of(const ReplicaRecords& records, const float* record) {
+  Words words;
+  std::memcpy(&words, record + records.columns, sizeof(words));
+  return words;
+}
+
+void set_words(const ReplicaRecords& records, float* record, const Words& words) {
+  std::memcpy(record + records.columns, &words, sizeof(words));
+}
+
+// Where an entry's row and state are; state_bytes is 0 where states are not wanted.
+struct Homes {
+  const TableView& table;
+  const HomeVectors rows, states;
+  const int64_t row_bytes, state_bytes;
+
+  Homes(const TableView& table, bool with_states)
+      : table(table),
+        rows(table.rows),
+        states(table.states),
+        row_bytes(table.rows.bytes()),
+        state_bytes(with_states ? table.states.bytes() : 0) {}
+
+  template <bool kWrite, bool kRows = true>
+  void prefetch(int64_t slot) const {
+    if (slot == kNoSlot) return;
+    if (kRows) prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
+    if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
+    prefetch_lines<kWrite>(&table.last_steps[slot], 1);
+    if (table.scores != nullptr) prefetch_lines<kWrite>(&table.scores[slot], 1);
+  }
+};
+
+// The sum of two records' columns, or of these and a third's, times a factor. `to` may be `a`.
+void mean_of(const float* a, const float* b, int64_t n, float factor, float* to) {
+  for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c]) * factor;
+}
+
+void mean_of(const float* a, const float* b, const float* third, int64_t n, float factor,
+             float* to) {
+  for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c] + third[c]) * factor;
+}
+
+// Whether rows fill whole cache lines, so that they can be written past the caches: a row that is
+// not read again soon need not be read from memory before.
+bool writes_lines(const TableView& table) {
+#ifdef __AVX2__
+  return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
+         reinterpret_cast<uintptr_t>(table.rows.homes) % kCacheLine == 0;
+#else
+  return false;
+#endif
+}
+
+// The first mean_of, for a row of such a table.
+void stream_mean_of(const float* a, const float* b, int64_t n, float factor, float* to) {
+#ifdef __AVX2__
+  const __m256 times = _mm256_set1_ps(factor);
+  for (int64_t c = 0; c < n; c += 8) {
+    const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(a + c), _mm256_loadu_ps(b + c));
+    _mm256_stream_ps(to + c, _mm256_mul_ps(sum, times));
+  }
+#else
+  mean_of(a, b, n, factor, to);
+#endif
+}
+
+// Orders rows that were written so before what the thread writes next.
+void end_streams() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
+}  // namespace
+
+void pack_records(const TableView& table, const int64_t* slots, const bool* is_new, int64_t n,
+                  const ReplicaRecords& out, uint64_t* scores, int threads) {
+  const Homes homes(table, out.states);
+  const int32_t dim = table.dim();
+  const RowType type = table.rows.type;
+  parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) homes.prefetch<false>(slots[i]);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) homes.prefetch<false>(slots[i + kAhead]);
+      const int64_t slot = slots[i];
+      float* const record = out.at(i);
+      if (slot == kNoSlot) {
+        std::memset(record, 0, out.stride() * sizeof(float));
+        if (scores != nullptr) scores[i] = 0;
+        continue;
+      }
+      if (type == RowType::kFloat32) {
+        std::memcpy(record, homes.rows.at(slot), homes.row_bytes);
+      } else {
+        widen_row(type, homes.rows.at(slot), 0, dim, record);
+      }
+      if (homes.state_bytes > 0) {
+        std::memcpy(record + dim, homes.states.at(slot), homes.state_bytes);
+      }
+      const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
+      set_words(out, record, {table.last_steps[slot], ReplicaRecords::kIsHere | was});
+      if (scores != nullptr) scores[i] = table.scores[slot];
+    }
+  });
+}
+
+void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
+                   const float* theirs, int threads) {
+  const Homes homes(table, own.states);
+  const int32_t dim = table.dim();
+  const RowType type = table.rows.type;
+  const int64_t* const slots = entries.slots;
+  const int64_t highest = entries.highest_column;
+  const bool direct = type == RowType::kFloat32 && highest < 0;
+  const bool streams = direct && writes_lines(table);
+  const auto prefetch = [&](int64_t slot) {
+    if (streams) {
+      homes.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
+    } else {
+      homes.prefetch</*kWrite=*/true>(slot);
+    }
+  };
+  parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> initial(own.columns);  // a state's is 0
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch(slots[i + kAhead]);
+      float* const a = own.at(i);
+      const float* const b = theirs + i * own.stride();
+      const Words mine = words_of(own, a), other = words_of(own, b);
+      const uint32_t both = mine.flags & other.flags, either = mine.flags | other.flags;
+      const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasHere) == 0;
+      const bool of_both = (both & ReplicaRecords::kIsHere) != 0;
+      const float factor = of_both || is_new ? 0.5f : 1.0f;
+      const float most = highest >= 0 ? std::max(a[highest], b[highest]) : 0.0f;
+      const Words words = {std::max(mine.last_step, other.last_step), mine.flags};
+      const bool here = slots[i] != kNoSlot;
+      if (is_new && !of_both) {
+        initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
+                    dim, initial.data());
+        mean_of(a, b, initial.data(), own.columns, factor, a);
+      } else if (here && direct) {
+        // Not by way of the record: nobody reads it.
+        float* const row = reinterpret_cast<float*>(homes.rows.at(slots[i]));
+        if (streams) {
+          stream_mean_of(a, b, dim, factor, row);
+        } else {
+          mean_of(a, b, dim, factor, row);
+        }
+        if (homes.state_bytes > 0) {
+          mean_of(a + dim, b + dim, own.columns - dim, factor,
+                  reinterpret_cast<float*>(homes.states.at(slots[i])));
+        }
+        table.last_steps[slots[i]] = words.last_step;
+        if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+        continue;
+      } else {
+        mean_of(a, b, own.columns, factor, a);
+      }
+      if (highest >= 0) a[highest] = most;
+      set_words(own, a, words);
+      if (!here) continue;
+      if (type == RowType::kFloat32) {
+        std::memcpy(homes.rows.at(slots[i]), a, homes.row_bytes);
+      } else {
+        narrow_row(type, a, dim, homes.rows.at(slots[i]));
+      }
+      if (homes.state_bytes > 0) {
+        std::memcpy(homes.states.at(slots[i]), a + dim, homes.state_bytes);
+      }
+      table.last_steps[slots[i]] = words.last_step;
+      if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+    }
+    end_streams();
+  });
+}
+
+int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places) {
+  constexpr uint32_t kFree = UINT32_MAX;
+  constexpr int64_t kIdsAhead = 8;
+  uint64_t size = 16;
+  while (size < 2 * static_cast<uint64_t>(n)) size *= 2;
+  std::vector<uint32_t> table(size, kFree);  // of each id its place, near its hash
+  const int shift = __builtin_clzll(size) + 1;
+  const auto home = [&](int64_t id) { return mix64(static_cast<uint64_t>(id)) >> shift; };
+  uint64_t homes[kIdsAhead];
+  for (int64_t i = 0; i < std::min(n, kIdsAhead); ++i) homes[i] = home(ids[i]);
+  uint32_t number = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t at = homes[i % kIdsAhead];
+    if (i + kIdsAhead < n) {
+      const uint64_t ahead = homes[i % kIdsAhead] = home(ids[i + kIdsAhead]);
+      prefetch_lines(&table[ahead], 1);
+    }
+    while (table[at] != kFree && distinct[table[at]] != ids[i]) at = (at + 1) & (size - 1);
+    if (table[at] == kFree) {
+      distinct[number] = ids[i];
+      table[at] = number++;
+    }
+    places[i] = table[at];
+  }
+  return number;
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

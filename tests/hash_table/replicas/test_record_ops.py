@@ -1,0 +1,213 @@
+"""The ops of swaps and comparisons of slots against reads of all slots, entry by entry."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.support.saved_tables import filled
+from torchrec_hkv.hash_table import initial_rows
+
+ops = torch.ops.torchrec_hkv
+IS_HERE, WAS_HERE = 1, 2
+
+
+@pytest.fixture(params=["lru", "lfu", "customized"])
+def table(request):
+    return filled("cpu", 400, 700, eviction=request.param, state_dim=2)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+def typed_table(request):
+    return filled("cpu", 400, 700, eviction="lfu", dtype=request.param, state_dim=2)
+
+
+def place(table):
+    return table._group.counter_tensor, table._group.handle, 0
+
+
+def marks(n: int) -> torch.Tensor:
+    return torch.rand(n) < 0.3
+
+
+def numbers(table, slots: torch.Tensor) -> torch.Tensor:
+    """Rows as float32, from an export."""
+    stored = table._group.export_table(0).rows[slots]
+    if stored.dtype != torch.int8:
+        return stored.float()
+    dim = table._group.tables[0].dim
+    scales = stored[:, :4].contiguous().view(torch.float32)
+    return stored[:, 4 : 4 + dim].float() * scales
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("first", "n"), [(0, None), (3, 250), (70, 1), (5, 0)])
+def test_compare_slots(table, first, n, marked, moved):
+    slots = table._group.select_slots(0)
+    table.erase(ops.read_slots(table._group.handle, 0, slots)[0][::7])
+    n = table.num_slots if n is None else n
+    state = table._group.export_table(0)
+    there, steps = state.occupied.tolist(), (state.last_steps.long() & 0xFFFFFFFF).tolist()
+    for since in (0, table._group.clock, table._group.clock + 1, 1 << 32):
+        was = torch.rand(n) < 0.7
+        before = torch.where(
+            marks(n), state.ids[first : first + n] ^ 1, state.ids[first : first + n]
+        )
+        given = marks(n) if marked else None
+        now, gone, ids_then, was_then = [], [], before.tolist(), was.tolist()
+        for i in range(n):
+            slot = first + i
+            touched = there[slot] and (steps[slot] >= since or (marked and bool(given[i])))
+            stayed = there[slot] and was_then[i] and int(state.ids[slot]) == ids_then[i]
+            if not moved and there[slot] == was_then[i] and not touched:
+                continue  # an entry that was not looked up stays where it is
+            if was_then[i] and not stayed:
+                gone.append((slot, ids_then[i]))
+            if there[slot] and (touched or not stayed):
+                now.append((slot, int(state.ids[slot]), touched, stayed))
+            was_then[i] = there[slot]
+            ids_then[i] = int(state.ids[slot]) if there[slot] else ids_then[i]
+        found = ops.compare_slots(*place(table), first, before, was, given, since, moved)
+        assert list(zip(*(part.tolist() for part in found[:4]), strict=True)) == now
+        assert list(zip(*(part.tolist() for part in found[4:]), strict=True)) == gone
+        assert was.tolist() == was_then
+        assert [i for i, is_ in zip(before.tolist(), was_then, strict=True) if is_] == [
+            i for i, is_ in zip(ids_then, was_then, strict=True) if is_
+        ]
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_records(typed_table, states):
+    group = typed_table._group
+    slots = group.select_slots(0)[::3].clone()
+    slots[::4] = -1
+    is_new = marks(len(slots))
+    width = group.tables[0].dim + 2 * states
+    records = torch.full((len(slots), width + 2), torch.nan)
+    scores = ops.pack_records(group.handle, 0, slots, is_new, records, states)
+    there = slots >= 0
+    state = group.export_table(0)
+    at = slots[there]
+    values = torch.cat([numbers(typed_table, at), state.states[at]], dim=1)[:, :width]
+    assert torch.equal(records[there, :width], values)
+    words = records[:, width:].contiguous().view(torch.int32)
+    assert torch.equal(words[there, 0], state.last_steps[at].int())
+    assert torch.equal(words[there, 1], IS_HERE + WAS_HERE * (~is_new[there]).int())
+    assert torch.equal(scores[there], state.scores[at])
+    assert not records[~there].view(torch.int32).any()
+    assert not scores[~there].any()
+
+
+@pytest.mark.parametrize("highest", [False, True])
+@pytest.mark.parametrize("states", [False, True])
+def test_merged(typed_table, states, highest):
+    group = typed_table._group
+    before = group.export_table(0)
+    slots = group.select_slots(0)[::2].clone()
+    ids = before.ids[slots].clone()
+    slots[::5] = -1
+    n, dim = len(slots), group.tables[0].dim
+    width = dim + 2 * states
+    column = width - 1 if highest else -1
+    known = marks(n)
+    initial = group_initial(typed_table, ids)
+    records = [torch.randn(n, width + 2) for _ in range(2)]
+    words = [record[:, width:].view(torch.int32) for record in records]
+    for word in words:
+        word[:, 0] = torch.randint(2**31 - 1, (n,), dtype=torch.int32)
+        word[:, 1] = IS_HERE + WAS_HERE * (torch.rand(n) < 0.5).int()
+    for absent, record in ((slice(0, None, 5), 0), (slice(1, None, 5), 1)):
+        records[record][absent] = 0
+    own, theirs = (record.double() for record in records)
+    flags = [word[:, 1].clone() for word in words]
+    steps = torch.maximum(words[0][:, 0], words[1][:, 0])
+    scores = torch.randint(1000, (n,))
+    wanted = own[:, :width] + theirs[:, :width]
+    for i in range(n):
+        holders = sum(int(flag[i]) & IS_HERE for flag in flags)
+        old = bool(known[i]) or any(int(flag[i]) & WAS_HERE for flag in flags)
+        if not old and holders < 2:
+            wanted[i, :dim] += initial[i]
+        wanted[i] /= holders if old else 2
+    if highest:
+        wanted[:, column] = torch.maximum(own[:, column], theirs[:, column])
+    ops.merge_records(*place(typed_table), slots, ids, known, *records, scores, states, column)
+    after = group.export_table(0)
+    there = slots >= 0
+    at = slots[there]
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.int8: 0}
+    dtype = group.tables[0].dtype
+    least = wanted.abs().max() / 250 if dtype == torch.int8 else 1e-6
+    rows = numbers(typed_table, at).double()
+    torch.testing.assert_close(rows, wanted[there, :dim], rtol=rounding[dtype], atol=least)
+    own_states = after.states[at].double()
+    expected = wanted[there, dim:] if states else before.states[at].double()
+    torch.testing.assert_close(own_states, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(after.last_steps[at].int(), steps[there])
+    assert torch.equal(after.scores[at], scores[there])
+    # What is not here is left to be inserted.
+    kept = records[0][~there]
+    torch.testing.assert_close(kept[:, :width].double(), wanted[~there], rtol=1e-6, atol=1e-6)
+    assert torch.equal(kept[:, width].view(torch.int32), steps[~there])
+    untouched = before.occupied.clone()
+    untouched[at] = False
+    for name in ("rows", "states", "last_steps", "scores"):
+        same = (getattr(after, name)[untouched], getattr(before, name)[untouched])
+        assert torch.equal(*(part.contiguous().view(torch.uint8) for part in same))
+
+
+def group_initial(table, ids: torch.Tensor) -> torch.Tensor:
+    """Initial rows in float64."""
+    spec = table._group.tables[0]
+    return initial_rows(
+        ids, spec.dim, table=spec.name, seed=spec.seed, initializer=spec.initializer
+    ).double()
+
+
+def test_distinct_ids():
+    generator = random.Random(torch.initial_seed())
+    for n in (0, 1, 7, 1000):
+        pool = [generator.randrange(-(2**63), 2**63) for _ in range(max(1, n // 2))] + [0, -1]
+        ids = [generator.choice(pool) for _ in range(n)]
+        distinct, places = ops.distinct_ids(torch.tensor(ids, dtype=torch.int64))
+        assert distinct.tolist() == list(dict.fromkeys(ids))
+        assert [distinct.tolist()[place] for place in places.tolist()] == ids
+
+
+def test_schemas(table):
+    group = table._group
+    ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
+    torch.library.opcheck(ops.compare_slots, (*place(table), 3, ids, was, None, 1, True))
+    slots = group.select_slots(0)[:9]
+    records = torch.zeros(9, group.tables[0].dim + 4)
+    torch.library.opcheck(ops.pack_records, (group.handle, 0, slots, marks(9), records, True))
+    ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
+    args = (*place(table), slots, ids, marks(9), records, records.clone(), scores, True, -1)
+    torch.library.opcheck(ops.merge_records, args)
+    torch.library.opcheck(ops.distinct_ids, (ids,))
+
+
+def test_bad_input(table):
+    group = table._group
+    most, width = table.num_slots, group.tables[0].dim + 2
+    ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
+    with pytest.raises(ValueError, match=f"slots from {most - 39} to {most + 1} were asked for"):
+        ops.compare_slots(*place(table), most - 39, ids, was, None, 0, False)
+    with pytest.raises(ValueError, match="ids must have 40 elements, but has 39"):
+        ops.compare_slots(*place(table), 0, ids[1:], was, None, 0, False)
+    slots = group.select_slots(0)[:9].clone()
+    records = torch.zeros(9, width + 2)
+    with pytest.raises(ValueError, match=rf"have shape \[9, {width + 2}\]"):
+        ops.pack_records(group.handle, 0, slots, marks(9), records[:, 1:], True)
+    ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
+    args = (ids, marks(9), records, records.clone(), scores, True)
+    with pytest.raises(ValueError, match=f"highest_column is {width}, but must be -1 or one of"):
+        ops.merge_records(*place(table), slots, *args, width)
+    slots[3] = most
+    with pytest.raises(ValueError, match=f"slots has {most}, but the table has {most}"):
+        ops.merge_records(*place(table), slots, *args, -1)
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        ops.distinct_ids(ids.int())
