@@ -7,7 +7,6 @@ version in one step. Running calls finish with the version that they started wit
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import tempfile
@@ -24,6 +23,7 @@ from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
+from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, build_layer
 from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
@@ -338,9 +338,9 @@ class _Next:
             cores.append(core.view(own.shape).to(self._device))
         return cores
 
-    def _program(self, before: torch.nn.Module) -> torch.nn.Module:
-        """A copy of the program with the checkpoint's dense tensors."""
-        own = before.state_dict()
+    def _program(self, before: ServedProgram) -> ServedProgram:
+        """The program with the checkpoint's dense tensors."""
+        own = before.state
         names = {key: key.removeprefix("model.") for key in own}
         tensors = self._checkpoint.tensors(list(names.values()))
         state = {key: tensors[name] for key, name in names.items()}
@@ -352,9 +352,7 @@ class _Next:
                 )
         if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
             return before
-        program = copy.deepcopy(before)
-        program.load_state_dict(state)
-        return program
+        return before.with_state(state)
 
 
 def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:

@@ -148,16 +148,19 @@ def tensors_of(
         weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
         names = list(given.keys())
         given = KeyedIds(names, given.values(), given.lengths().view(len(names), -1), weights)
-    missing = [key for key in keys if key not in given.keys]
-    if missing:
-        raise ValueError(f"ids lack the features {missing}: they have {list(given.keys)}.")
+    if given.keys != keys:
+        missing = [key for key in keys if key not in given.keys]
+        if missing:
+            raise ValueError(f"ids lack the features {missing}: they have {list(given.keys)}.")
+        if list(given.keys) != list(keys):
+            given = _in_order(given, keys)
     if is_weighted and given.weights is None:
         raise ValueError("ids have no weights, but the model takes weighted features.")
-    if list(given.keys) != list(keys):
-        given = _in_order(given, keys)
     tensors = [given.values.long(), given.lengths.long()]
     if is_weighted:
         tensors.append(given.weights.float())
+    if device.type == "cpu" and given.values.is_cpu and given.lengths.is_cpu:
+        return tensors
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 

@@ -17,6 +17,7 @@ from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
 from torchrec_hkv.serving.metrics import Latencies, family, labelled
+from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
@@ -36,7 +37,7 @@ class Version:
     Attributes:
         tables: the model's tables of rows.
         cores: the groups of Tensor-Train tables, each with its cores.
-        program: the forward; takes the handle of ``tables``, then tensors.
+        program: the forward.
         checkpoint: digest of the checkpoint that this version holds, or None if unknown.
         number: number of the checkpoint in its chain, or None if unknown.
         written: time when the checkpoint was written, in seconds since 1970, or None if unknown.
@@ -44,7 +45,7 @@ class Version:
 
     tables: ReadOnlyTables
     cores: Sequence[tuple[TTGroup, list[Tensor]]]
-    program: torch.nn.Module
+    program: ServedProgram
     checkpoint: str | None = None
     number: int | None = None
     written: float | None = None
@@ -93,6 +94,10 @@ class ServingModel:
         self.resident = resident
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
+        # Most models take positional arguments only: these need no matching of their structure.
+        args, kwargs = self._tree.children()
+        is_flat = all(child.is_leaf() for child in args.children()) and not kwargs.num_leaves
+        self._flat_args = args.num_leaves if is_flat else None
         self._version = version
         self._follower: Follower | None = None
         self._latencies = Latencies()
@@ -145,7 +150,6 @@ class ServingModel:
         lines += family(calls, "histogram", "Time of calls.", self._latencies.lines(calls))
         return "\n".join(lines) + "\n"
 
-    @torch.inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
@@ -164,17 +168,20 @@ class ServingModel:
         """
         began = time.perf_counter()
         version = self._version  # all lookups of the call use the same version
-        out = version.program(version.tables.handle, *self._flatten(args, kwargs))
+        with torch.inference_mode():
+            out = version.program(version.tables.handle, self._flatten(args, kwargs))
         self._latencies.add(time.perf_counter() - began)
         return out
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        try:
-            leaves = self._tree.flatten_up_to((args, kwargs))
-        except ValueError as error:
-            raise ValueError(
-                f"the arguments have another structure than those that were exported: {error}"
-            ) from None
+        leaves: Sequence[Any] = args
+        if kwargs or len(args) != self._flat_args:
+            try:
+                leaves = self._tree.flatten_up_to((args, kwargs))
+            except ValueError as error:
+                raise ValueError(
+                    f"the arguments have another structure than those that were exported: {error}"
+                ) from None
         tensors: list[Tensor] = []
         for record, leaf in zip(self._inputs, leaves, strict=True):
             if record.kind == "ids":
@@ -243,7 +250,28 @@ def _open(
 
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
-    return Version(opened, groups, exported.module(), manifest.checkpoint)
+    program = ServedProgram(exported, _names_of(manifest))
+    return Version(opened, groups, program, manifest.checkpoint)
+
+
+def _names_of(manifest: Manifest) -> list[str]:
+    """Names of the program's tensors in messages, such as ``args[0]``."""
+    tree = pytree.treespec_loads(manifest.tree)
+    numbers = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    names: list[str] = []
+    for record, (path, _) in zip(
+        manifest.inputs, pytree.tree_flatten_with_path(numbers)[0], strict=True
+    ):
+        of = "kwargs" if path[0].idx else "args"
+        name = of + pytree.keystr(path[1:])
+        if record.kind == "ids":
+            parts = (
+                ("values", "lengths", "weights") if record.is_weighted else ("values", "lengths")
+            )
+            names += [f"{part} of {name}" for part in parts]
+        elif record.kind == "tensor":
+            names.append(name)
+    return names
 
 
 def _is_replaced(path: Path, manifest: Manifest) -> bool:
