@@ -24,7 +24,7 @@ from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
 from torchrec_hkv.serving.served_program import ServedProgram
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, build_layer
+from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, place_layer
 from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
@@ -268,12 +268,15 @@ class _Next:
             return table
         self._check_range(table, rows)
         data = row_formats.to_bytes(rows, table.row_format, table.unit)
-        changes = _merged(table.changes, ids, data, erased)
-        index, held = build_layer(changes.ids, changes.data, changes.is_erased)
+        merged = _merged(table.changes, ids, data, erased)
+        index, order = place_layer(merged.ids, merged.is_erased)
+        changes = Changes(
+            merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
+        )
         return dataclasses.replace(
             table,
             changed_index=index.to(self._device),
-            changed_rows=held.to(self._device),
+            changed_rows=changes.data.to(self._device),
             changes=changes,
         )
 
@@ -360,19 +363,15 @@ def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -
     if before is None:
         before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
     own = torch.cat([ids, erased])
-    kept = ~torch.isin(before.ids, own)
+    kept = (~torch.isin(before.ids, own)).nonzero().flatten()
     no_rows = data.new_zeros(erased.numel(), data.shape[1])
-    all_ids = torch.cat([before.ids[kept], own])
-    is_erased = torch.cat(
-        [
-            before.is_erased[kept],
-            torch.zeros(ids.numel(), dtype=torch.bool),
-            torch.ones(erased.numel(), dtype=torch.bool),
-        ]
+    is_erased = torch.zeros(own.numel(), dtype=torch.bool)
+    is_erased[ids.numel() :] = True
+    return Changes(
+        torch.cat([before.ids[kept], own]),
+        torch.cat([before.data.index_select(0, kept), data, no_rows]),
+        torch.cat([before.is_erased[kept], is_erased]),
     )
-    order = all_ids.argsort()
-    all_data = torch.cat([before.data[kept], data, no_rows])
-    return Changes(all_ids[order], all_data[order], is_erased[order])
 
 
 def _uncounted(device: torch.device) -> Tensor:

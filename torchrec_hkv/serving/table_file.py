@@ -207,11 +207,12 @@ class TableBuilder:
                 index, order = _ops.serving_place(
                     ids, None, blocks, buckets, block, end - block, row
                 )
-                data = row_formats.to_bytes(rows[order], self._format, unit).numpy()
+                data = row_formats.to_bytes(rows.index_select(0, order), self._format, unit)
                 index_crc32 = _write(
                     file, block * buckets * _BUCKET_BYTES, index.numpy(), index_crc32
                 )
-                rows_crc32 = _write(file, made.rows_at + row * made.row_bytes, data, rows_crc32)
+                rows_at = made.rows_at + row * made.row_bytes
+                rows_crc32 = _write(file, rows_at, data.numpy(), rows_crc32)
                 block, row = end, row + ids.numel()
             file.flush()
             os.fsync(file.fileno())
@@ -249,7 +250,11 @@ class TableBuilder:
         counts = parts.bincount(minlength=_SPILLED_PARTS).tolist()
         for part, its in enumerate(order.split(counts)):
             records = torch.cat(
-                [ids[its].view(torch.uint8).view(-1, 8), rows[its].view(torch.uint8)], dim=1
+                [
+                    ids[its].view(torch.uint8).view(-1, 8),
+                    rows.index_select(0, its).view(torch.uint8),
+                ],
+                dim=1,
             )
             with open(self._part(part), "ab") as file:
                 file.write(records.numpy())
@@ -286,6 +291,12 @@ def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tupl
     Returns:
         As :meth:`TableFile.map`.
     """
+    index, order = place_layer(ids, erased)
+    return index, data.index_select(0, order)
+
+
+def place_layer(ids: Tensor, erased: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Like :func:`build_layer`, but returns the order of the rows instead: int64 ``[n]``, the
+    number of each row in ``ids``."""
     blocks, buckets = geometry_of(ids.numel())
-    index, order = _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)
-    return index, data[order]
+    return _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)
