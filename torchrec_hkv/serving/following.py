@@ -24,7 +24,7 @@ from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
 from torchrec_hkv.serving.served_program import ServedProgram
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, place_layer
+from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, TableFile, place_layer
 from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
@@ -37,6 +37,7 @@ def follow(
     *,
     every: float | None = 1.0,
     scratch: str | os.PathLike[str] | None = None,
+    process: bool = False,
 ) -> Follower:
     """Applies what a ``DeltaWriter`` writes while the model serves.
 
@@ -54,6 +55,10 @@ def follow(
         scratch: folder on a disk with room for the tables of the chain's bases. Their files are
             unlinked once they are written, and freed when they are no longer served. None: the
             system's folder for temporary files.
+        process: whether another process reads and merges checkpoints. Calls of the model then don't
+            wait for the interpreter meanwhile. The process takes some seconds to start and memory
+            for another copy of the changed rows, has a low priority, and passes each version
+            through a file in ``scratch``.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -63,7 +68,12 @@ def follow(
         raise ValueError(f"every is {every!r}, but must be positive, or None.")
     if model._follower is not None and model._follower.is_following:
         raise ValueError(f"the model already follows {model._follower.folder}: stop that first.")
-    follower = Follower(model, Path(folder), scratch)
+    if process:
+        from torchrec_hkv.serving.following_process import ProcessFollower
+
+        follower: Follower = ProcessFollower(model, Path(folder), scratch)
+    else:
+        follower = Follower(model, Path(folder), scratch)
     follower.poll()
     if (error := follower.error) is not None:
         raise ValueError(error)
@@ -111,7 +121,7 @@ class Follower:
                 return self._apply_new()
             except (ValueError, OSError, RuntimeError) as error:
                 self.error = str(error)
-                self._ended.set()
+                self._end()
                 return 0
 
     def rollback(self) -> None:
@@ -127,11 +137,11 @@ class Follower:
                     "before."
                 )
             self._model._version, self._previous = self._previous, None
-            self._ended.set()
+            self._end()
 
     def stop(self) -> None:
         """Stops following. The model keeps serving its present version."""
-        self._ended.set()
+        self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -143,6 +153,9 @@ class Follower:
         return Freshness(
             version.number, age, behind, self.is_following, self.error, self._apply_seconds
         )
+
+    def _end(self) -> None:
+        self._ended.set()
 
     def _start(self, every: float) -> None:
         def run() -> None:
@@ -175,17 +188,25 @@ class Follower:
             first = 1 + digests.index(self._model._version.checkpoint)
         for folder, digest in zip(folders[first:], digests[first:], strict=True):
             began = time.monotonic()
-            model = self._model
-            applied = _Next(model._version, folder, digest, model.device, model.resident)
-            version = applied.version(self._scratch)
+            version = self._build(folder, digest)
             if self._ended.is_set():
                 return 0
-            self._previous, self._model._version = self._model._version, version
-            self._apply_seconds = time.monotonic() - began
+            self._switch(version, time.monotonic() - began)
         return len(folders) - first
 
+    def _build(self, folder: Path, digest: str) -> Version:
+        model = self._model
+        following = NextVersion(model._version, folder, digest, model.device, model.resident)
+        # A mapped file exists until it is unmapped, so a killed process leaves no files.
+        with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=self._scratch) as scratch:
+            return following.version(Path(scratch))
 
-class _Next:
+    def _switch(self, version: Version, seconds: float) -> None:
+        self._previous, self._model._version = self._model._version, version
+        self._apply_seconds = seconds
+
+
+class NextVersion:
     """Builds the next version of a model from a checkpoint."""
 
     def __init__(
@@ -195,24 +216,27 @@ class _Next:
         self._device, self._resident = device, resident
         self._checkpoint = Checkpoint(folder)
         self._is_delta = folder.name.startswith("delta")
+        #: Files of the tables, if the checkpoint is a base.
+        self.files: list[TableFile] = []
 
-    def version(self, scratch: str | os.PathLike[str] | None) -> Version:
+    def version(self, folder: Path) -> Version:
         """Builds the version.
+
+        Args:
+            folder: folder for the files of the tables of a base.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
             OSError: the disk has no room for the tables.
         """
-        before = self._before
+        before, number = self._before, int(self._folder.name.rpartition("-")[2])
         if self._is_delta:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
-            # A mapped file exists until it is unmapped, so a killed process leaves no files.
-            with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch) as folder:
-                tables = [
-                    self._whole(table, Path(folder), f"{number}.table")
-                    for number, table in enumerate(before.tables.tables)
-                ]
+            tables = [
+                self._whole(table, folder, f"{n}.table")
+                for n, table in enumerate(before.tables.tables)
+            ]
         cores = [(group, self._cores(group, its)) for group, its in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(
@@ -220,8 +244,9 @@ class _Next:
             cores,
             self._program(before.program),
             self._digest,
-            int(self._folder.name.rpartition("-")[2]),
+            number,
             (self._folder / LINK).stat().st_mtime,
+            before.base if self._is_delta else self._digest,
         )
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
@@ -236,6 +261,7 @@ class _Next:
             for ids in torch.arange(weight.shape[0]).split(_PIECE):
                 builder.add(ids, weight[ids].float())
         written = builder.finish(folder / name)
+        self.files.append(written)
         index, rows = written.map(folder, self._resident)
         return dataclasses.replace(
             table,

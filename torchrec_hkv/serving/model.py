@@ -41,6 +41,7 @@ class Version:
         checkpoint: digest of the checkpoint that this version holds, or None if unknown.
         number: number of the checkpoint in its chain, or None if unknown.
         written: time when the checkpoint was written, in seconds since 1970, or None if unknown.
+        base: digest of the base that the tables' files hold, or None if they are the export's.
     """
 
     tables: ReadOnlyTables
@@ -49,6 +50,7 @@ class Version:
     checkpoint: str | None = None
     number: int | None = None
     written: float | None = None
+    base: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ServingModel:
         self.device = device
         #: Whether the tables were read into this process's memory instead of mapped.
         self.resident = resident
+        self._save = manifest.save
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
         # Most models take positional arguments only: these need no matching of their structure.
@@ -242,7 +245,7 @@ def _open(
     path: Path, manifest: Manifest, device: torch.device, resident: bool, verify: bool
 ) -> Version:
     manifest.program.check(path)
-    tables = [_open_table(path, record, device, resident, verify) for record in manifest.tables]
+    tables = open_tables(path, manifest, device, resident, verify)
     groups = [_open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
     if device.type != "cpu":
@@ -284,6 +287,17 @@ def _is_replaced(path: Path, manifest: Manifest) -> bool:
 
 def _counters(tables: int, device: torch.device) -> Tensor:
     return torch.zeros(tables, 2, dtype=torch.int64, device=device)
+
+
+def open_tables(
+    folder: Path,
+    manifest: Manifest,
+    device: torch.device,
+    resident: bool,
+    verify: bool = False,
+) -> list[ReadOnlyTable]:
+    """Opens the tables of an exported model; the arguments are those of :func:`load`."""
+    return [_open_table(folder, record, device, resident, verify) for record in manifest.tables]
 
 
 def _open_table(
