@@ -41,7 +41,7 @@ _START = (
     "from torchrec_hkv.serving.following_process import serve; serve(*sys.argv[2:])"
 )
 _ALIGNMENT = 64
-_NICENESS = 10
+_NICENESS = 5
 _END_SECONDS = 10.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -240,7 +241,9 @@ class _Writer:
         program = Program(served, current, tree, leaves).eval()
         exported = trace(program, [tensor.detach().cpu() for tensor in tensors])
         path = self._folder / "program.pt2"
-        torch.export.save(exported, path)
+        program_bytes = io.BytesIO()  # so that a full disk is an OSError
+        torch.export.save(exported, program_bytes)
+        path.write_bytes(program_bytes.getbuffer())
         _sync(path)
         package = None
         if self._given.package:
