@@ -73,15 +73,16 @@ class KeyedIds:
             weights: lists of the same shape, or None.
 
         Raises:
+            TypeError: the ids of a feature are not lists in a list.
             ValueError: features have different numbers of samples, weights have the wrong shape, or
                 an id is not an integer of 64 bits.
         """
-        samples = {len(bags) for bags in ids.values()}
+        lengths = [_lengths(key, bags) for key, bags in ids.items()]
+        samples = {len(its) for its in lengths}
         if len(samples) > 1:
             raise ValueError(
                 f"features have {sorted(samples)} samples, but must all have the same number."
             )
-        lengths = [[len(bag) for bag in bags] for bags in ids.values()]
         flat = None
         if weights is not None:
             shape = [[len(bag) for bag in weights.get(key, ())] for key in ids]
@@ -96,6 +97,16 @@ class KeyedIds:
             ),
             flat,
         )
+
+
+def _lengths(key: str, bags: Sequence[Sequence[int]]) -> list[int]:
+    try:
+        return [len(bag) for bag in bags]
+    except TypeError:
+        raise TypeError(
+            f"ids of feature {key!r} must be lists of the ids of each sample, such as "
+            "[[1], [2, 3]]."
+        ) from None
 
 
 def _int64(bags: Sequence[Sequence[int]]) -> Tensor:

@@ -97,6 +97,8 @@ class ServingModel:
         self._save = manifest.save
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
+        self._parameters = tuple(manifest.parameters)
+        self._names = _leaf_names(manifest)
         # Most models take positional arguments only: these need no matching of their structure.
         args, kwargs = self._tree.children()
         is_flat = all(child.is_leaf() for child in args.children()) and not kwargs.num_leaves
@@ -178,6 +180,9 @@ class ServingModel:
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves: Sequence[Any] = args
+        if kwargs:
+            args, kwargs = self._positional(args, kwargs)
+            leaves = args
         if kwargs or len(args) != self._flat_args:
             try:
                 leaves = self._tree.flatten_up_to((args, kwargs))
@@ -186,20 +191,32 @@ class ServingModel:
                     f"the arguments have another structure than those that were exported: {error}"
                 ) from None
         tensors: list[Tensor] = []
-        for record, leaf in zip(self._inputs, leaves, strict=True):
+        for number, (record, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
             if record.kind == "ids":
                 tensors += tensors_of(leaf, record.keys, record.is_weighted, self.device)
             elif record.kind == "tensor":
                 if not isinstance(leaf, Tensor):
                     raise TypeError(
-                        f"an argument is a {type(leaf).__name__}, but must be a tensor."
+                        f"{self._names[number]} is a {type(leaf).__name__}, but must be a tensor."
                     )
                 tensors.append(leaf.to(self.device, non_blocking=True))
             elif leaf != record.value:
                 raise ValueError(
-                    f"an argument is {leaf!r}, but the model was exported with {record.value!r}."
+                    f"{self._names[number]} is {leaf!r}, but the model was exported with "
+                    f"{record.value!r}."
                 )
         return tensors
+
+    def _positional(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Moves arguments that were given by name, and exported by position, to their positions."""
+        rest = dict(kwargs)
+        for name in self._parameters[len(args) :]:
+            if name not in rest:
+                break
+            args = (*args, rest.pop(name))
+        return args, rest
 
 
 def load(
@@ -224,9 +241,12 @@ def load(
             are always compared.
 
     Raises:
-        ValueError: a file is missing, damaged or of another export. The message names it.
+        ValueError: a file is missing, damaged or of another export, or there is no such device. The
+            message names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this process has no CUDA GPU.")
     resident = not mapped and device.type == "cpu"
     for _ in range(_ATTEMPTS):
         manifest = Manifest.read(path)
@@ -257,16 +277,20 @@ def _open(
     return Version(opened, groups, program, manifest.checkpoint)
 
 
-def _names_of(manifest: Manifest) -> list[str]:
-    """Names of the program's tensors in messages, such as ``args[0]``."""
+def _leaf_names(manifest: Manifest) -> list[str]:
+    """Names of the arguments' leaves in messages, such as ``args[0]``."""
     tree = pytree.treespec_loads(manifest.tree)
     numbers = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
     names: list[str] = []
-    for record, (path, _) in zip(
-        manifest.inputs, pytree.tree_flatten_with_path(numbers)[0], strict=True
-    ):
-        of = "kwargs" if path[0].idx else "args"
-        name = of + pytree.keystr(path[1:])
+    for path, _ in pytree.tree_flatten_with_path(numbers)[0]:
+        names.append(("kwargs" if path[0].idx else "args") + pytree.keystr(path[1:]))
+    return names
+
+
+def _names_of(manifest: Manifest) -> list[str]:
+    """Names of the program's tensors in messages."""
+    names: list[str] = []
+    for record, name in zip(manifest.inputs, _leaf_names(manifest), strict=True):
         if record.kind == "ids":
             parts = (
                 ("values", "lengths", "weights") if record.is_weighted else ("values", "lengths")

@@ -116,8 +116,8 @@ class ServedProgram:
                 elif sizes.setdefault(dim, (size, wanted.name))[0] != size:
                     other, name = sizes[dim]
                     raise ValueError(
-                        f"{wanted.name} has shape {tuple(shape)}, but its {size} must be the "
-                        f"{other} of {name}, as both are numbers of the same."
+                        f"{name} and {wanted.name} don't fit: the sizes {other} and {size} must be "
+                        "equal."
                     )
         try:
             out = self._module.forward(*self._tensors, handle, *tensors)

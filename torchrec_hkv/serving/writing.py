@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import os
 import secrets
@@ -44,6 +45,7 @@ from torchrec_hkv.serving.tracing import (
     SequenceLookup,
     describe_inputs,
     trace,
+    unwrapped,
     with_lookups,
 )
 
@@ -259,6 +261,7 @@ class _Writer:
             leaves,
             self._source.digest,
             package,
+            _parameters(self._given.model, len(self._given.inputs)),
         ).write(self._folder)
 
 
@@ -275,6 +278,14 @@ class _Collection:
         is_bags = has_bags(self.module)
         make = PooledLookup if is_bags else SequenceLookup
         return make(self.outputs, self.parts, is_bags and is_weighted(self.module), current)
+
+
+def _parameters(model: nn.Module, count: int) -> list[str]:
+    """Names of the parameters of the forward that so many positional arguments are for; fewer if
+    the forward takes ``*args``."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return names[:count]
 
 
 def _is_writer() -> bool:
