@@ -4,7 +4,8 @@
     python -m benchmarks serving --device cuda --ids 1048576 --uniform --rows 4000000
 
 A request looks up ``--ids`` ids, by a power law of exponent 1 or uniformly, of a table of
-``--rows`` rows: ``rows`` writes out a row for each, ``pooled`` sums 20 at a time. The peer is
+``--rows`` rows: ``rows`` writes out a row for each, ``pooled`` sums 20 at a time, and ``model,
+rows`` and ``model, pooled`` do so by a model that was exported and loaded. The peer is
 ``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and on a GPU for
 float rows that are written out also ``torch.nn.functional.embedding``. The two are timed in turn,
 ``--rounds`` times over ``--requests`` requests each; ``us``, ``p99_us``, ``peer_us`` and
@@ -27,9 +28,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
     IntNBitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from benchmarks.environment import report
+from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
 from torchrec_hkv.serving.table_file import TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -43,6 +52,43 @@ _TYPES = {
 }
 
 Request = Callable[[int], object]
+
+
+class Rows(nn.Module):
+    """A model whose output is the row of each id."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        table = EmbeddingConfig(
+            name="t", embedding_dim=dim, num_embeddings=rows, feature_names=["ids"]
+        )
+        self.tables = EmbeddingCollection(tables=[table])
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.tables(features)["ids"].values()
+
+
+class Pooled(nn.Module):
+    """A model whose output is the sum of the rows of each sample."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=dim, num_embeddings=rows, feature_names=["ids"]
+        )
+        self.tables = EmbeddingBagCollection(tables=[table])
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.tables(features).values()
+
+
+def served(args: argparse.Namespace, kind: type[nn.Module], row_format: str) -> ServingModel:
+    """A model of random rows, exported and loaded. Its files are gone."""
+    lengths = torch.tensor([2, 2])
+    inputs = (KeyedJaggedTensor(keys=["ids"], values=torch.arange(4), lengths=lengths),)
+    with tempfile.TemporaryDirectory() as name:
+        export(kind(args.rows, args.dim), f"{name}/model", row_format, inputs=inputs)
+        return load(f"{name}/model", args.device, mapped=not args.resident)
 
 
 def requests_of(args: argparse.Namespace) -> list[Tensor]:
@@ -169,7 +215,26 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             args,
         )
         yield {"case": "pooled", **about, **got}
-        del tables, peer
+        del tables
+        if args.device != "cpu":
+            continue
+        for kind, name, bag in ((Rows, "rows", 1), (Pooled, "pooled", BAG)):
+            model, bags = served(args, kind, row_format), args.ids // bag
+            its_lengths = torch.full((1, bags), bag)
+            requests = [
+                KeyedIds(["ids"], request[: bags * bag], its_lengths) for request in numbers
+            ]
+            mode = PoolingMode.NONE if bag == 1 else PoolingMode.SUM
+            peer = fbgemm(args, row_format, mode, own)
+            its_peers = peers if bag == 1 else pooled_peers
+            its_offsets = offsets if bag == 1 else bag_offsets
+            got = measure(
+                lambda n, m=model, r=requests: m(r[n]),
+                lambda n, p=peer, i=its_peers, o=its_offsets: p(i[n], o),
+                args,
+            )
+            yield {"case": f"model, {name}", **about, **got}
+        del model, peer
 
 
 @dataclasses.dataclass(frozen=True)

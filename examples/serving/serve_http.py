@@ -183,7 +183,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     model = serving.load(given.model, given.device)
     if given.deltas is not None:
-        serving.follow(model, given.deltas)
+        serving.follow(model, given.deltas, process=True)
     app = make_app(model, given.max_batch, given.wait_ms / 1000)
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
 

@@ -17,9 +17,8 @@ def test_rows(tmp_path):
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["case"], row["format"]) for row in rows] == [
-        ("rows", "fp32"),
-        ("pooled", "fp32"),
-        ("rows", "int8"),
-        ("pooled", "int8"),
+        (case, row_format)
+        for row_format in ("fp32", "int8")
+        for case in ("rows", "pooled", "model, rows", "model, pooled")
     ]
     assert all(float(row["us"]) > 0 and float(row["peer_us"]) > 0 for row in rows)

@@ -61,8 +61,40 @@ def test_bad_requests(served):
         model(dense, features)
     with pytest.raises(TypeError, match="ids are a int, but must be a KeyedIds"):
         model(dense, 3, weighted)
-    with pytest.raises(TypeError, match="an argument is a list, but must be a tensor"):
+    with pytest.raises(TypeError, match=r"args\[0\] is a list, but must be a tensor"):
         model([1.0], features, weighted)
+
+
+def test_arguments_by_name(served):
+    model = serving.load(served[0])
+    dense, features, weighted = batch_of(5, 4)
+    want = model(dense, features, weighted)
+    for args, kwargs in (
+        ((dense,), {"weighted": weighted, "features": features}),
+        ((), {"dense": dense, "weighted": weighted, "features": features}),
+    ):
+        got = model(*args, **kwargs)
+        assert all(torch.equal(got[key], value) for key, value in want.items())
+    for kwargs in ({"features": features}, {"features": features, "other": weighted}):
+        with pytest.raises(ValueError, match="another structure"):
+            model(dense, **kwargs)
+
+
+def test_dense_of_wrong_dtype_or_shape(served):
+    model = serving.load(served[0])
+    dense, features, weighted = batch_of(5, 4)
+    with pytest.raises(TypeError, match=r"args\[0\] is of dtype torch.float64, but must be"):
+        model(dense.double(), features, weighted)
+    with pytest.raises(ValueError, match=r"args\[0\] has shape \(4, 3\), but must have shape"):
+        model(dense[:, :3], features, weighted)
+    with pytest.raises(ValueError, match=r"args\[0\] and lengths of args\[1\] don't fit"):
+        model(dense[:3], features, weighted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_no_gpu(served):
+    with pytest.raises(ValueError, match="device is 'cuda', but this process has no CUDA GPU"):
+        serving.load(served[0], device="cuda")
 
 
 def test_lists():
@@ -71,6 +103,12 @@ def test_lists():
     assert got.values.dtype == torch.int64
     assert got.lengths.tolist() == [[2, 0], [1, 1]]
     assert serving.KeyedIds.from_lists({"a": [[], []]}).values.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [[1, 2], torch.tensor([1, 2]), 3])
+def test_ids_that_are_no_lists_of_samples(bad):
+    with pytest.raises(TypeError, match=r"ids of feature 'a' must be lists of the ids of each"):
+        serving.KeyedIds.from_lists({"a": bad})
 
 
 @pytest.mark.parametrize("bad", [2**63, -(2**63) - 1, 1.5, "7", None])

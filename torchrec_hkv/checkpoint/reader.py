@@ -157,18 +157,61 @@ class CheckedReader(FileSystemReader):
                 held = _stored_bytes(data)
             except UNREADABLE as error:
                 raise refusal(what, data, error) from None
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
-        if tensor.dtype != dtype or tensor.size() != sizes:
-            raise ValueError(
-                f"{what}: it is of dtype {tensor.dtype} and shape {tuple(tensor.size())}, but the "
-                f"metadata names {dtype} and {tuple(sizes)}."
-            )
+        _check(what, tensor, sizes, dtype)
         if held != tensor.untyped_storage().nbytes():
             raise ValueError(
                 f"{what}: it has {held} bytes of values instead of "
                 f"{tensor.untyped_storage().nbytes()}."
             )
+
+    def read_tensor(self, key: str) -> torch.Tensor:
+        """Reads a tensor to host memory, and checks it as :meth:`check_tensors` does.
+
+        Takes a fraction of the time of ``torch.distributed.checkpoint.load``, which matters where
+        many small tensors are read often.
+
+        Raises:
+            ValueError: as :meth:`check_tensors`.
+        """
+        entry = self._metadata.state_dict_metadata[key]
+        parts = [
+            self._read_part(key, chunk.offsets, chunk.sizes, entry.properties.dtype)
+            for chunk in entry.chunks
+        ]
+        if len(parts) == 1 and entry.chunks[0].sizes == entry.size:
+            return parts[0]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk, part in zip(entry.chunks, parts, strict=True):
+            place = tuple(
+                slice(begin, begin + size)
+                for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            whole[place] = part
+        return whole
+
+    def _read_part(
+        self, key: str, offsets: torch.Size, sizes: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
+        info = self._metadata.storage_data[MetadataIndex(key, offsets)]
+        path = Path(self.path) / info.relative_path
+        what = f"{path} is refused for its entry {key!r}"
+        with open(path, "rb") as file:
+            file.seek(info.offset)
+            data = io.BytesIO(file.read(info.length))
+        try:
+            # Before anything is allocated: a tensor has as many bytes as the file holds for it.
+            held = _stored_bytes(data)
+            needed = sizes.numel() * dtype.itemsize
+            if held != needed:
+                raise ValueError(f"{what}: it has {held} bytes of values instead of {needed}.")
+            data.seek(0)
+            tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except UNREADABLE as error:
+            if isinstance(error, ValueError) and str(error).startswith(what):
+                raise
+            raise refusal(what, data, error) from None
+        _check(what, tensor, sizes, dtype)
+        return tensor.contiguous()
 
     def check_value(self, key: str, value: object) -> None:
         """Checks the type of an entry that is not a tensor.
@@ -197,6 +240,17 @@ class CheckedPlanner(DefaultLoadPlanner):
         torch.save(loaded, clean)
         clean.seek(0)
         super().load_bytes(read_item, clean)
+
+
+def _check(what: str, tensor: object, sizes: torch.Size, dtype: torch.dtype) -> None:
+    """Checks the dtype and the shape of what an entry is."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
+    if tensor.dtype != dtype or tensor.size() != sizes:
+        raise ValueError(
+            f"{what}: it is of dtype {tensor.dtype} and shape {tuple(tensor.size())}, but the "
+            f"metadata names {dtype} and {tuple(sizes)}."
+        )
 
 
 def _stored_bytes(data: io.IOBase) -> int:

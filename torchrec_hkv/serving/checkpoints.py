@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_hkv.checkpoint.chain import Link
 from torchrec_hkv.checkpoint.metadata import read_metadata
-from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
+from torchrec_hkv.checkpoint.reader import CheckedReader
 from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardRecord
 from torchrec_hkv.hash_table.files.changes import read_left, verify_left
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
@@ -180,14 +179,9 @@ class Checkpoint:
         Raises:
             ValueError: a tensor is missing.
         """
-        wanted: dict[str, Tensor] = {}
         for name in names:
-            entry = self.entry(name)
-            wanted[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        if wanted:
-            self._reader.check_tensors(list(wanted))
-            dcp.load(wanted, storage_reader=self._reader, planner=CheckedPlanner(), no_dist=True)
-        return {key.removeprefix("model."): tensor for key, tensor in wanted.items()}
+            self.entry(name)
+        return {name: self._reader.read_tensor(f"model.{name}") for name in names}
 
 
 def _batch(file: Shard, fields: Sequence) -> int:

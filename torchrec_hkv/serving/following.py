@@ -7,7 +7,6 @@ version in one step. Running calls finish with the version that they started wit
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import tempfile
@@ -24,7 +23,8 @@ from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, build_layer
+from torchrec_hkv.serving.served_program import ServedProgram
+from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, TableFile, place_layer
 from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
@@ -37,6 +37,7 @@ def follow(
     *,
     every: float | None = 1.0,
     scratch: str | os.PathLike[str] | None = None,
+    process: bool = False,
 ) -> Follower:
     """Applies what a ``DeltaWriter`` writes while the model serves.
 
@@ -54,6 +55,10 @@ def follow(
         scratch: folder on a disk with room for the tables of the chain's bases. Their files are
             unlinked once they are written, and freed when they are no longer served. None: the
             system's folder for temporary files.
+        process: whether another process reads and merges checkpoints. Calls of the model then don't
+            wait for the interpreter meanwhile. The process takes some seconds to start and memory
+            for another copy of the changed rows, has a low priority, and passes each version
+            through a file in ``scratch``.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -63,7 +68,12 @@ def follow(
         raise ValueError(f"every is {every!r}, but must be positive, or None.")
     if model._follower is not None and model._follower.is_following:
         raise ValueError(f"the model already follows {model._follower.folder}: stop that first.")
-    follower = Follower(model, Path(folder), scratch)
+    if process:
+        from torchrec_hkv.serving.following_process import ProcessFollower
+
+        follower: Follower = ProcessFollower(model, Path(folder), scratch)
+    else:
+        follower = Follower(model, Path(folder), scratch)
     follower.poll()
     if (error := follower.error) is not None:
         raise ValueError(error)
@@ -111,7 +121,7 @@ class Follower:
                 return self._apply_new()
             except (ValueError, OSError, RuntimeError) as error:
                 self.error = str(error)
-                self._ended.set()
+                self._end()
                 return 0
 
     def rollback(self) -> None:
@@ -127,11 +137,11 @@ class Follower:
                     "before."
                 )
             self._model._version, self._previous = self._previous, None
-            self._ended.set()
+            self._end()
 
     def stop(self) -> None:
         """Stops following. The model keeps serving its present version."""
-        self._ended.set()
+        self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -143,6 +153,9 @@ class Follower:
         return Freshness(
             version.number, age, behind, self.is_following, self.error, self._apply_seconds
         )
+
+    def _end(self) -> None:
+        self._ended.set()
 
     def _start(self, every: float) -> None:
         def run() -> None:
@@ -175,17 +188,25 @@ class Follower:
             first = 1 + digests.index(self._model._version.checkpoint)
         for folder, digest in zip(folders[first:], digests[first:], strict=True):
             began = time.monotonic()
-            model = self._model
-            applied = _Next(model._version, folder, digest, model.device, model.resident)
-            version = applied.version(self._scratch)
+            version = self._build(folder, digest)
             if self._ended.is_set():
                 return 0
-            self._previous, self._model._version = self._model._version, version
-            self._apply_seconds = time.monotonic() - began
+            self._switch(version, time.monotonic() - began)
         return len(folders) - first
 
+    def _build(self, folder: Path, digest: str) -> Version:
+        model = self._model
+        following = NextVersion(model._version, folder, digest, model.device, model.resident)
+        # A mapped file exists until it is unmapped, so a killed process leaves no files.
+        with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=self._scratch) as scratch:
+            return following.version(Path(scratch))
 
-class _Next:
+    def _switch(self, version: Version, seconds: float) -> None:
+        self._previous, self._model._version = self._model._version, version
+        self._apply_seconds = seconds
+
+
+class NextVersion:
     """Builds the next version of a model from a checkpoint."""
 
     def __init__(
@@ -195,24 +216,27 @@ class _Next:
         self._device, self._resident = device, resident
         self._checkpoint = Checkpoint(folder)
         self._is_delta = folder.name.startswith("delta")
+        #: Files of the tables, if the checkpoint is a base.
+        self.files: list[TableFile] = []
 
-    def version(self, scratch: str | os.PathLike[str] | None) -> Version:
+    def version(self, folder: Path) -> Version:
         """Builds the version.
+
+        Args:
+            folder: folder for the files of the tables of a base.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
             OSError: the disk has no room for the tables.
         """
-        before = self._before
+        before, number = self._before, int(self._folder.name.rpartition("-")[2])
         if self._is_delta:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
-            # A mapped file exists until it is unmapped, so a killed process leaves no files.
-            with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch) as folder:
-                tables = [
-                    self._whole(table, Path(folder), f"{number}.table")
-                    for number, table in enumerate(before.tables.tables)
-                ]
+            tables = [
+                self._whole(table, folder, f"{n}.table")
+                for n, table in enumerate(before.tables.tables)
+            ]
         cores = [(group, self._cores(group, its)) for group, its in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(
@@ -220,8 +244,9 @@ class _Next:
             cores,
             self._program(before.program),
             self._digest,
-            int(self._folder.name.rpartition("-")[2]),
+            number,
             (self._folder / LINK).stat().st_mtime,
+            before.base if self._is_delta else self._digest,
         )
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
@@ -236,6 +261,7 @@ class _Next:
             for ids in torch.arange(weight.shape[0]).split(_PIECE):
                 builder.add(ids, weight[ids].float())
         written = builder.finish(folder / name)
+        self.files.append(written)
         index, rows = written.map(folder, self._resident)
         return dataclasses.replace(
             table,
@@ -268,12 +294,15 @@ class _Next:
             return table
         self._check_range(table, rows)
         data = row_formats.to_bytes(rows, table.row_format, table.unit)
-        changes = _merged(table.changes, ids, data, erased)
-        index, held = build_layer(changes.ids, changes.data, changes.is_erased)
+        merged = _merged(table.changes, ids, data, erased)
+        index, order = place_layer(merged.ids, merged.is_erased)
+        changes = Changes(
+            merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
+        )
         return dataclasses.replace(
             table,
             changed_index=index.to(self._device),
-            changed_rows=held.to(self._device),
+            changed_rows=changes.data.to(self._device),
             changes=changes,
         )
 
@@ -338,9 +367,9 @@ class _Next:
             cores.append(core.view(own.shape).to(self._device))
         return cores
 
-    def _program(self, before: torch.nn.Module) -> torch.nn.Module:
-        """A copy of the program with the checkpoint's dense tensors."""
-        own = before.state_dict()
+    def _program(self, before: ServedProgram) -> ServedProgram:
+        """The program with the checkpoint's dense tensors."""
+        own = before.state
         names = {key: key.removeprefix("model.") for key in own}
         tensors = self._checkpoint.tensors(list(names.values()))
         state = {key: tensors[name] for key, name in names.items()}
@@ -352,9 +381,7 @@ class _Next:
                 )
         if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
             return before
-        program = copy.deepcopy(before)
-        program.load_state_dict(state)
-        return program
+        return before.with_state(state)
 
 
 def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
@@ -362,19 +389,15 @@ def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -
     if before is None:
         before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
     own = torch.cat([ids, erased])
-    kept = ~torch.isin(before.ids, own)
+    kept = (~torch.isin(before.ids, own)).nonzero().flatten()
     no_rows = data.new_zeros(erased.numel(), data.shape[1])
-    all_ids = torch.cat([before.ids[kept], own])
-    is_erased = torch.cat(
-        [
-            before.is_erased[kept],
-            torch.zeros(ids.numel(), dtype=torch.bool),
-            torch.ones(erased.numel(), dtype=torch.bool),
-        ]
+    is_erased = torch.zeros(own.numel(), dtype=torch.bool)
+    is_erased[ids.numel() :] = True
+    return Changes(
+        torch.cat([before.ids[kept], own]),
+        torch.cat([before.data.index_select(0, kept), data, no_rows]),
+        torch.cat([before.is_erased[kept], is_erased]),
     )
-    order = all_ids.argsort()
-    all_data = torch.cat([before.data[kept], data, no_rows])
-    return Changes(all_ids[order], all_data[order], is_erased[order])
 
 
 def _uncounted(device: torch.device) -> Tensor:

@@ -73,15 +73,16 @@ class KeyedIds:
             weights: lists of the same shape, or None.
 
         Raises:
+            TypeError: the ids of a feature are not lists in a list.
             ValueError: features have different numbers of samples, weights have the wrong shape, or
                 an id is not an integer of 64 bits.
         """
-        samples = {len(bags) for bags in ids.values()}
+        lengths = [_lengths(key, bags) for key, bags in ids.items()]
+        samples = {len(its) for its in lengths}
         if len(samples) > 1:
             raise ValueError(
                 f"features have {sorted(samples)} samples, but must all have the same number."
             )
-        lengths = [[len(bag) for bag in bags] for bags in ids.values()]
         flat = None
         if weights is not None:
             shape = [[len(bag) for bag in weights.get(key, ())] for key in ids]
@@ -96,6 +97,16 @@ class KeyedIds:
             ),
             flat,
         )
+
+
+def _lengths(key: str, bags: Sequence[Sequence[int]]) -> list[int]:
+    try:
+        return [len(bag) for bag in bags]
+    except TypeError:
+        raise TypeError(
+            f"ids of feature {key!r} must be lists of the ids of each sample, such as "
+            "[[1], [2, 3]]."
+        ) from None
 
 
 def _int64(bags: Sequence[Sequence[int]]) -> Tensor:
@@ -148,16 +159,19 @@ def tensors_of(
         weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
         names = list(given.keys())
         given = KeyedIds(names, given.values(), given.lengths().view(len(names), -1), weights)
-    missing = [key for key in keys if key not in given.keys]
-    if missing:
-        raise ValueError(f"ids lack the features {missing}: they have {list(given.keys)}.")
+    if given.keys != keys:
+        missing = [key for key in keys if key not in given.keys]
+        if missing:
+            raise ValueError(f"ids lack the features {missing}: they have {list(given.keys)}.")
+        if list(given.keys) != list(keys):
+            given = _in_order(given, keys)
     if is_weighted and given.weights is None:
         raise ValueError("ids have no weights, but the model takes weighted features.")
-    if list(given.keys) != list(keys):
-        given = _in_order(given, keys)
     tensors = [given.values.long(), given.lengths.long()]
     if is_weighted:
         tensors.append(given.weights.float())
+    if device.type == "cpu" and given.values.is_cpu and given.lengths.is_cpu:
+        return tensors
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 

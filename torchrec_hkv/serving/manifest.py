@@ -173,6 +173,7 @@ class Manifest:
         inputs: leaves of the arguments.
         checkpoint: digest of the checkpoint of a chain with the same model, or None if unknown.
         package: the program as an AOTInductor package, or None.
+        parameters: names of the forward's parameters that the positional arguments are for.
     """
 
     save: str
@@ -183,6 +184,7 @@ class Manifest:
     inputs: Sequence[InputRecord]
     checkpoint: str | None
     package: FileRecord | None = None
+    parameters: Sequence[str] = ()
 
     def write(self, folder: Path) -> None:
         """Writes the manifest and syncs it to the disk."""
@@ -287,7 +289,8 @@ _MANIFEST = Fields(
         "inputs": Items(_INPUT),
         "checkpoint": OrNull(Text(r"[0-9a-f]{64}", "64 hexadecimal digits")),
         "package": OrNull(_FILE),
+        "parameters": Items(Text()),
     },
     Manifest,
-    optional=("package",),
+    optional=("package", "parameters"),
 )

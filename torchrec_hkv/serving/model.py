@@ -17,6 +17,7 @@ from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
 from torchrec_hkv.serving.metrics import Latencies, family, labelled
+from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
@@ -36,18 +37,20 @@ class Version:
     Attributes:
         tables: the model's tables of rows.
         cores: the groups of Tensor-Train tables, each with its cores.
-        program: the forward; takes the handle of ``tables``, then tensors.
+        program: the forward.
         checkpoint: digest of the checkpoint that this version holds, or None if unknown.
         number: number of the checkpoint in its chain, or None if unknown.
         written: time when the checkpoint was written, in seconds since 1970, or None if unknown.
+        base: digest of the base that the tables' files hold, or None if they are the export's.
     """
 
     tables: ReadOnlyTables
     cores: Sequence[tuple[TTGroup, list[Tensor]]]
-    program: torch.nn.Module
+    program: ServedProgram
     checkpoint: str | None = None
     number: int | None = None
     written: float | None = None
+    base: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +94,15 @@ class ServingModel:
         self.device = device
         #: Whether the tables were read into this process's memory instead of mapped.
         self.resident = resident
+        self._save = manifest.save
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
+        self._parameters = tuple(manifest.parameters)
+        self._names = _leaf_names(manifest)
+        # Most models take positional arguments only: these need no matching of their structure.
+        args, kwargs = self._tree.children()
+        is_flat = all(child.is_leaf() for child in args.children()) and not kwargs.num_leaves
+        self._flat_args = args.num_leaves if is_flat else None
         self._version = version
         self._follower: Follower | None = None
         self._latencies = Latencies()
@@ -145,7 +155,6 @@ class ServingModel:
         lines += family(calls, "histogram", "Time of calls.", self._latencies.lines(calls))
         return "\n".join(lines) + "\n"
 
-    @torch.inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
@@ -164,32 +173,50 @@ class ServingModel:
         """
         began = time.perf_counter()
         version = self._version  # all lookups of the call use the same version
-        out = version.program(version.tables.handle, *self._flatten(args, kwargs))
+        with torch.inference_mode():
+            out = version.program(version.tables.handle, self._flatten(args, kwargs))
         self._latencies.add(time.perf_counter() - began)
         return out
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        try:
-            leaves = self._tree.flatten_up_to((args, kwargs))
-        except ValueError as error:
-            raise ValueError(
-                f"the arguments have another structure than those that were exported: {error}"
-            ) from None
+        leaves: Sequence[Any] = args
+        if kwargs:
+            args, kwargs = self._positional(args, kwargs)
+            leaves = args
+        if kwargs or len(args) != self._flat_args:
+            try:
+                leaves = self._tree.flatten_up_to((args, kwargs))
+            except ValueError as error:
+                raise ValueError(
+                    f"the arguments have another structure than those that were exported: {error}"
+                ) from None
         tensors: list[Tensor] = []
-        for record, leaf in zip(self._inputs, leaves, strict=True):
+        for number, (record, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
             if record.kind == "ids":
                 tensors += tensors_of(leaf, record.keys, record.is_weighted, self.device)
             elif record.kind == "tensor":
                 if not isinstance(leaf, Tensor):
                     raise TypeError(
-                        f"an argument is a {type(leaf).__name__}, but must be a tensor."
+                        f"{self._names[number]} is a {type(leaf).__name__}, but must be a tensor."
                     )
                 tensors.append(leaf.to(self.device, non_blocking=True))
             elif leaf != record.value:
                 raise ValueError(
-                    f"an argument is {leaf!r}, but the model was exported with {record.value!r}."
+                    f"{self._names[number]} is {leaf!r}, but the model was exported with "
+                    f"{record.value!r}."
                 )
         return tensors
+
+    def _positional(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Moves arguments that were given by name, and exported by position, to their positions."""
+        rest = dict(kwargs)
+        for name in self._parameters[len(args) :]:
+            if name not in rest:
+                break
+            args = (*args, rest.pop(name))
+        return args, rest
 
 
 def load(
@@ -214,9 +241,12 @@ def load(
             are always compared.
 
     Raises:
-        ValueError: a file is missing, damaged or of another export. The message names it.
+        ValueError: a file is missing, damaged or of another export, or there is no such device. The
+            message names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this process has no CUDA GPU.")
     resident = not mapped and device.type == "cpu"
     for _ in range(_ATTEMPTS):
         manifest = Manifest.read(path)
@@ -235,7 +265,7 @@ def _open(
     path: Path, manifest: Manifest, device: torch.device, resident: bool, verify: bool
 ) -> Version:
     manifest.program.check(path)
-    tables = [_open_table(path, record, device, resident, verify) for record in manifest.tables]
+    tables = open_tables(path, manifest, device, resident, verify)
     groups = [_open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
     if device.type != "cpu":
@@ -243,7 +273,32 @@ def _open(
 
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
-    return Version(opened, groups, exported.module(), manifest.checkpoint)
+    program = ServedProgram(exported, _names_of(manifest))
+    return Version(opened, groups, program, manifest.checkpoint)
+
+
+def _leaf_names(manifest: Manifest) -> list[str]:
+    """Names of the arguments' leaves in messages, such as ``args[0]``."""
+    tree = pytree.treespec_loads(manifest.tree)
+    numbers = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    names: list[str] = []
+    for path, _ in pytree.tree_flatten_with_path(numbers)[0]:
+        names.append(("kwargs" if path[0].idx else "args") + pytree.keystr(path[1:]))
+    return names
+
+
+def _names_of(manifest: Manifest) -> list[str]:
+    """Names of the program's tensors in messages."""
+    names: list[str] = []
+    for record, name in zip(manifest.inputs, _leaf_names(manifest), strict=True):
+        if record.kind == "ids":
+            parts = (
+                ("values", "lengths", "weights") if record.is_weighted else ("values", "lengths")
+            )
+            names += [f"{part} of {name}" for part in parts]
+        elif record.kind == "tensor":
+            names.append(name)
+    return names
 
 
 def _is_replaced(path: Path, manifest: Manifest) -> bool:
@@ -256,6 +311,17 @@ def _is_replaced(path: Path, manifest: Manifest) -> bool:
 
 def _counters(tables: int, device: torch.device) -> Tensor:
     return torch.zeros(tables, 2, dtype=torch.int64, device=device)
+
+
+def open_tables(
+    folder: Path,
+    manifest: Manifest,
+    device: torch.device,
+    resident: bool,
+    verify: bool = False,
+) -> list[ReadOnlyTable]:
+    """Opens the tables of an exported model; the arguments are those of :func:`load`."""
+    return [_open_table(folder, record, device, resident, verify) for record in manifest.tables]
 
 
 def _open_table(

@@ -83,7 +83,9 @@ def to_bytes(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:
         data = rows.to(_DTYPES[row_format]).contiguous().view(torch.uint8)
     else:
         data = torch.cat(_quantised(rows.float(), row_format, unit), dim=1)
-    return functional.pad(data, (0, size - data.shape[1])).contiguous()
+    if data.shape[1] < size:
+        data = functional.pad(data, (0, size - data.shape[1]))
+    return data.contiguous()
 
 
 def _quantised(rows: Tensor, row_format: RowFormat, unit: float) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,7 @@ def _quantised(rows: Tensor, row_format: RowFormat, unit: float) -> tuple[Tensor
     scale = wanted.half()
     scale = torch.where(scale.float() < wanted, _next_up(scale), scale)
     step = torch.where(scale == 0, torch.ones_like(scale), scale).float()
-    codes = ((units - offset.float()) / step).round().clamp(0, levels).to(torch.uint8)
+    codes = units.sub_(offset.float()).div_(step).round_().clamp_(0, levels).to(torch.uint8)
     if row_format == "int4":
         codes = functional.pad(codes, (0, codes.shape[1] % 2))
         codes = codes[:, ::2] | codes[:, 1::2] << 4

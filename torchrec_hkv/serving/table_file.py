@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ _BLOCK_IDS = 26000
 #: blocks.
 MEMORY_BYTES = 1 << 30
 _SPILLED_PARTS = 256
+#: Numbers that are converted at a time: they stay in a core's cache, and PyTorch doesn't share them
+#: out to threads, which costs more than it saves.
+_CONVERTED = 32000
 
 
 def geometry_of(entries: int) -> tuple[int, int]:
@@ -147,8 +151,8 @@ class TableBuilder:
     ) -> None:
         self._dim, self._format = dim, row_format
         self._memory_bytes = memory_bytes
-        self._ids: list[Tensor] = []
-        self._rows: list[Tensor] = []
+        # Records in memory, int32 [n, 2 + dim]: an id and its row.
+        self._records: list[Tensor] = []
         self._held = 0
         self._entries = 0
         self._largest = 0.0
@@ -167,7 +171,7 @@ class TableBuilder:
         """
         if ids.numel() == 0:
             return
-        rows = rows.float()
+        ids, rows = ids.contiguous(), rows.float().contiguous()
         if self._format in ("int8", "int4"):
             largest = float(rows.abs().max())
             if not math.isfinite(largest):
@@ -177,8 +181,9 @@ class TableBuilder:
                     f"{self._format}: leave its table as it is."
                 )
             self._largest = max(self._largest, largest)
-        self._ids.append(ids.clone())
-        self._rows.append(rows.clone())
+        self._records.append(
+            torch.cat([ids.view(torch.int32).view(-1, 2), rows.view(torch.int32)], dim=1)
+        )
         self._entries += ids.numel()
         self._held += ids.numel() * (8 + 4 * self._dim)
         if self._held > self._memory_bytes:
@@ -203,70 +208,85 @@ class TableBuilder:
         block, row = 0, 0
         with open(path, "xb") as file:
             file.truncate(made.num_bytes)
-            for ids, rows, end in self._by_blocks(blocks):
+            for records, chosen, end in self._by_blocks(blocks):
                 index, order = _ops.serving_place(
-                    ids, None, blocks, buckets, block, end - block, row
+                    _ids_of(records).index_select(0, chosen),
+                    None,
+                    blocks,
+                    buckets,
+                    block,
+                    end - block,
+                    row,
                 )
-                data = row_formats.to_bytes(rows[order], self._format, unit).numpy()
                 index_crc32 = _write(
                     file, block * buckets * _BUCKET_BYTES, index.numpy(), index_crc32
                 )
-                rows_crc32 = _write(file, made.rows_at + row * made.row_bytes, data, rows_crc32)
-                block, row = end, row + ids.numel()
+                for part in chosen.index_select(0, order).split(max(1, _CONVERTED // self._dim)):
+                    data = self._converted(records.index_select(0, part), unit)
+                    rows_at = made.rows_at + row * made.row_bytes
+                    rows_crc32 = _write(file, rows_at, data, rows_crc32)
+                    row += part.numel()
+                block = end
             file.flush()
             os.fsync(file.fileno())
         if self._spilled is not None:
             self._spilled.cleanup()
         return dataclasses.replace(made, crc32=(index_crc32, rows_crc32))
 
+    def _converted(self, records: Tensor, unit: float) -> numpy.ndarray:
+        rows = records[:, 2:].view(torch.float32)
+        return row_formats.to_bytes(rows, self._format, unit).numpy()
+
     def _by_blocks(self, blocks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yields entries of whole blocks, in the order of blocks, and the number of the next
-        block."""
+        """Yields records, the numbers of those that are in the next blocks, and the number of the
+        block after these."""
         if self._spilled is None:
-            yield torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows), blocks
+            records = self._in_memory()
+            yield records, torch.arange(records.shape[0]), blocks
             return
         self._spill()
-        ids, rows = _NO_IDS, self._joined([])
+        left = self._in_memory()
         for part in range(_SPILLED_PARTS):
-            more_ids, more_rows = self._read_part(part)
-            ids, rows = torch.cat([ids, more_ids]), torch.cat([rows, more_rows])
+            records = self._read_part(part, left)
             end = (part + 1) * blocks // _SPILLED_PARTS
-            is_whole = _ops.serving_blocks(ids, blocks) < end
-            yield ids[is_whole], rows[is_whole], end
-            ids, rows = ids[~is_whole], rows[~is_whole]
+            is_whole = _ops.serving_blocks(_ids_of(records), blocks) < end
+            yield records, is_whole.nonzero().flatten(), end
+            left = records.index_select(0, (~is_whole).nonzero().flatten())
 
-    def _joined(self, rows: list[Tensor]) -> Tensor:
-        return torch.cat([torch.empty(0, self._dim), *rows])
+    def _in_memory(self) -> Tensor:
+        return torch.cat([torch.empty(0, 2 + self._dim, dtype=torch.int32), *self._records])
 
     def _spill(self) -> None:
         """Moves the entries in memory to files, one for each range of blocks."""
         if self._spilled is None:
             self._spilled = TemporaryDirectory(prefix=".parts-", dir=self._folder)
-        ids, rows = torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows)
-        self._ids, self._rows, self._held = [], [], 0
-        parts = _ops.serving_blocks(ids, _SPILLED_PARTS)
+        records = self._in_memory()
+        self._records, self._held = [], 0
+        parts = _ops.serving_blocks(_ids_of(records), _SPILLED_PARTS)
         order = parts.argsort()
         counts = parts.bincount(minlength=_SPILLED_PARTS).tolist()
         for part, its in enumerate(order.split(counts)):
-            records = torch.cat(
-                [ids[its].view(torch.uint8).view(-1, 8), rows[its].view(torch.uint8)], dim=1
-            )
             with open(self._part(part), "ab") as file:
-                file.write(records.numpy())
+                file.write(records.index_select(0, its).numpy())
 
-    def _read_part(self, part: int) -> tuple[Tensor, Tensor]:
-        data = bytearray(self._part(part).read_bytes())
-        if not data:
-            return _NO_IDS, self._joined([])
-        records = torch.frombuffer(data, dtype=torch.uint8).view(-1, 8 + 4 * self._dim)
-        ids = records[:, :8].contiguous().view(torch.int64).flatten()
-        return ids, records[:, 8:].contiguous().view(torch.float32)
+    def _read_part(self, part: int, left: Tensor) -> Tensor:
+        """Records that were left, and then those of a file."""
+        path, begin = self._part(part), left.shape[0]
+        size = path.stat().st_size // (4 * (2 + self._dim))
+        records = torch.empty(begin + size, 2 + self._dim, dtype=torch.int32)
+        records[:begin] = left
+        if size:
+            with open(path, "rb") as file:
+                if file.readinto(records[begin:].view(torch.uint8).numpy()) != path.stat().st_size:
+                    raise OSError(f"{path} was cut short")
+        return records
 
     def _part(self, part: int) -> Path:
         return Path(self._spilled.name) / str(part)
 
 
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+def _ids_of(records: Tensor) -> Tensor:
+    return records[:, :2].contiguous().view(torch.int64).flatten()
 
 
 def _write(file, at: int, data, crc32: int) -> int:
@@ -286,6 +306,12 @@ def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tupl
     Returns:
         As :meth:`TableFile.map`.
     """
+    index, order = place_layer(ids, erased)
+    return index, data.index_select(0, order)
+
+
+def place_layer(ids: Tensor, erased: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Like :func:`build_layer`, but returns the order of the rows instead: int64 ``[n]``, the
+    number of each row in ``ids``."""
     blocks, buckets = geometry_of(ids.numel())
-    index, order = _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)
-    return index, data[order]
+    return _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)

@@ -26,7 +26,7 @@ class Changes:
     """Changes of a table since its file was written.
 
     Attributes:
-        ids: int64 ``[n]``, ascending.
+        ids: int64 ``[n]``, distinct.
         data: uint8 ``[n, row_bytes]``.
         is_erased: bool ``[n]``.
     """

@@ -173,8 +173,8 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
     def copied(path: str, module: nn.Module) -> nn.Module:
         if id(module) in lookups:
             return lookups[id(module)]
-        if isinstance(module, (DistributedModelParallel, nn.parallel.DistributedDataParallel)):
-            return copied(path, module.module)
+        if (inner := unwrapped(module)) is not module:
+            return copied(path, inner)
         if id(module) not in made:
             copy = made[id(module)] = module.__class__.__new__(module.__class__)
             copy.__dict__.update(module.__dict__)
@@ -192,6 +192,13 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
         return made[id(module)]
 
     return copied("", model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that ``DistributedModelParallel`` and DDP wrap."""
+    while isinstance(model, (DistributedModelParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
+    return model
 
 
 class Program(nn.Module):

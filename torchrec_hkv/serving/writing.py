@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import io
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -43,6 +45,7 @@ from torchrec_hkv.serving.tracing import (
     SequenceLookup,
     describe_inputs,
     trace,
+    unwrapped,
     with_lookups,
 )
 
@@ -240,7 +243,9 @@ class _Writer:
         program = Program(served, current, tree, leaves).eval()
         exported = trace(program, [tensor.detach().cpu() for tensor in tensors])
         path = self._folder / "program.pt2"
-        torch.export.save(exported, path)
+        program_bytes = io.BytesIO()  # so that a full disk is an OSError
+        torch.export.save(exported, program_bytes)
+        path.write_bytes(program_bytes.getbuffer())
         _sync(path)
         package = None
         if self._given.package:
@@ -256,6 +261,7 @@ class _Writer:
             leaves,
             self._source.digest,
             package,
+            _parameters(self._given.model, len(self._given.inputs)),
         ).write(self._folder)
 
 
@@ -272,6 +278,14 @@ class _Collection:
         is_bags = has_bags(self.module)
         make = PooledLookup if is_bags else SequenceLookup
         return make(self.outputs, self.parts, is_bags and is_weighted(self.module), current)
+
+
+def _parameters(model: nn.Module, count: int) -> list[str]:
+    """Names of the parameters of the forward that so many positional arguments are for; fewer if
+    the forward takes ``*args``."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return names[:count]
 
 
 def _is_writer() -> bool:
