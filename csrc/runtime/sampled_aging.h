@@ -27,7 +27,7 @@ class SampledAging {
   double c() const { return aged_.c; }
 
  private:
-  static constexpr double kFirstC = 3;  // AgedLFU of torchrec_hkv/hash_table/eviction.py
+  static constexpr double kFirstC = 2;  // FIRST_C of torchrec_hkv/hash_table/eviction.py
 
   int64_t slots_;
   hash_table::AgedLfu aged_;

@@ -23,7 +23,7 @@ class MiniaturesModel:
         first_c: in use before the first choice.
     """
 
-    def __init__(self, slots: int, first_c: float = 3.0) -> None:
+    def __init__(self, slots: int, first_c: float = 2.0) -> None:
         least = 1 if slots < 1024 else 4
         self.sets = min(max(slots // 2048, least), 64)
         self.ways = min(slots, 64)

@@ -33,6 +33,10 @@ class AgedLFU:
         object.__setattr__(self, "c", float(self.c))
 
 
+#: The half-life c of an ``"adaptive"`` table before it first chooses one. Lower than the default of
+#: ``AgedLFU``: a table whose ids all change loses less until then.
+FIRST_C = 2.0
+
 EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
 #: The policies that are strings, and those of them that use epochs.

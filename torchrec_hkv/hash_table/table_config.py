@@ -6,7 +6,14 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import admission_config
-from torchrec_hkv.hash_table.eviction import KINDS, POLICIES, AgedLFU, check_eviction, name_of
+from torchrec_hkv.hash_table.eviction import (
+    FIRST_C,
+    KINDS,
+    POLICIES,
+    AgedLFU,
+    check_eviction,
+    name_of,
+)
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
@@ -100,7 +107,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         dim=spec.dim,
         column_offset=spec.column_offset,
         eviction=KINDS[name_of(spec.eviction)],
-        aging=(spec.eviction if isinstance(spec.eviction, AgedLFU) else AgedLFU()).c,
+        aging=spec.eviction.c if isinstance(spec.eviction, AgedLFU) else FIRST_C,
         adaptive=spec.eviction == "adaptive",
         row_type=_ROW_TYPES[spec.dtype],
         seed=table_seed(spec.seed, spec.name),

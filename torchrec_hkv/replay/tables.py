@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import AgedLFU, TableGroup
+from torchrec_hkv.hash_table.eviction import FIRST_C
 from torchrec_hkv.replay.aging import SampledAging
 from torchrec_hkv.replay.counting import IdCounter, growing_table
 from torchrec_hkv.replay.feed import Steps
@@ -79,7 +80,7 @@ class ReplayedTables:
         aged = [] if sample.is_all else [at for at, it in enumerate(settings) if it.policy.ages]
         for at in aged:
             if specs[at].eviction == "adaptive":
-                specs[at] = dataclasses.replace(specs[at], eviction=AgedLFU())
+                specs[at] = dataclasses.replace(specs[at], eviction=AgedLFU(FIRST_C))
         self._group = TableGroup(specs, list(range(len(specs))), None, device="cpu", state_dim=0)
         self._aging = [
             SampledAging(self._group, at, settings[at].policy.eviction, settings[at].rows)
