@@ -163,10 +163,10 @@ def test_a_copy_goes_on_alike(device_type):
 
 
 def test_what_was_chosen_comes_out_of_a_file(device_type, tmp_path):
-    table, _ = hit_rate(device_type, "adaptive", replaced=True)
+    table, _ = hit_rate(device_type, "adaptive", replaced=False)
     chosen = table.group.aged_lfu[0, 0].item()
     assert chosen in CS
-    assert chosen != 2.0
+    assert chosen != make(device_type, 600, eviction="adaptive").group.aged_lfu[0, 0].item()
     table.save(tmp_path / "table")
     loaded = make(device_type, 600, eviction="adaptive")
     loaded.load(tmp_path / "table")
