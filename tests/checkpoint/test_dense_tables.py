@@ -9,6 +9,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim import RowWiseAdagrad
 
 from tests.support.dense_tables import ROWS, dense_batch, dense_model, train_dense
+from tests.support.pairwise import pairwise
 from torchrec_hkv import HKVOptions, ParameterConstraints, checkpoint
 
 OPTIMIZERS = {
@@ -75,10 +76,11 @@ def _exchange(rank, world_size, device, types, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("types", TYPES, ids="-".join)
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_states_of_stock_tables(run_ranks, optimizer, types, world_size, host_size):
+@pytest.mark.parametrize(
+    ("optimizer", "types", "ranks"), pairwise(OPTIMIZERS, TYPES, [(1, 1), (2, 2), (4, 2)])
+)
+def test_states_of_stock_tables(run_ranks, optimizer, types, ranks):
+    world_size, host_size = ranks
     run_ranks(world_size, _exchange, types, optimizer, host_size=host_size)
 
 

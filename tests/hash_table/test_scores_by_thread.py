@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.pairwise import pairwise
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
 
 IDS = 3_000
@@ -47,23 +48,22 @@ def last(_: int, given: int) -> int:
     return given
 
 
+#: By policy.
+NEXT_SCORE = {"lfu": count, "adaptive": count, "epoch_lfu": count, "customized": last}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("skew", [1.0, 6.0])
 @pytest.mark.parametrize(
-    ("policy", "next_score"),
-    [("lfu", count), ("adaptive", count), ("epoch_lfu", count), ("customized", last)],
-    ids=["lfu", "adaptive", "epoch_lfu", "customized"],
+    ("case", "policy", "skew", "threads"), pairwise(CASES, NEXT_SCORE, [1.0, 6.0], [1, 2, 5])
 )
-@pytest.mark.parametrize("case", CASES)
 def test_scores(
     set_threads: Callable[[int], None],
     case: str,
     policy: str,
-    next_score: Callable[[int, int], int],
     skew: float,
     threads: int,
 ) -> None:
+    next_score = NEXT_SCORE[policy]
     features, longest = CASES[case]
     tables = max(features) + 1
     set_threads(threads)

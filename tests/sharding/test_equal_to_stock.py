@@ -7,14 +7,16 @@ import torch
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
+from tests.support.pairwise import pairwise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
-@pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "optimizer", "pooling", "sharding_type", "world_size"),
+    pairwise(
+        BACKENDS, OPTIMIZERS, ["sum", "mean", "weighted"], ["row_wise", "table_wise"], [1, 2, 3]
+    ),
+)
 def test_equal_to_stock(run_ranks, backend, optimizer, pooling, sharding_type, world_size):
     scenario = Scenario(backend, sharding_type, pooling, optimizer)
     for outcome in run_ranks(world_size, train_beside_stock, scenario):

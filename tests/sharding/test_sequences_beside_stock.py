@@ -7,6 +7,7 @@ import torch
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS
+from tests.support.pairwise import pairwise
 from tests.support.sequences import SequenceScenario, train_sequences
 
 pytestmark = pytest.mark.compat
@@ -23,10 +24,10 @@ def _check(outcome):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "optimizer", "sharding_type", "world_size"),
+    pairwise(BACKENDS, OPTIMIZERS, SHARDING_TYPES, [1, 2, 3]),
+)
 def test_equal_to_stock(run_ranks, backend, optimizer, sharding_type, world_size):
     scenario = SequenceScenario(backend, sharding_type, optimizer)
     for outcome in run_ranks(world_size, train_sequences, scenario):

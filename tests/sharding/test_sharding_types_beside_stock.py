@@ -7,11 +7,13 @@ import torch
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
+from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.compat
 
 #: Ranks, and ranks on a host.
 HOSTS = [(1, 1), (2, 2), (4, 2)]
+TYPES = ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 
 
 def _check(outcomes):
@@ -24,24 +26,26 @@ def _check(outcomes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "host_size"), HOSTS)
 @pytest.mark.parametrize(
-    "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
+    ("pooling", "sharding_type", "ranks"),
+    pairwise(
+        ["sum", "mean", "weighted"],
+        TYPES,
+        HOSTS,
+        # TorchRec gives sums; test_torchrec_own_tests.py compares with true means.
+        allowed=lambda pooling, type_, _: (pooling, type_) != ("mean", "grid_shard"),
+    ),
 )
-@pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
-def test_equal_to_stock(run_ranks, pooling, sharding_type, world_size, host_size):
-    if (sharding_type, pooling) == ("grid_shard", "mean"):
-        pytest.skip("TorchRec gives sums; test_torchrec_own_tests.py compares with true means")
+def test_equal_to_stock(run_ranks, pooling, sharding_type, ranks):
+    world_size, host_size = ranks
     scenario = Scenario("hkv", sharding_type, pooling, "rowwise_adagrad")
     _check(run_ranks(world_size, train_beside_stock, scenario, host_size=host_size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
+    ("backend", "optimizer", "sharding_type"), pairwise(BACKENDS, OPTIMIZERS, TYPES)
 )
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_and_optimizers(run_ranks, backend, optimizer, sharding_type):
     scenario = Scenario(backend, sharding_type, "sum", optimizer)
     _check(run_ranks(2, train_beside_stock, scenario, host_size=1))
