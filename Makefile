@@ -61,7 +61,7 @@ demo: $(EXTENSION) $(DATA)
 		examples/train_movielens.py --device $(DEVICE) $(DEMO_ARGS)
 
 test: $(EXTENSION)
-	$(PYTHON) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(if $(TEST_SLOW),,-m 'not slow') $(TEST_ARGS)
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(TEST_SLOW),,-m 'not slow') $(TEST_ARGS)
 
 build: $(EXTENSION)
 
