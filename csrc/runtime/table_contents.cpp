@@ -190,9 +190,10 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
       reinterpret_cast<const uint8_t*>(occupied.const_data_ptr<bool>()),
       static_cast<uint32_t>(buckets), memory.geometry().bucket_slots,
       reinterpret_cast<uint16_t*>(digests.data_ptr<int16_t>()));
-  TORCH_CHECK_VALUE(lost == 0, "table '", config.name, "': ", lost,
-                    " of the ids to load are in slots where they can't be found; the state is of another "
-                    "table or damaged.");
+  TORCH_CHECK_VALUE(
+      lost == 0, "table '", config.name, "': ", lost,
+      " of the ids to load are in slots where they can't be found; the state is of another "
+      "table or damaged.");
   const int64_t before = memory.num_buckets();
   begin_load(table, buckets);
   memory.empty_frames(clock_->now());
