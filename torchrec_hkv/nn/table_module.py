@@ -332,7 +332,7 @@ class TableModule(nn.Module):
 
     @property
     def capacity(self) -> int:
-        """Maximal number of rows of each table: ``max_capacity``, or fewer if memory is short."""
+        """Maximal number of rows of each table. Below ``max_capacity`` if memory is short."""
         return self._tables.capacity
 
     @property
