@@ -37,10 +37,9 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 // slot of its buckets, the one of the emptier bucket once the first is three quarters full; where
 // both are full, the place of the lowest score that is not pinned; where all are pinned, or rank
 // above it (RefuseLower), none: kNoSlot, counted as refused. An id that is not admitted gets none
-// either. A new id's state is
-// zero. found[i], where wanted: whether the id was there before. Before all that the tables age. On
-// a CPU ids are placed in the order of the batch, so that the same batch on the same table gives
-// the same slots whatever the number of threads.
+// either. A new id's state is zero. found[i], where wanted: whether the id was there before. Before
+// all that the tables age. On a CPU ids are placed in the order of the batch, so that the same
+// batch on the same table gives the same slots whatever the number of threads.
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);

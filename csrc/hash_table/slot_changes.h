@@ -39,8 +39,8 @@ struct SlotChanges {
 struct SlotComparison {
   int64_t first;       // slot of position 0
   int64_t n;           // positions
-  int64_t* ids;        // [n] what they held; becomes what they hold. Of free slots without meaning
-  bool* occupied;      // [n] likewise: whether they held an entry
+  int64_t* ids;        // [n] previous ids, replaced by the present ones; undefined for free slots
+  bool* occupied;      // [n] whether the slots had an entry, replaced by whether they have one
   const bool* marked;  // [n] or null, as SlotChanges
   uint32_t since;
   bool moved;

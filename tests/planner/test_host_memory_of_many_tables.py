@@ -46,7 +46,7 @@ def _plan(rows, hbm, host, gpus):
 @pytest.mark.parametrize("rows", [[200_000] * 8, [50_000, 100_000, 150_000, 250_000, 350_000] * 2])
 def test_neither_memory_is_enough_alone(rows, gpus):
     dense = 4 * _DIM * sum(rows)
-    # Of what the tables take, HBM has 65 % and host memory 60 %, and indices take some of it.
+    # HBM holds 65 % of the tables' bytes and host memory 60 %. Indices take a part of both.
     plan = _plan(rows, 0.65 * dense + (32 << 20), 0.6 * dense, gpus)
     reports = plan.plan["ebc"].reports
     assert {name for name, report in reports.items() if report.loss} == set()

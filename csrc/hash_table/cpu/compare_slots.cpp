@@ -47,7 +47,7 @@ uint64_t mask_of(const bool* marks, int64_t n) {
   return mask;
 }
 
-// Of the slots of a bucket, a bit each.
+// State of the slots of a bucket: bit i of each mask is that of slot i.
 struct Masks {
   uint64_t differs;  // may have changed
   uint64_t is_there;

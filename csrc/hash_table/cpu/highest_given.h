@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The highest score given for each id of a batch, by table, positions that are skipped aside.
+// The highest score given for each id of a batch, by table. Skipped positions do not count.
 // Built when first asked, by any thread: most calls refuse nothing.
 class HighestGiven {
  public:

@@ -203,8 +203,8 @@ class Part:
         Args:
             records: this replica's; overwritten.
             theirs: the other's.
-            highest: over both; None where there are no scores.
-            added: likewise; None where scores do not add up.
+            highest: the higher score of the two replicas; None if the table has no scores.
+            added: the sum of the scores' increases; None if the policy does not add scores.
         """
         of = self.of
         ids = of.ids[self._own]
