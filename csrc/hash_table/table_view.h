@@ -305,7 +305,6 @@ struct MovingRows {
 
 // Which new ids are refused if all entries that they could replace rank above them.
 enum class RefuseLower : uint8_t {
-  kNone,
   kAged,  // those of tables that rank by decayed counts, with kGraceHalfLives
   kAll,
 };
@@ -313,7 +312,6 @@ enum class RefuseLower : uint8_t {
 // Whether a new id of this score is refused rather than replace an entry of rank `lowest`.
 HKV_HOST_DEVICE bool is_outranked(const TableView& table, RefuseLower refuse, uint64_t score,
                                   uint32_t now, uint64_t lowest) {
-  if (refuse == RefuseLower::kNone) return false;
   const Ranking ranking = table.ranking();
   if (refuse == RefuseLower::kAll) return ranking.of(score, now) < lowest;
   return ranking.aged && ranking.replaced_by_new(score, now) < lowest;

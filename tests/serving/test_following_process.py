@@ -116,7 +116,7 @@ def failed(rank, world_size, device, folder: Path) -> None:
     follower.stop()
     # Another model is in the folder.
     serving.export(model, folder / "model", inputs=batch_of(0))
-    with pytest.raises(ValueError, match="was exported anew: load the model again"):
+    with pytest.raises(ValueError, match="has been exported again: load the model again"):
         serving.follow(served, chain, **arguments)
     assert_served(served, want)
 

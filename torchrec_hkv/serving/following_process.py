@@ -27,14 +27,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torchrec_hkv.serving import ops
+from torchrec_hkv.serving import ops  # noqa: F401, registers what the program calls
 from torchrec_hkv.serving.following import Follower, NextVersion
 from torchrec_hkv.serving.manifest import Manifest
 from torchrec_hkv.serving.model import ServingModel, Version, load, open_tables
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
-
-__all__ = ["ProcessFollower", "ops", "serve"]
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -110,7 +108,7 @@ class ProcessFollower(Follower):
             self._process.stdin.write(b'"poll"\n')
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended, which the answer tells
+            pass  # it has ended: its output ends, too
         while line := self._process.stdout.readline():
             message = json.loads(line)
             if "error" in message:
@@ -267,7 +265,7 @@ class _Publisher(Follower):
     ) -> None:
         model = load(folder)
         if model._save != save:
-            raise ValueError(f"{folder} was exported anew: load the model again.")
+            raise ValueError(f"{folder} has been exported again: load the model again.")
         super().__init__(model, chain, scratch)
         self._known, self._send, self._scratch_folder = known, send, scratch
         self._sent: Version | None = None

@@ -209,9 +209,9 @@ class Placing {
     if (free != kNoSlot) return Place{free, false, false};
     const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
     const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
-    const bool outranked = victim != kNoSlot && placement_.refuse_lower != RefuseLower::kNone &&
-                           is_outranked(table, placement_.refuse_lower, own_score, visit_.now(),
-                                        rank_of(table, victim).score);
+    const bool outranked =
+        victim != kNoSlot && is_outranked(table, placement_.refuse_lower, own_score, visit_.now(),
+                                          rank_of(table, victim).score);
     return Place{outranked ? kNoSlot : victim, true, outranked};
   }
 
