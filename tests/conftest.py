@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,12 @@ take_share(os.environ)
 os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 
 _GROUPS: dict[tuple[int, str, int], Ranks] = {}
+
+
+def pytest_collection_finish() -> None:
+    """Excludes imported modules from garbage collection, which otherwise takes .5 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

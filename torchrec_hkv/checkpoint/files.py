@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -59,7 +58,8 @@ from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
 from torchrec_hkv.progress import advance, expect, reported
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
-from torchrec_hkv.sharding.state.names import named_tables
+from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
+from torchrec_hkv.sharding.state.names import named_collections, named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 #: Default memory limit of a save or a load on a rank, in bytes, on the host and on the GPU each.
@@ -330,7 +330,8 @@ def load(
 
     agreed(arguments)
     wait_for_saves()
-    gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
+    for _, collection in named_collections(model):
+        collect_open_lookups(collection.group_lookups().values())
     options = FileOptions(batch_bytes, threads, allow_loss)
     if on_leader(lambda: is_dcp_folder(Path(path))):
         load_dcp_folder(Path(path), model, optimizer, tables, options, strict=strict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchrec_hkv.sharding.modules.collection import (
     FoundTable,
     tables_with_files_aside,
 )
+from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
 from torchrec_hkv.sharding.state.names import joined, named_modules
 
 
@@ -70,7 +70,8 @@ def reshard(
         }
 
     agreed(arguments)
-    gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
+    for old in changed.values():
+        collect_open_lookups(old.group_lookups().values())
     lost = 0
     made: dict[str, BackendCollection] = {}
     with reported("Resharding"):

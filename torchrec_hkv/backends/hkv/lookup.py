@@ -151,6 +151,9 @@ class HKVLookup(RowsById, GroupLookup):
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
 
+    def has_open_lookup(self) -> bool:
+        return self._group.first_open_step <= self._group.clock
+
     def unchanged(self) -> AbstractContextManager[None]:
         return self._group.unchanged()
 

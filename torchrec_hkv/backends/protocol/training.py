@@ -24,3 +24,8 @@ class TrainingLookup:
         one update. Only called if :attr:`Backend.accumulates`.
         """
         raise NotImplementedError
+
+    def has_open_lookup(self) -> bool:
+        """Whether the backward of a training lookup has not run yet. The lookup's rows can't be
+        replaced until then. Synchronizes with the device. False by default."""
+        return False

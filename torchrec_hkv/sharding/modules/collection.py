@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar, NoReturn, SupportsIndex
@@ -23,6 +22,7 @@ from torchrec_hkv.sharding.dists.scores import ScoreWire
 from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
+from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
 from torchrec_hkv.sharding.modules.recipe import Recipe
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
@@ -321,9 +321,7 @@ class BackendCollection:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
         if exchanged or loads:
-            # A pending lookup pins rows until its graph is freed, which may wait for the garbage
-            # collector.
-            gc.collect()
+            collect_open_lookups(lookups.values())
         if exchanged:
             self._exchange_tensors(exchanged)
         for key, local in loads:
