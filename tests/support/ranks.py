@@ -1,8 +1,8 @@
 """Runs a function on W processes of one process group, and keeps them for the next test.
 
-Starting a process that imports TorchRec takes seconds, so that a group of workers serves all tests
-of its size. A test whose function fails on any rank ends the group, as the other ranks may be
-waiting for it.
+Importing TorchRec takes seconds. On a CPU, ranks are therefore forked from a process that has
+imported it, and a group serves all tests of its size. A test whose function fails on any rank ends
+the group, because the other ranks may wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Ranks:
             device_type: ``"cpu"`` or ``"cuda"``.
             host_size: ranks that TorchRec takes for one host; all when None.
         """
-        context = multiprocessing.get_context("spawn")
+        # A process that has initialized CUDA can't fork.
+        context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
+        if device_type != "cuda":
+            context.set_forkserver_preload(["tests.support.rank_imports"])
         # The ranks meet at a store that listens from now on: a port that was free may be somebody
         # else's by the time that a rank has imported TorchRec.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
