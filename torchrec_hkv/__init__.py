@@ -7,16 +7,18 @@ TorchRec.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
-
-# Must be imported before there is a process group. Otherwise a default argument in it keeps the
-# group and its threads alive after destroy_process_group, and a thread that holds tensors when the
-# interpreter exits aborts the process. TorchRec's apply_optimizer_in_backward would import it
-# later.
-import torch.distributed.optim  # noqa: F401
 
 from torchrec_hkv import cpu_variant
 from torchrec_hkv._version import __version__
+
+if importlib.util.find_spec("torchrec") is not None:
+    # Must be imported before there is a process group. Otherwise a default argument in it keeps the
+    # group and its threads alive after destroy_process_group, and a thread that holds tensors when
+    # the interpreter exits aborts the process. TorchRec's apply_optimizer_in_backward would import
+    # it later. The import takes two seconds, which a process that serves without TorchRec saves.
+    import torch.distributed.optim  # noqa: F401
 
 cpu_variant.load()  # before another module imports the extension
 

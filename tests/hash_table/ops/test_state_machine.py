@@ -245,7 +245,7 @@ class HashTableMachine(RuleBasedStateMachine):
 def test_follows_the_model(policy):
     run_state_machine_as_test(
         lambda: HashTableMachine(policy),
-        settings=settings(max_examples=100, stateful_step_count=30, deadline=None),
+        settings=settings(max_examples=60, stateful_step_count=30, deadline=None),
     )
 
 
