@@ -21,6 +21,7 @@ from torchrec_hkv.sharding.state.names import joined
 from torchrec_hkv.sharding.tables import (
     SUMMED_OVER_RANKS,
     balanced_rows,
+    collection_of,
     config_shards,
     table_configs,
 )
@@ -100,7 +101,7 @@ def full_name(option: ShardingOption) -> str:
 
     For modules that can't have tables on backends it is TorchRec's name of the table.
     """
-    path, module = option.module
+    path, module = collection_of(*option.module)
     if isinstance(module, EmbeddingBagCollection):
         return joined(path, f"embedding_bags.{option.name}")
     if isinstance(module, EmbeddingCollection):

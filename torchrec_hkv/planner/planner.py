@@ -301,8 +301,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             raise ValueError(
                 f"Table {table!r} is constrained to backend {backends[0]!r} and belongs to "
                 f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
-                "serve tables of EmbeddingBagCollections and EmbeddingCollections, sharded by "
-                "those of torchrec_hkv.get_default_sharders()."
+                "serve tables of EmbeddingBagCollections, FeatureProcessedEmbeddingBagCollections "
+                "and EmbeddingCollections, sharded by those of "
+                "torchrec_hkv.get_default_sharders()."
             )
 
     def _explained(

@@ -9,8 +9,10 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.tracing import Output
@@ -20,6 +22,10 @@ from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
 _BAGS = (ShardedEmbeddingBagCollection, EmbeddingBagCollection)
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_PROCESSED = (
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 _COLLECTIONS = (*_BAGS, ShardedEmbeddingCollection, EmbeddingCollection)
 
 
@@ -71,9 +77,19 @@ class ModelTable:
 
 
 def find_tables(model: nn.Module) -> list[ModelTable]:
-    """All tables of a model, in the order of its modules."""
+    """All tables of a model, in the order of its modules.
+
+    Raises:
+        ValueError: the model has feature processors.
+    """
     tables: list[ModelTable] = []
     for path, module in named_modules(model):
+        if isinstance(module, _PROCESSED):
+            raise ValueError(
+                f"module {path!r} is a FeatureProcessedEmbeddingBagCollection, whose feature "
+                "processors can't be exported: export a model with a weighted "
+                "EmbeddingBagCollection, and compute the weights in its forward."
+            )
         if not isinstance(module, _COLLECTIONS):
             continue
         attribute = "embedding_bags" if has_bags(module) else "embeddings"

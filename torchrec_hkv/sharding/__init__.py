@@ -11,6 +11,7 @@ from torchrec_hkv.sharding.modules.epochs import get_epoch, set_epoch
 from torchrec_hkv.sharding.modules.sharders import (
     BackendEmbeddingBagCollectionSharder,
     BackendEmbeddingCollectionSharder,
+    BackendFeatureProcessedEmbeddingBagCollectionSharder,
     get_default_sharders,
 )
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
@@ -20,6 +21,7 @@ __all__ = [
     "BackendEmbeddingBagCollectionSharder",
     "BackendEmbeddingCollection",
     "BackendEmbeddingCollectionSharder",
+    "BackendFeatureProcessedEmbeddingBagCollectionSharder",
     "BackendParameterSharding",
     "DMPCollection",
     "accumulate_gradients",

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import (
     data_type_to_dtype,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 
@@ -32,9 +33,35 @@ SUMMED_OVER_RANKS: frozenset[str] = frozenset(
 #: A module that may have tables on backends.
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
+#: Child of a FeatureProcessedEmbeddingBagCollection that holds the tables, sharded or not.
+PROCESSED_BAGS = "_embedding_bag_collection"
 
-def table_configs(module: Collection) -> dict[str, BaseEmbeddingConfig]:
-    """The configs of a collection's tables by name."""
+
+def collection_of(path: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The module that holds the tables: the collection inside a module with feature processors, or
+    the module itself.
+
+    Args:
+        path: path of the module in the model.
+        module: a module that a sharder takes.
+
+    Returns:
+        Path and module.
+    """
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return (f"{path}.{PROCESSED_BAGS}" if path else PROCESSED_BAGS), getattr(
+            module, PROCESSED_BAGS
+        )
+    return path, module
+
+
+def table_configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    """The configs of a module's tables by name.
+
+    Args:
+        module: a collection, or one with feature processors.
+    """
+    _, module = collection_of("", module)
     if isinstance(module, EmbeddingCollection):
         return {config.name: config for config in module.embedding_configs()}
     return {config.name: config for config in module.embedding_bag_configs()}

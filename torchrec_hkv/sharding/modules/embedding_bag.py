@@ -51,6 +51,8 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
     tables_attribute = "embedding_bags"
     configs_attribute = "_embedding_bag_configs"
     parted_types = (ShardingType.ROW_WISE.value,)
+    #: Whether feature processors compute the weights of ids after the input distribution.
+    has_feature_processors = False
 
     def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
         """
@@ -108,10 +110,11 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         """
         features = to_keyed_jagged_tensor(features)
         if self._planned:
+            weights_follow = self.has_feature_processors and features.weights_or_none() is None
             features = prepare_features(
                 features,
                 self._embedding_bag_configs,
-                is_weighted=self._is_weighted,
+                is_weighted=self._is_weighted and not weights_follow,
                 score_wire=self._score_wire,
                 is_training=self.training,
             )

@@ -15,13 +15,19 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders as stock_default_sharders
 from torchrec.distributed.types import (
     ModuleSharder,
     ParameterSharding,
+    QuantizedCommCodecs,
     ShardingEnv,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_hkv import environment
 from torchrec_hkv.sharding.dists.exchange_groups import Exchange, wire_dtypes
@@ -34,7 +40,7 @@ from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.modules.recipe import Recipe
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.state.names import joined
-from torchrec_hkv.sharding.tables import Collection, table_weight
+from torchrec_hkv.sharding.tables import PROCESSED_BAGS, Collection, table_weight
 from torchrec_hkv.sharding.validation import planned_tables
 
 #: A wire dtype for all tables, or by table.
@@ -218,8 +224,76 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
         return BackendEmbeddingCollection
 
 
+class BackendFeatureProcessedEmbeddingBagCollectionSharder(
+    FeatureProcessedEmbeddingBagCollectionSharder
+):
+    """Shards FeatureProcessedEmbeddingBagCollections whose tables are on stock kernels or on
+    backends. The feature processors compute the weights of ids after the exchange of ids."""
+
+    def __init__(
+        self,
+        ebc_sharder: BackendEmbeddingBagCollectionSharder | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        """
+        Args:
+            ebc_sharder: sharder of the bags; by default, one with ``qcomm_codecs_registry``.
+            qcomm_codecs_registry: argument of TorchRec's sharder.
+
+        Raises:
+            TypeError: ``ebc_sharder`` does not serve backends.
+        """
+        if ebc_sharder is None:
+            ebc_sharder = BackendEmbeddingBagCollectionSharder(
+                qcomm_codecs_registry=qcomm_codecs_registry
+            )
+        if not isinstance(ebc_sharder, BackendEmbeddingBagCollectionSharder):
+            raise TypeError(
+                f"ebc_sharder is a {type(ebc_sharder).__name__}, but must be a "
+                "BackendEmbeddingBagCollectionSharder."
+            )
+        super().__init__(ebc_sharder, qcomm_codecs_registry)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """TorchRec's compute kernels, and the one that all backends share."""
+        return [*super().compute_kernels(sharding_type, compute_device_type), KERNEL]
+
+    def shard(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """Creates this rank's part of a collection.
+
+        Args:
+            module: the unsharded module.
+            params: the plan of its tables.
+            env: the ranks.
+            device: device of the tables.
+            module_fqn: path of the module in the model.
+
+        Raises:
+            ValueError: a backend can't serve a table as planned.
+        """
+        bags_path = None if module_fqn is None else joined(module_fqn, PROCESSED_BAGS)
+        made = super().shard(module, params, env, device, bags_path)
+        bags = getattr(made, PROCESSED_BAGS)
+        if isinstance(bags, BackendEmbeddingBagCollection):
+            bags.has_feature_processors = True
+            # The module with the processors has the plan, so the bags are not sharded again alone.
+            bags.recipe = None
+        return made
+
+
 #: The sharders of modules that may have tables on backends.
-BACKEND_SHARDERS = (BackendEmbeddingBagCollectionSharder, BackendEmbeddingCollectionSharder)
+BACKEND_SHARDERS = (
+    BackendEmbeddingBagCollectionSharder,
+    BackendFeatureProcessedEmbeddingBagCollectionSharder,
+    BackendEmbeddingCollectionSharder,
+)
 
 
 def get_default_sharders(
@@ -232,6 +306,8 @@ def get_default_sharders(
         wire_dtype: see :class:`BackendEmbeddingBagCollectionSharder`; for all tables. For wire
             dtypes by table, create a sharder for each collection.
     """
-    made = [make(num_groups=num_groups, wire_dtype=wire_dtype) for make in BACKEND_SHARDERS]
-    ours = {sharder.module_type: sharder for sharder in made}
+    bags = BackendEmbeddingBagCollectionSharder(num_groups=num_groups, wire_dtype=wire_dtype)
+    sequences = BackendEmbeddingCollectionSharder(num_groups=num_groups, wire_dtype=wire_dtype)
+    processed = BackendFeatureProcessedEmbeddingBagCollectionSharder(bags)
+    ours = {sharder.module_type: sharder for sharder in (bags, processed, sequences)}
     return [ours.get(sharder.module_type, sharder) for sharder in stock_default_sharders()]
