@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import torch  # the extension needs its libraries
+
 from torchrec_hkv import cpu_variant
 from torchrec_hkv._version import __version__
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.forked import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ROOT.parent / "shared" / "data"
 
@@ -27,6 +29,10 @@ def run_example(
         processes: under torchrun; None: without.
         device: ``"cpu"`` or ``"cuda"``.
     """
+    if device == "cpu":
+        script = ROOT / "examples" / name
+        options = ["--device", device, *map(str, arguments)]
+        return run_script(script, options, _environment(), processes)
     return subprocess.run(
         _command(name, arguments, processes, device),
         env=_environment(),

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.forked import fork_context
+
 # Objects are frozen again once as many modules have been imported.
 _NEW_MODULES = 50
 
@@ -39,10 +41,8 @@ class Ranks:
             device_type: ``"cpu"`` or ``"cuda"``.
             host_size: ranks that TorchRec takes for one host; all when None.
         """
-        # A process that has initialized CUDA can't fork.
-        context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
-        if device_type != "cuda":
-            context.set_forkserver_preload(["tests.support.rank_imports"])
+        on_gpu = device_type == "cuda"
+        context = multiprocessing.get_context("spawn") if on_gpu else fork_context()
         # The ranks meet at a store that listens from now on: a port that was free may be somebody
         # else's by the time that a rank has imported TorchRec.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

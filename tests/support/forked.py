@@ -1,0 +1,134 @@
+"""Processes that are forked from one that has imported TorchRec, which takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import torch
+
+
+def fork_context() -> ForkServerContext:
+    """The context whose processes are forked from a server of this process, on a CPU only: a
+    process that has initialized CUDA can't fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.rank_imports"])
+    return context
+
+
+def run_script(
+    script: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    processes: int | None = None,
+    timeout: float = 280.0,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script like ``python SCRIPT``, or like ``torchrun`` with several processes, without
+    the time to import TorchRec.
+
+    Args:
+        script: the file.
+        arguments: arguments of its command line.
+        environment: all environment variables.
+        processes: number of ranks; None: without variables of ranks.
+        timeout: in seconds, until the processes are killed.
+
+    Returns:
+        Exit code, as torchrun gives it if there are ranks, and output of all processes.
+
+    Raises:
+        subprocess.TimeoutExpired: a process did not end in time.
+    """
+    context = fork_context()
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        running = []
+        for variables in _rank_variables(processes):
+            its = {**environment, **variables}
+            arguments_of_run = (str(script), list(arguments), its, str(output), str(errors))
+            process = context.Process(target=_run, args=arguments_of_run)
+            process.start()
+            running.append(process)
+        try:
+            _wait(running, script, time.monotonic() + timeout, timeout)
+        finally:
+            for process in running:
+                process.kill()
+                process.join()
+        codes = [process.exitcode for process in running]
+        code = codes[0] if processes is None else int(any(codes))
+        return subprocess.CompletedProcess(
+            [str(script), *arguments], code, output.read_text(), errors.read_text()
+        )
+
+
+def _rank_variables(processes: int | None) -> list[dict[str, str]]:
+    if processes is None:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(processes)
+    ]
+
+
+def _wait(running: list, script: Path, deadline: float, timeout: float) -> None:
+    """Until all have ended, or one has failed."""
+    pending = list(running)
+    while pending:
+        ready = multiprocessing.connection.wait(
+            [process.sentinel for process in pending], max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            raise subprocess.TimeoutExpired(str(script), timeout)
+        for process in pending:
+            if process.sentinel in ready:
+                process.join()
+        if any(process.exitcode for process in pending if process.sentinel in ready):
+            return
+        pending = [process for process in pending if process.sentinel not in ready]
+
+
+def _run(
+    script: str, arguments: list[str], environment: dict[str, str], output: str, errors: str
+) -> None:
+    for path, stream in ((output, 1), (errors, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # as the interpreter does
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
