@@ -1,12 +1,11 @@
 """The benchmark of checkpoints runs, at a size at which its figures say nothing."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.benchmark_runs import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,14 +13,7 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path, *more):
     out = tmp_path / "out.csv"
     arguments = ["--bytes", "2e6", "--device", "cpu", "--dim", "8", "--out", str(out), *more]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        check=False,
-    )
+    done = run_benchmark("checkpoint", *arguments, variables={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-2000:]
     with out.open() as file:
         return list(csv.DictReader(file)), done.stderr

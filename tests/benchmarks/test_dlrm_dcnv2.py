@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import dlrm_dcnv2
+from tests.support.benchmark_runs import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--device", "cpu", "--batches", "4", "8", "--max-rows", "300", "--dim", "8"]
@@ -19,14 +18,7 @@ ARGUMENTS += ["--steps", "2", "--rounds", "2", "--warm-up", "1"]
 
 
 def run(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "dlrm_dcnv2", *ARGUMENTS, *more],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return run_benchmark("dlrm_dcnv2", *ARGUMENTS, *more)
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.benchmark_runs import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--tables", "3", "--rows", "300", "--batches", "4", "8", "--device", "cpu"]
@@ -19,16 +18,8 @@ ARGUMENTS += ["--steps", "2", "--rounds", "2"]
 @pytest.mark.parametrize(("ranks", "sharding"), [(1, "table_wise"), (2, "row_wise")])
 def test_a_row_for_each_part_and_batch(tmp_path, ranks, sharding):
     out = tmp_path / "out.csv"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "benchmarks.host_time", *ARGUMENTS]
-    done = subprocess.run(
-        [*command, "--sharding", sharding, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    arguments = [*ARGUMENTS, "--sharding", sharding, "--out", str(out)]
+    done = run_benchmark("host_time", *arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr
     with out.open() as file:
         rows = list(csv.DictReader(file))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import planner
+from tests.support.benchmark_runs import run_benchmark
 from tests.support.calibrations import calibration
 
 ROOT = Path(__file__).parents[2]
@@ -21,18 +19,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     calibration(fused=1e-3, hkv=2e-3, tt=3e-3).save(tmp_path / "c.json")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     arguments = ["--device", "cpu", "--tables", "2", "--rows", "3000", "--dims", "8"]
     arguments += ["--batch", "16", "--steps", "2", "--tt-rank", "4"]
     arguments += ["--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "p.csv")]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks.planner", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_benchmark("planner", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert [row["kernel"] for row in rows] == ["fused"] * 3 + ["hkv"] * 3 + ["tt"] * 3

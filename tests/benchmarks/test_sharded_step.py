@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import sharded_step
+from tests.support.benchmark_runs import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--tables", "3", "--rows", "3000", "--dim", "8", "--batch", "32", "--device", "cpu"]
@@ -20,20 +19,7 @@ ARGUMENTS += ["--steps", "3", "--rounds", "2"]
 
 
 def run(ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks.sharded_step", *ARGUMENTS, *more],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-        },
-        check=False,
-    )
+    return run_benchmark("sharded_step", *ARGUMENTS, *more, ranks=ranks)
 
 
 @pytest.mark.slow

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.environment import ROOT
+from tests.support.benchmark_runs import run_benchmark
 
 pytestmark = pytest.mark.slow
 
@@ -16,10 +14,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.slow
 def test_two_replicas(tmp_path):
     out = tmp_path / "sync.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["-m", "benchmarks.sync", "--rows", "20000", "--dim", "8", "--changed", "0.01"]
-    command += ["--rounds", "2", "--device", "cpu", "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    arguments = ["--rows", "20000", "--dim", "8", "--changed", "0.01"]
+    arguments += ["--rounds", "2", "--device", "cpu", "--out", str(out)]
+    done = run_benchmark("sync", *arguments, ranks=2)
+    assert done.returncode == 0, done.stderr[-2000:]
     measured, computed = csv.DictReader(out.open())
     assert (measured["source"], computed["source"]) == ("measured", "computed")
     assert 200 <= int(measured["touched"]) <= 400

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.forked import run_script
+from tests.support.forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ROOT.parent / "shared" / "data"
@@ -30,9 +30,8 @@ def run_example(
         device: ``"cpu"`` or ``"cuda"``.
     """
     if device == "cpu":
-        script = ROOT / "examples" / name
-        options = ["--device", device, *map(str, arguments)]
-        return run_script(script, options, _environment(), processes)
+        command = [str(ROOT / "examples" / name), "--device", device, *map(str, arguments)]
+        return run_python(command, _environment(), processes)
     return subprocess.run(
         _command(name, arguments, processes, device),
         env=_environment(),

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -27,19 +28,17 @@ def fork_context() -> ForkServerContext:
     return context
 
 
-def run_script(
-    script: Path,
-    arguments: Sequence[str],
+def run_python(
+    command: Sequence[str],
     environment: Mapping[str, str],
     processes: int | None = None,
     timeout: float = 280.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script like ``python SCRIPT``, or like ``torchrun`` with several processes, without
-    the time to import TorchRec.
+    """Runs ``python COMMAND``, or ``torchrun COMMAND`` with several processes, without the time to
+    import TorchRec.
 
     Args:
-        script: the file.
-        arguments: arguments of its command line.
+        command: a script, or ``"-m"`` and a module, and their arguments.
         environment: all environment variables.
         processes: number of ranks; None: without variables of ranks.
         timeout: in seconds, until the processes are killed.
@@ -53,24 +52,22 @@ def run_script(
     context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        running = []
+        running: list[BaseProcess] = []
         for variables in _rank_variables(processes):
             its = {**environment, **variables}
-            arguments_of_run = (str(script), list(arguments), its, str(output), str(errors))
-            process = context.Process(target=_run, args=arguments_of_run)
+            arguments = (list(command), its, str(output), str(errors))
+            process = context.Process(target=_run, args=arguments)
             process.start()
             running.append(process)
         try:
-            _wait(running, script, time.monotonic() + timeout, timeout)
+            _wait(running, command, timeout)
         finally:
             for process in running:
                 process.kill()
                 process.join()
         codes = [process.exitcode for process in running]
         code = codes[0] if processes is None else int(any(codes))
-        return subprocess.CompletedProcess(
-            [str(script), *arguments], code, output.read_text(), errors.read_text()
-        )
+        return subprocess.CompletedProcess([*command], code, output.read_text(), errors.read_text())
 
 
 def _rank_variables(processes: int | None) -> list[dict[str, str]]:
@@ -85,6 +82,7 @@ def _rank_variables(processes: int | None) -> list[dict[str, str]]:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
+            "TORCHELASTIC_RUN_ID": "none",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
@@ -92,15 +90,15 @@ def _rank_variables(processes: int | None) -> list[dict[str, str]]:
     ]
 
 
-def _wait(running: list, script: Path, deadline: float, timeout: float) -> None:
-    """Until all have ended, or one has failed."""
-    pending = list(running)
+def _wait(running: list[BaseProcess], command: Sequence[str], timeout: float) -> None:
+    """Waits until all have ended, or one has failed."""
+    pending, deadline = list(running), time.monotonic() + timeout
     while pending:
         ready = multiprocessing.connection.wait(
             [process.sentinel for process in pending], max(0.0, deadline - time.monotonic())
         )
         if not ready:
-            raise subprocess.TimeoutExpired(str(script), timeout)
+            raise subprocess.TimeoutExpired([*command], timeout)
         for process in pending:
             if process.sentinel in ready:
                 process.join()
@@ -109,9 +107,7 @@ def _wait(running: list, script: Path, deadline: float, timeout: float) -> None:
         pending = [process for process in pending if process.sentinel not in ready]
 
 
-def _run(
-    script: str, arguments: list[str], environment: dict[str, str], output: str, errors: str
-) -> None:
+def _run(command: list[str], environment: dict[str, str], output: str, errors: str) -> None:
     for path, stream in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
@@ -119,11 +115,16 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(script))
+    sys.orig_argv = [sys.executable, *command]
+    is_module = command[0] == "-m"
+    sys.argv = command[is_module:]
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(command[0]))
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
