@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.support.code_blocks import DIRECTIVE, CodeBlock, code_blocks, console_commands, matches
+from tests.support.forked import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -47,15 +48,15 @@ def name(block: CodeBlock) -> str:
     return f"{block.page.relative_to(ROOT)}:{block.line}"
 
 
-def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command where ``torchrec-hkv`` and ``python`` are those of this environment."""
+def environment_of(folder: Path) -> dict[str, str]:
+    """Variables with which ``torchrec-hkv`` and ``python`` are those of this environment."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
     for tool, arguments in (("torchrec-hkv", "-m torchrec_hkv"), ("python", "")):
         (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (tools / tool).chmod(0o755)
     python_path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    environment = {
+    return {
         **os.environ,
         "PATH": os.pathsep.join([str(tools), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(python_path),
@@ -63,9 +64,29 @@ def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProc
         "OMP_NUM_THREADS": "1",
         "TORCHREC_HKV_CALIBRATION": "",
     }
+
+
+def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command; ``folder`` is for its tools."""
+    environment = environment_of(folder)
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
+
+
+def run_script(block: CodeBlock, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a block of Python: the README's as a user does, others without the time to import
+    TorchRec."""
+    script = folder / "block.py"
+    has_ranks = block.mark == "run"
+    if block.page.name == "README.md":
+        script.write_text(block.code + (END_OF_RANK if has_ranks else ""))
+        launcher = ["-m", *block.value.replace("torchrun", "torch.distributed.run").split()]
+        options = [*launcher, "--standalone"] if has_ranks else []
+        return run([sys.executable, *options, str(script)], folder, folder)
+    script.write_text(block.code)
+    ranks = int(block.value.rpartition(" ")[2]) if has_ranks else None
+    return run_python([str(script)], environment_of(folder), ranks, folder=folder)
 
 
 @pytest.mark.slow
@@ -79,11 +100,7 @@ def test_block(block, tmp_path):
     elif block.mark == "needs" and importlib.util.find_spec(block.value) is None:
         pytest.skip(f"needs the package {block.value}")
     if block.language == "python":
-        script = tmp_path / "block.py"
-        launcher = ["-m", *block.value.replace("torchrun", "torch.distributed.run").split()]
-        script.write_text(block.code + (END_OF_RANK if block.mark == "run" else ""))
-        options = [*launcher, "--standalone"] if block.mark == "run" else []
-        done = run([sys.executable, *options, str(script)], tmp_path, tmp_path)
+        done = run_script(block, tmp_path)
         assert done.returncode == 0, done.stderr
     elif block.language == "sh":
         done = run(["bash", "-euc", block.code], tmp_path, ROOT)

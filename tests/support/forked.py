@@ -33,6 +33,7 @@ def run_python(
     environment: Mapping[str, str],
     processes: int | None = None,
     timeout: float = 280.0,
+    folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, or ``torchrun COMMAND`` with several processes, without the time to
     import TorchRec.
@@ -42,6 +43,7 @@ def run_python(
         environment: all environment variables.
         processes: number of ranks; None: without variables of ranks.
         timeout: in seconds, until the processes are killed.
+        folder: working directory; None: the present one.
 
     Returns:
         Exit code, as torchrun gives it if there are ranks, and output of all processes.
@@ -50,12 +52,12 @@ def run_python(
         subprocess.TimeoutExpired: a process did not end in time.
     """
     context = fork_context()
-    with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder, "output"), Path(folder, "errors")
+    with tempfile.TemporaryDirectory() as told:
+        output, errors = Path(told, "output"), Path(told, "errors")
         running: list[BaseProcess] = []
         for variables in _rank_variables(processes):
             its = {**environment, **variables}
-            arguments = (list(command), its, str(output), str(errors))
+            arguments = (list(command), its, output, errors, folder or Path.cwd())
             process = context.Process(target=_run, args=arguments)
             process.start()
             running.append(process)
@@ -107,11 +109,14 @@ def _wait(running: list[BaseProcess], command: Sequence[str], timeout: float) ->
         pending = [process for process in pending if process.sentinel not in ready]
 
 
-def _run(command: list[str], environment: dict[str, str], output: str, errors: str) -> None:
+def _run(
+    command: list[str], environment: dict[str, str], output: Path, errors: Path, folder: Path
+) -> None:
     for path, stream in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
         os.close(file)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
