@@ -210,7 +210,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
-  if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
+  if (believed) slots.masked_fill_(slots.eq(hash_table::kSkipped), hash_table::kNoSlot);
   if (leavers) left_scores = scores_of_tables(group, left_scores, left_tables);
   return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
 }

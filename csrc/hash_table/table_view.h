@@ -28,7 +28,7 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoSlot = -1;
-constexpr int64_t kPassedOver = INT64_MAX;  // see Placement
+constexpr int64_t kSkipped = INT64_MAX;  // see Placement
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
@@ -323,9 +323,9 @@ struct Placement {
   RefuseLower refuse_lower;
   RowMatrix given_rows;  // by position, what ids came with; read where leavers are wanted
   Leavers leavers;
-  // [positions], what the caller believes of each id: that it is in the table before the call, or
-  // that it is not. Ids of which that is wrong are skipped: their slot is kPassedOver. Null:
-  // all ids are taken.
+  // [positions]: whether the caller expects the id in the table before the call, or expects it to
+  // be missing. Ids for which that is wrong are skipped: their slot is kSkipped. Null: no id is
+  // skipped.
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;

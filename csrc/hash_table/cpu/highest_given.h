@@ -22,7 +22,7 @@ class HighestGiven {
         auto& highest_of = highest_[batch_.feature_tables[feature]];
         const int64_t end = batch_.feature_start(feature + 1);
         for (int64_t at = batch_.feature_start(feature); at < end; ++at) {
-          if (slots_[at] == kPassedOver) continue;
+          if (slots_[at] == kSkipped) continue;
           uint64_t& highest = highest_of[batch_.ids[at]];
           if (visit_.given(at) > highest) highest = visit_.given(at);
         }

@@ -243,7 +243,7 @@ void find_and_choose(const TableView* tables, const Batch& batch, const Visit& v
     const bool there = slots[at] != kNoSlot;
     if (found != nullptr) found[at] = there;
     if (there != believed[at]) {
-      slots[at] = kPassedOver;
+      slots[at] = kSkipped;
       continue;
     }
     count(table, kLookups, 1);

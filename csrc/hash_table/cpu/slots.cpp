@@ -152,7 +152,7 @@ void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t
   parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t share = begin; share < end; ++share) {
       for (int64_t i = 0; i < n; ++i) {
-        if (slots[i] < 0 || slots[i] == kPassedOver || slots[i] % shares != share) continue;
+        if (slots[i] < 0 || slots[i] == kSkipped || slots[i] % shares != share) continue;
         const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
         if (table.eviction != Eviction::kCustomized) continue;
         table.scores[slots[i] - table.first_slot] = scores[i];

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     const TableView* mine = tables;
     int64_t slot = kNoSlot, frame = kNoFrame;
     if (position < batch.num_ids && placed[position] && slots[position] >= 0 &&
-        slots[position] != kPassedOver) {
+        slots[position] != kSkipped) {
       mine = &table_at(tables, batch, position);
       if (mine->frames.tags != nullptr) {
         slot = slots[position] - mine->first_slot;

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     int64_t slot = kNoSlot;
     bool is_new = false;
     FrameClaim claim;
-    if (position < batch.num_ids && slots[position] >= 0 && slots[position] != kPassedOver) {
+    if (position < batch.num_ids && slots[position] >= 0 && slots[position] != kSkipped) {
       is_new = placed[position];
       mine = &table_at(tables, batch, position);
       if (mine->frames.tags != nullptr && (is_new || others)) {

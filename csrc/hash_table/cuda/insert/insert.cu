@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
     wrong = there != believed[position];
     hit = there && !wrong;
     listed = !there && !wrong;
-    if (wrong) slots[position] = kPassedOver;
+    if (wrong) slots[position] = kSkipped;
     if (found != nullptr) found[position] = there;
   }
   const unsigned hits = __ballot_sync(kAllLanes, hit);

@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // slots[] between the kernels of an insertion, besides slots, kNoSlot for a missing id, and
-// kNotAdmitted (admission.h) and kPassedOver, which are neither missing nor remembered.
+// kNotAdmitted (admission.h) and kSkipped, which are neither missing nor remembered.
 // A missing id of whose buckets no slot is free:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
 // Between insert_kernel and evict_kernel, the same of a position that stands for its id; and where

@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-__device__ __forceinline__ bool is_slot(int64_t slot) { return slot >= 0 && slot != kPassedOver; }
+__device__ __forceinline__ bool is_slot(int64_t slot) { return slot >= 0 && slot != kSkipped; }
 
 // A warp a position of the sorted order.
 __device__ __forceinline__ int64_t warp_index() {
