@@ -20,11 +20,11 @@ class SideStream;
 
 namespace torchrec_hkv::hash_table {
 
-// What a GPU says of a group's updates, so that the next is done the quicker way; nothing but speed
-// depends on it. Zeros at first.
+// What a GPU reports about a group's last update. It selects the kernels of the next update, so
+// only speed depends on it. Initially zeros.
 struct UpdateHint {
-  uint32_t unique_ids;       // 1: most slots of a batch were at one of its positions
-  uint32_t longest_feature;  // positions of the feature with most
+  uint32_t unique_ids;       // 1: most slots of a batch occurred at one position only
+  uint32_t longest_feature;  // positions of the feature with the most positions
   uint32_t hot_slots;        // 1: a slot had a large part of a feature's positions
 };
 
@@ -33,29 +33,29 @@ namespace cpu {
 // slots[i] = the slot of ids[i] in its group, or kNoSlot. Changes nothing.
 void find(const TableView* tables, const Batch& batch, int64_t* slots, int threads);
 
-// The same, and inserts: an id that is found is touched (step, score); one that is not takes a free
-// slot of its buckets, the one of the emptier bucket once the first is three quarters full; where
-// both are full, the place of the lowest score that is not pinned; where all are pinned, or rank
-// above it (RefuseLower), none: kNoSlot, counted as refused. An id that is not admitted gets none
-// either. A new id's state is zero. found[i], where wanted: whether the id was there before. Before
-// all that the tables age. On a CPU ids are placed in the order of the batch, so that the same
-// batch on the same table gives the same slots whatever the number of threads.
+// As find, and inserts missing ids. First the tables age. An id that is found is touched (step,
+// score). A missing id takes a free slot of its buckets: of the first, or of the emptier one once
+// the first is three quarters full. If both are full, it replaces the lowest score that is not
+// pinned. If all entries are pinned or rank above it (RefuseLower), it gets kNoSlot and is counted
+// as refused. An id that is not admitted gets kNoSlot, too. The state of a new id is zero. found[i]
+// (may be null): whether the id was in the table before. A CPU places ids in the order of the
+// batch, so the slots do not depend on the number of threads.
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);
 
 // out[b, columns of f] = the reduced rows of bag (f, b), added up in float and rounded once. An id
-// without a slot counts with its initial row. A bag without ids gives zeros.
+// without a slot contributes its initial row. A bag without ids gives zeros.
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<char> out, int threads);
 
-// weights_grad[i] = the dot product of row i with its bag's gradient (divided by the bag's length
-// under mean).
+// weights_grad[i] = the dot product of row i with its bag's gradient (divided by the length of the
+// bag for mean pooling).
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, int threads);
 
 // Adds up the gradients of equal slots, then updates each row and its state once. Deterministic.
-// Every table's step goes on by one, before the rows are updated, whether or not it has ids in the
+// Before that, the step of every table is incremented, whether or not the table has ids in the
 // batch. learning_rate: one value, in the memory of the device.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const char> grad, const OptimizerConfig& optimizer,
@@ -65,13 +65,13 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, int threads);
 
-// vectors[i] = the vector at slots[i] of one table (slots counted from the table's first), zeros
-// where there is none.
+// vectors[i] = the vector at slots[i] of one table (slots counted from the table's first), or zeros
+// for kNoSlot.
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, int threads);
 
-// rows[i] = the row at slots[i], numbered through the tables of a group, of the batch's id i. Where
-// there is none, the id's initial row. found[i], where wanted: whether there is one.
+// rows[i] = the row at slots[i] of the batch's id i, or the id's initial row for kNoSlot. Slots are
+// numbered through the tables of a group. found[i] (may be null): whether slots[i] is a slot.
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
@@ -91,44 +91,43 @@ void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slo
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
-// Where a policy takes scores as they are given: of several for one slot, numbered through the
-// tables of a group, the last one stays. After a call that touched the slots, whose threads may
-// have written them in any order. Slots that are none are skipped.
+// For policies that store given scores: if several scores are given for one slot, stores the last
+// one. Called after a call that touched the slots, whose threads may have stored any of them. Slots
+// are numbered through the tables of a group; kNoSlot and kSkipped are skipped.
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
-// chosen[i] = whether a slot holds an entry that is selected, of the slots that the tables have at
-// present: those of each table begin at selection.starts.
+// chosen[i] = whether a slot holds an entry that meets the selection. The slots that a table has at
+// present begin at selection.starts[table].
 void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,
                   bool* chosen, int threads);
 
-// What the tables of a group keep of the entries at slots, numbered through the tables; none of
-// them is kNoSlot.
+// Reads the ids, scores, rows and states at slots, numbered through the tables of a group. No slot
+// may be kNoSlot.
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                   const Exported& out, int threads);
 
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
-// number of occupied slots that could not be found again: ids outside their buckets, or standing
-// twice.
+// number of occupied slots that a find would not return: ids outside their buckets, and duplicates.
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,
                         int32_t bucket_slots, uint16_t* digests);
 
-// owners[i] = the owner bucket of the id in slot first + i, or -1 where the slot is free.
+// owners[i] = the owner bucket of the id in slot first + i, or -1 if the slot is free.
 void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owners, int threads);
 
 // Puts entry i into slots[i], with its row, state, last step and score. placed[i]: whether the slot
-// was free and in one of the id's buckets; otherwise nothing is done with it.
+// was free and in one of the id's buckets; otherwise the entry is not written.
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, int threads);
 
-// Writes rows, states and scores of entries over what stands in slots[i], where that is the same
-// id; elsewhere, and at kNoSlot, nothing is done. No slot may be named twice.
+// Overwrites the row, state and score at slots[i] if the slot holds the same id. Does nothing for
+// other slots and for kNoSlot. A slot may occur once only.
 void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                      int threads);
 
-// Puts entries where a new id would go. Where both buckets are full, an entry takes the place of
-// the lowest rank if that is lower than its own, and what stood there goes to `displaced`;
-// otherwise it is counted as one that found no place. None of the ids may be in the table.
+// Inserts entries as new ids. If both buckets are full, an entry replaces the lowest rank if that
+// is lower than its own, and the replaced entry goes to `displaced`; otherwise the entry is counted
+// as one without a slot. None of the ids may be in the table.
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced);
 
 // misplaced[i]: whether slots[i] is in none of the buckets that ids[i] has in a table of this
@@ -142,14 +141,14 @@ void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-// Offsets of a batch may be wrong: they are read only by the device. Kernels never read or write
-// outside of arrays for that. Those that pool or update report what they find (Batch::refused); of
-// such a batch bags give zeros or wrong rows, and no row is updated.
+// Only the device reads the offsets of a batch, so they may be invalid. Kernels do not access
+// memory outside of the arrays in that case. Kernels that pool or update report invalid offsets
+// (Batch::refused). The output of such a batch is zeros or wrong rows, and no row is updated.
 
-// to[i] = from[i], which is in host memory and may be freed at once.
+// to[i] = from[i]. `from` is in host memory and may be freed when the call returns.
 void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream);
 
-// `only`: the view in host memory, where the group has one table and one feature; otherwise null.
+// only: the view in host memory if the group has one table and one feature; otherwise null.
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
@@ -157,36 +156,36 @@ void find(const TableView* tables, const TableView* only, const Batch& batch, in
 // are given.
 size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored);
 
-// Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
-// before; whether this position is the one of all its positions whose row write_rows is to write.
+// Advances the clock first; `clock` is that of the visit. there[i] (may be null): whether the id
+// was in the table before. writer[i] (may be null): whether write_rows writes the row of this
+// position, of all positions of the id.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
                     void* scratch, cudaStream_t stream);
 
-// What `tick` says: one step on, or none, and the pins.
+// Applies `tick`: advances the step, or not, and updates the pins.
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 
-// The pin ends.
+// Ends the pin.
 void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, cudaStream_t stream);
 
-// only: the view in host memory, where the group has one table; otherwise null. So below.
+// only: the view in host memory if the group has one table; otherwise null. The same below.
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream);
 
-// Which of several rows for one slot is written: the one that `writer` names, or, where that is
-// null, the first to claim the slot in `claims`, a zeroed bitmap of the group's slots. Neither is
-// read when adding.
+// Of several rows for one slot, writes that of the position in `writer` or, if writer is null, that
+// of the first thread to claim the slot in `claims`, a zeroed bitmap of the group's slots. Reads
+// neither when adding.
 void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
                 const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);
 
-// write_rows and cpu::keep_last_scores in the order of positions, so that of several rows, or
-// scores, for one slot the last is kept, and sums are rounded as on a CPU. slots: sorted, [n];
-// positions: where they stood, ascending among equals. Slots that are none are skipped.
+// As cpu::write_rows with in_order, and as cpu::keep_last_scores. slots: sorted, [n]; positions:
+// their positions in the call, ascending among equal slots. kNoSlot and kSkipped are skipped.
 void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
                          const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
                          cudaStream_t stream);
@@ -200,7 +199,7 @@ void touch_slots(const TableView* tables, const TableView* only, const Batch& ba
 void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
                  const int64_t* slots, int64_t n, cudaStream_t stream);
 
-// most_slots: that one table has.
+// most_slots: of one table.
 void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream);
 
@@ -214,13 +213,13 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
-// Whether most ids of a batch are expected to stand at one of its positions, as the device has
-// found some batches ago: it is not waited for.
+// Whether most ids of a batch are expected at one position only, as the device reported for an
+// earlier batch. Does not wait for the device.
 bool expects_unique_ids(const UpdateHint* hint);
 
 // How the positions of a batch are grouped by their slots.
 struct Grouping {
-  bool moved;  // the sort has left the pairs in the other half of the scratch
+  bool moved;  // the sorted pairs are in the other half of the scratch
 };
 
 // Bytes of scratch that an update needs for a batch of num_ids in num_bags, slot numbers below
@@ -228,18 +227,17 @@ struct Grouping {
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                            const GroupShape& shape, bool weighted);
 
-// The first part of an update, which takes no gradients: brings the positions of equal slots
-// together in `scratch`, which must be aligned to 256 bytes. It looks at the offsets, and of the
-// tables at how their slots are numbered and at the types of their rows. weighted: as above. hint:
-// the group's. beside: where `stream` is that of a SideStream: in a CUDA graph the other may be
-// held until the largest blocks begin.
+// The first part of an update, which needs no gradients: groups the positions of equal slots in
+// `scratch`, which must be aligned to 256 bytes. Reads the offsets, and the slot ranges and row
+// types of the tables. weighted: as above. hint: of the group. beside: whether `stream` is that of
+// a SideStream. In a CUDA graph the other stream may then be held until the largest blocks begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          bool weighted, int64_t num_slots, const GroupShape& shape,
                          const UpdateHint* hint, void* scratch, cudaStream_t stream,
                          SideStream* beside = nullptr);
 
-// grouping, scratch: what group_positions has made of the same batch, slots and shape; it is used
-// up. hint: the group's, in host memory that the GPU can write.
+// grouping, scratch: the result of group_positions for the same batch, slots and shape; the call
+// overwrites the scratch. hint: of the group, in host memory that the GPU can write.
 void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
                  Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
@@ -266,12 +264,13 @@ void restore_entries(const TableView& table, const Entries& entries, const Displ
 struct RestoreOrder {
   uint32_t* tickets;  // [2 n]
   uint32_t* turns;    // [num_buckets]
-  uint32_t* next;     // 0 at first
-  uint8_t* moved;     // [n], given back: whether the entry has taken the place of another
+  uint32_t* next;     // initially 0
+  uint8_t* moved;     // [n], output: whether the entry has replaced another
 };
 
-// As cpu::restore_entries, entry by entry, but what entry i takes the place of goes to place i of
-// `displaced`. buckets: what entry_buckets has written, [2 n], sorted, and where each stood.
+// As cpu::restore_entries, in the order of the entries, but the entry that entry i replaces goes to
+// place i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted, with the position of
+// each.
 void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
                    cudaStream_t stream);
 void restore_entries_in_order(const TableView& table, const Entries& entries,

@@ -1,5 +1,4 @@
-// Rows that a call is given or gives back: row i belongs to its i-th id, whichever table that is
-// of.
+// Rows that a call takes or returns. Row i belongs to the i-th id of the call, of any table.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +8,11 @@
 
 namespace torchrec_hkv::hash_table {
 
-// As wide as the widest table of the group. Of a narrower table's rows the first columns count;
-// the others are not read, and are given back as zeros. The elements are of the tables' type, or
-// float32 where the tables of a group have several or rows of 8 bits.
+// A matrix as wide as the widest table of the group. A narrower table uses the first columns; the
+// others are not read, and are returned as zeros. The elements have the tables' type, or float32 if
+// the tables have several types or rows of 8 bits.
 struct RowMatrix {
-  char* data;       // null: there is none
+  char* data;       // null: no matrix
   int32_t columns;  // of a row
   RowType type;
 

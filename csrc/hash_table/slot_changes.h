@@ -1,4 +1,4 @@
-// What may have changed in the slots of a table since a step.
+// Changes of a table's slots since a step.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace torchrec_hkv::hash_table {
 
-// Bits of a slot's answer. It is 0 where nothing changed: an entry that was not looked up stays
-// where it is, unless entries move.
+// Bits of a slot's result. It is 0 if nothing changed: an entry that was not looked up keeps its
+// slot, unless entries move.
 enum SlotChange : uint8_t {
   kIsThere = 1,  // the slot has an entry
   kWasThere = 2,
@@ -23,7 +23,7 @@ struct SlotChanges {
   const bool* was;     // [n] whether the slots had entries
   const bool* marked;  // [n] or null: entries that changed without a lookup
   uint32_t since;      // entries whose last step is not before it were looked up
-  bool moved;          // entries may have moved: each slot that had one and has one may differ
+  bool moved;          // entries may have moved: the entry of each occupied slot may be another one
   uint8_t* changes;    // [n]
 
   HKV_HOST_DEVICE uint8_t of(uint16_t digest, uint32_t last_step, bool had, bool is_marked) const {
@@ -35,7 +35,8 @@ struct SlotChanges {
   }
 };
 
-// What some consecutive slots held at one moment, to be compared with what they hold now. CPU only.
+// The contents of some consecutive slots at an earlier time, for comparison with the present ones.
+// CPU only.
 struct SlotComparison {
   int64_t first;       // slot of position 0
   int64_t n;           // positions
@@ -46,7 +47,7 @@ struct SlotComparison {
   bool moved;
 };
 
-// What such a comparison finds; slots ascend.
+// The result of such a comparison; slots ascend.
 struct SlotDifferences {
   // Entries that were looked up, are marked or are new; whether they are touched (kIsTouched), and
   // whether the slot held the same id before.
@@ -54,7 +55,7 @@ struct SlotDifferences {
   std::vector<int64_t> ids;
   std::vector<uint8_t> touched;
   std::vector<uint8_t> stayed;
-  // Ids that the slot holds no longer.
+  // Ids that have left their slots.
   std::vector<int64_t> gone_slots;
   std::vector<int64_t> gone_ids;
 };

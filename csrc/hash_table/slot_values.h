@@ -7,7 +7,7 @@
 
 namespace torchrec_hkv::hash_table {
 
-// Row i: the row of an entry, then its state. Further columns are others'.
+// Row i: the row of an entry, then its state. Further columns belong to others.
 struct ValueMatrix {
   float* data;
   int64_t stride;  // columns from one row to the next
@@ -16,13 +16,13 @@ struct ValueMatrix {
   HKV_HOST_DEVICE float* at(int64_t i) const { return data + i * stride; }
 };
 
-// What a replica says of an id: its row, its state, and two words. CPU only.
+// A replica's record of an id: row, state, and two words. CPU only.
 struct ReplicaRecords {
   float* data;
   int64_t columns;  // of row and state; the words follow
   bool states;      // whether states are there
 
-  // Flags: the replica has the id, otherwise all is 0; it had it at the last sync, too.
+  // Flags: the replica has the id (otherwise the record is 0); it also had it at the last sync.
   static constexpr uint32_t kIsHere = 1, kWasHere = 2;
   struct Words {
     uint32_t last_step;
@@ -33,14 +33,14 @@ struct ReplicaRecords {
   float* at(int64_t i) const { return data + i * stride(); }
 };
 
-// Ids that two replicas bring together, [n] each.
+// Ids that two replicas merge, [n] each.
 struct MergedEntries {
-  const int64_t* slots;  // kNoSlot: the id is not here
+  const int64_t* slots;  // kNoSlot: this replica does not have the id
   const int64_t* ids;
   const bool* known;       // whether a replica touched or lost the id and had it at the last sync
-  const uint64_t* scores;  // what comes of the scores; null: the table has none
+  const uint64_t* scores;  // merged scores; null: the table has no scores
   int64_t n;
-  // Column whose highest value counts instead of the mean; -1: none.
+  // Column that takes the highest value instead of the mean; -1: no column.
   int64_t highest_column;
 };
 

@@ -21,7 +21,7 @@ void for_each_position(const Batch& batch, int32_t table, const Function& visit_
   }
 }
 
-// How often a call asks for each of its missing ids, in the order in which they are first met.
+// The number of occurrences of each missing id of a call, in the order of first occurrence.
 class Tally {
  public:
   struct Id {
@@ -59,7 +59,7 @@ class Tally {
   std::vector<size_t> places_;  // 1 + index, 0: free; at most half of them taken
 };
 
-// Adds to an id's count; returns whether that admits it, which frees its cell.
+// Adds to an id's count. Returns whether this admits the id, which also frees its cell.
 bool count_in_cell(const Admission& admission, int64_t id, uint64_t times, uint32_t now) {
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
   CountCell* chosen = nullptr;
@@ -70,7 +70,7 @@ bool count_in_cell(const Admission& admission, int64_t id, uint64_t times, uint3
       cell->meta = admitted ? 0 : cell_meta(sum, now);
       return admitted;
     }
-    // What this call has counted stays until the next. A free cell is lower than all others.
+    // Cells that this call has counted are not replaced. A free cell is lower than all others.
     if (cell_step(cell->meta) == now) continue;
     if (chosen == nullptr || replaced_before(cell->meta, chosen->meta)) chosen = cell;
   }
@@ -120,7 +120,7 @@ void admit_table(const TableView& table, const Admission& admission, int32_t tab
 
 void admit(const TableView* tables, const Batch& batch, const Visit& visit,
            const Admissions& admissions, int64_t* slots, int threads) {
-  // One thread a table: who gets a cell depends on the order.
+  // One thread for each table, because the assignment of cells depends on the order.
   parallel_for(admissions.num_tables, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const Admission& admission = admissions.of_tables[t];

@@ -1,4 +1,4 @@
-// One update of one row on the CPU: the formulas of common/optimizers.h over vectors.
+// The update of one row on the CPU: the formulas of common/optimizers.h, vectorised.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline float vector_sum(int32_t n, const Term& term) {
   return sum_of(lanes);
 }
 
-// The same of squares.
+// The same for squares.
 inline float sum_of_squares(const float* values, int32_t n) {
   Columns lanes = {};
   int32_t c = 0;
@@ -59,7 +59,7 @@ class RowUpdater {
     update(table, &slot, 1, grad, [](int64_t) {});
   }
 
-  // Several rows of one gradient. before(i) is called before the i-th row's update.
+  // Updates several rows by one gradient. Calls before(i) before the update of the i-th row.
   template <typename Before>
   void update(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
               const Before& before) {
@@ -82,7 +82,7 @@ class RowUpdater {
     store(table, slot, row, stored);
   }
 
-  // A row as floats: itself, or a copy that store() rounds.
+  // A row as floats: the row itself, or a copy that store() rounds.
   float* widened(RowType type, char* stored, int32_t dim) {
     if (type == RowType::kFloat32) return reinterpret_cast<float*>(stored);
     widen_row(type, stored, 0, dim, widened_.data());
@@ -113,8 +113,7 @@ class RowUpdater {
     }
   }
 
-  // Where gradient_of changes nothing, the optimizers that are used most. Returns whether this is
-  // one.
+  // The most common optimizers if gradient_of is the identity. Returns whether this is one of them.
   template <typename Before>
   bool update_plain(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
                     const Before& before) {
@@ -166,8 +165,8 @@ class RowUpdater {
     return true;
   }
 
-  // begin_row, once for all rows that have been updated as often. state: of the row; read only if
-  // rows count their own steps.
+  // Calls begin_row once for all rows with the same number of updates. state: of the row; read only
+  // if rows count their own steps.
   RowTerms first_terms(const TableView& table, int32_t dim, float* state) {
     float step = static_cast<float>(*table.optimizer_step);
     if (config_.own_steps) step = state[own_step_column(config_.kind, dim)] += 1.0f;
@@ -231,7 +230,7 @@ class RowUpdater {
     }
   }
 
-  // Config and terms are passed by value: the compiler sees that no store changes them.
+  // Config and terms are passed by value, so the compiler knows that no store changes them.
   template <Optimizer kKind>
   void columns(int32_t dim, float* __restrict__ row, const float* __restrict__ grad,
                float* __restrict__ state, const RowTerms terms) const {
@@ -267,13 +266,13 @@ class RowUpdater {
   }
 
   const OptimizerConfig config_;
-  const bool plain_;  // gradient_of changes nothing
+  const bool plain_;  // gradient_of is the identity
   const float learning_rate_;
-  float terms_step_ = -1.0f;  // for which these are
+  float terms_step_ = -1.0f;  // number of updates that terms_ belong to
   RowTerms terms_{};
-  const TableView* rounded_ = nullptr;  // of which this is
+  const TableView* rounded_ = nullptr;  // the table of rounding_step_
   uint64_t rounding_step_ = 0;
-  std::vector<float> widened_;  // a row that is no floats
+  std::vector<float> widened_;  // a row whose elements are not float32
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -48,9 +48,9 @@ constexpr int64_t kCacheLine = 64;
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; }
 
-// Brings a line into the cache to write it. What another processor has of it goes, now and not when
-// the line is written: that would hold up all later stores. GCC emits this instruction only for
-// processors that are named; those that lack it take it for none.
+// Prefetches a line for writing. This invalidates the copies of other processors now; at the store
+// it would delay all later stores. GCC emits this instruction only if -march names a processor that
+// has it; other processors execute it as a no-op.
 inline void prefetch_to_write(const void* from) {
 #ifdef __x86_64__
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(from)));
@@ -59,9 +59,9 @@ inline void prefetch_to_write(const void* from) {
 #endif
 }
 
-// Reads ahead, or prefetches to write. GCC takes functions and loops that only prefetch for ones
-// that do nothing, and drops them: hence the empty statement, which it may not drop. Few lines
-// without a loop: who prefetches waits for the memory with each instruction.
+// Prefetches for reading or writing. GCC removes functions and loops that only prefetch; the empty
+// asm statement prevents that. Few lines are prefetched without a loop, because each instruction of
+// the caller may wait for memory.
 template <bool kWrite = false>
 inline void prefetch_lines(const void* from, int64_t lines) {
   const auto prefetch = [&](int64_t line) {
@@ -80,15 +80,15 @@ inline void prefetch_lines(const void* from, int64_t lines) {
   prefetch(3);
   for (int64_t line = 4; line < lines; ++line) prefetch(line);
 }
-// The lines that have any of the bytes, at least one.
+// The number of lines that contain any of the bytes, at least one.
 template <bool kWrite = false>
 inline void prefetch_bytes(const void* from, int64_t bytes) {
   const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);
   prefetch_lines<kWrite>(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
-// Rows or states of a table on the CPU, all of which are at home. For loops over many: asking for
-// frames and for a row's width, as TableView::row does, takes longer there than what is done.
+// Rows or states of a table on the CPU, which are all at home. For loops over many rows, in which
+// the checks for frames and the width in TableView::row would dominate.
 class HomeVectors {
  public:
   explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}

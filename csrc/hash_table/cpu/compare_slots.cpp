@@ -1,4 +1,4 @@
-// Compares slots with what they held before, on the CPU.
+// Compares slots with their previous contents, on the CPU.
 #include <algorithm>
 #include <vector>
 
@@ -47,7 +47,7 @@ uint64_t mask_of(const bool* marks, int64_t n) {
   return mask;
 }
 
-// State of the slots of a bucket: bit i of each mask is that of slot i.
+// State of the slots of a bucket; bit i of each mask stands for slot i.
 struct Masks {
   uint64_t differs;  // may have changed
   uint64_t is_there;
@@ -68,7 +68,7 @@ struct Range {
 Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) {
   const Range range(table, of, bucket);
   const int64_t n = range.to - range.from;
-  // Arrays are read in order, but processors see that within a page only.
+  // Arrays are read in order, but processors prefetch within a page only.
   const int64_t ahead = kBucketsAhead * table.bucket_slots;
   if (range.to + ahead <= of.first + of.n) {
     prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);

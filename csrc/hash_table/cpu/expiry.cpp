@@ -14,7 +14,7 @@ void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int 
       uint16_t* digests = table.digests + bucket * kBucketDigests;
       uint32_t* steps = table.last_steps + bucket * table.bucket_slots;
       for (int32_t p = 0; p < table.bucket_slots; ++p) {
-        // A free slot's last step may be anything here.
+        // The last step of a free slot is undefined on a CPU.
         if (digests[p] == kEmptyDigest || !is_expired(sweep, visit, steps[p])) continue;
         digests[p] = kEmptyDigest;
         steps[p] = kFreeStep;

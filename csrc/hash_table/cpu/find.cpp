@@ -14,16 +14,16 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// An id goes through four steps, each kAhead ids behind the one before, so that what a step reads
-// has arrived in the cache when it is the id's turn. Whether an id is there, and in which bucket,
-// is not to be foreseen: no step branches on it. What an id has no use for reads and writes `idle`.
+// A software pipeline: an id goes through four steps, each kAhead ids behind the previous one, so
+// that the data of a step is in the cache by then. Whether an id is found, and in which bucket, is
+// unpredictable, so no step branches on it. Accesses that an id does not need go to `idle`.
 constexpr int kAhead = 8;
 constexpr int kInFlight = 64;  // a power of two, at least 3 * kAhead + 1
 
 struct InFlight {
   BucketChoice choice;
-  uint32_t bucket;  // the one that may hold it
-  uint64_t mask;    // the digest's matches there
+  uint32_t bucket;  // the bucket that may hold it
+  uint64_t mask;    // matches of the digest in it
 };
 
 // Scores of a table that no other thread touches at the same time.
@@ -32,7 +32,7 @@ class Score {
   Score(const TableView& table, const Visit& visit)
       : scores_(table.scores), policy_(table.eviction), visit_(visit) {}
 
-  // Does nothing where `there` is false, without a branch.
+  // Does nothing if `there` is false, without a branch.
   void touch(int64_t slot, bool there, uint64_t given) {
     uint64_t* const score = select(there, scores_ + slot, &idle_);
     *score = next_score(policy_, *score, visit_.now(), visit_.epoch(), given);
@@ -48,9 +48,9 @@ class Score {
 template <bool kTouch, bool kListed>
 class Finder {
  public:
-  // Of the ids at positions [begin, end), all of one table; of positions[begin] to
-  // positions[end - 1], if kListed, whose ids come with given[begin] and so on where the table
-  // keeps scores.
+  // Finds the ids at positions [begin, end), all of one table. If kListed: those at
+  // positions[begin] to positions[end - 1], with the given scores given[begin] and so on if the
+  // table keeps scores.
   Finder(const TableView& table, const int64_t* ids, const int64_t* positions,
          const uint64_t* given, int64_t begin, int64_t end, const Visit& visit, bool shared,
          int64_t* slots, bool* found_at)
@@ -67,7 +67,7 @@ class Finder {
         now_(kTouch ? visit.now() : 0),
         score_(table, visit) {}
 
-  // Returns how many it found.
+  // Returns the number of ids that it found.
   int64_t run() {
     int64_t at = begin_;
     const int64_t filled = std::min(end_, begin_ + 3 * kAhead);
@@ -78,7 +78,7 @@ class Finder {
   }
 
  private:
-  // kEnds: near an end of the range, where not every step has an id.
+  // kEnds: near an end of the range, where some steps have no id.
   template <bool kEnds>
   void steps(int64_t at) {
     const auto has = [&](int64_t position) {
@@ -100,7 +100,7 @@ class Finder {
     prefetch_line(table_, it.choice.first);
   }
 
-  // Without a match there it can only be in its second bucket.
+  // Without a match in the first bucket, the id can only be in the second.
   [[gnu::always_inline]] void look_in_first(int64_t at) {
     InFlight& it = flying(at);
     const uint64_t mask = match_digests(digest_line(table_, it.choice.first), it.choice.digest);
@@ -122,7 +122,8 @@ class Finder {
     if (kTouch) prefetch_touched(slot, maybe);
   }
 
-  // What finish() writes. Where other threads touch the table, too, most have done so before.
+  // Prefetches what finish() writes. If other threads touch the table too, most of it has been
+  // prefetched already.
   [[gnu::always_inline]] void prefetch_touched(int64_t slot, bool maybe) {
     const char* const step = select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_));
     if (shared_) {
@@ -163,7 +164,7 @@ class Finder {
     return kListed && given_ != nullptr ? given_[nth] : visit_.given(at);
   }
 
-  // Written only where that changes it: threads may touch one slot at once.
+  // Stores only a changed value, because several threads may touch the slot.
   void touch_step(uint32_t* step) {
     const bool done = std::atomic_ref<uint32_t>(*step).load(std::memory_order_relaxed) == now_;
     std::atomic_ref<uint32_t>(*select(done, &idle_step_, step))
@@ -191,22 +192,22 @@ class Finder {
   InFlight flying_[kInFlight];
 };
 
-// Finds the ids at positions [begin, end), all of one table, and returns how many it found. Where
-// many repeat others, as under a power law, each of these is looked for once: that takes less than
-// looking again, even where all it reads is in the cache. Scores are written once, too: the counts
-// of positions that share an id are added up before.
+// Finds the ids at positions [begin, end), all of one table, and returns the number of ids that it
+// found. If many positions repeat others, as under a power law, each id is looked up once, which is
+// faster even if all data is in the cache. Scores are also written once: the counts of positions
+// with the same id are summed first.
 template <bool kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
   const bool scored = kTouch && table.scores != nullptr;
-  const bool summed = scored && shared;  // one atomic addition for all positions of an id
+  const bool summed = scored && shared;  // a single atomic addition for all positions of an id
   int64_t found = 0;
   if (end - begin > kTrial) {
     Repeats repeats(ids, begin);
     int64_t stop = begin + kTrial;
     for (bool many = true; many && begin < end;) {
-      // What has been added is not added again: what came before is forgotten.
+      // Forgets earlier positions, so that counts are not added twice.
       if (summed) repeats.forget(begin);
       const int64_t n = repeats.list(begin, stop);
       const uint64_t* const given =
@@ -235,7 +236,7 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
   return found + rest.run();
 }
 
-// Returns how many ids it has not found.
+// Returns the number of missing ids.
 template <bool kTouch>
 int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
                  bool* found_at, int threads) {

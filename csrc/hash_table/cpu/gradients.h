@@ -9,8 +9,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Division of 32-bit numbers by one that does not change, as a multiplication (Lemire, Kaser, Kurz
-// 2019).
+// Division of 32-bit numbers by a constant divisor, as a multiplication (Lemire, Kaser, Kurz 2019).
 class Division {
  public:
   explicit Division(int64_t by)
@@ -25,7 +24,7 @@ class Division {
   uint64_t inverse_;  // 2^64 / the divisor, rounded up; 0 for a divisor of 1
 };
 
-// Where a position's gradient is, and what multiplies it.
+// The address of a position's gradient, and its scale.
 class Gradients {
  public:
   Gradients(const Batch& batch, Pooling pooling, Output<const char> grad)
@@ -42,7 +41,7 @@ class Gradients {
     return batch_.ragged != nullptr ? batch_.feature_of_bag(bag)
                                     : static_cast<int32_t>(divide_(bag));
   }
-  // Whether anything multiplies them.
+  // Whether gradients have scales.
   bool scaled() const { return pooling_.mean || pooling_.weights != nullptr; }
   float scale(int64_t position, int64_t bag) const {
     const float weight = pooling_.weights ? pooling_.weights[position] : 1.0f;
@@ -61,13 +60,13 @@ class Gradients {
 struct RowGradients {
   const char* data;
   const int64_t* places;  // [n], in elements from `data` on
-  const float* scales;    // [n]; null: nothing multiplies them
+  const float* scales;    // [n]; null: no scales
   int64_t n;
 };
 
-// Rounding errors of a sum in float grow with the number of its terms, and where these are alike
-// they don't cancel: a tenth, added a million times, is 1 % off. So a row's gradients are added up
-// in pieces of so many, the first one shorter, and pieces in double.
+// The rounding error of a float sum grows with the number of its terms, and does not cancel if the
+// terms are alike: a million times a tenth is 1 % off. So a row's gradients are summed in float in
+// pieces of kPiece (the first may be shorter), and the pieces in double.
 constexpr int64_t kPiece = 64;
 
 // to[k] = the sum of columns `column` + k, for kVectors vectors. The sums stay in registers.

@@ -1,8 +1,8 @@
 // Positions of a batch grouped by slot, for the backward on the CPU.
 //
-// The positions of a table are one partition; those of a table with many go into several by a hash
-// of their slots (a counting sort). One thread groups a partition, in a hash table that fits its
-// cache. A group keeps the order of the batch, whatever the number of threads.
+// The positions of a table form one partition, or several if they are many: a counting sort by a
+// hash of their slots. One thread groups a partition, in a hash table that fits its cache. A group
+// has the order of the batch, for any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,13 @@ struct Occurrence {
 // Positions of one table whose slots' hashes have the same upper bits.
 struct Partition {
   int32_t table;
-  int bits;                 // how many of them; 0: all positions of the table
+  int bits;                 // number of these bits; 0: all positions of the table
   const Occurrence* begin;  // in the order of the batch; null if they are all of the table
   const Occurrence* end;
-  int64_t most;  // how many they are at most
+  int64_t most;  // maximum number of positions
 };
 
-// Spreads neighbouring slots: the upper bits tell the partition, the next ones the place in its
+// Spreads neighbouring slots. The upper bits select the partition, the next ones the place in its
 // hash table.
 inline uint64_t slot_hash(int64_t slot) {
   return static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull;
@@ -45,7 +45,7 @@ class Partitions {
       : batch_(batch), slots_(slots), firsts_(num_tables), bits_(num_tables) {
     cut(tables, threads);
     if (dealt_ > 0) fill(threads);
-    // Results do not depend on their order, which is that of expected work.
+    // Sorted by expected work. Results do not depend on the order.
     std::sort(partitions_.begin(), partitions_.end(), [&](const Partition& a, const Partition& b) {
       return work(tables[a.table], a.most) > work(tables[b.table], b.most);
     });
@@ -53,7 +53,7 @@ class Partitions {
 
   int64_t size() const { return static_cast<int64_t>(partitions_.size()); }
   const Partition& operator[](int64_t number) const { return partitions_[number]; }
-  // How many positions are in tables of several partitions, and whether a table is one.
+  // The number of positions in tables with several partitions, and whether a table is one of these.
   int64_t dealt() const { return dealt_; }
   bool dealt(int32_t table) const { return bits_[table] > 0; }
 
@@ -102,17 +102,18 @@ class Partitions {
   }
 
  private:
-  // Positions of a partition, about: with its hash table and their gradients' places in the
-  // second-level cache. Where tables can't be shared evenly by the threads, fewer, but for kLeast.
+  // Approximate number of positions of a partition: with its hash table and the addresses of
+  // gradients it fits the L2 cache. Partitions are smaller, down to kLeast, if whole tables would
+  // not balance the threads.
   static constexpr int64_t kMost = 65536, kLeast = 1024;
   static constexpr int kMaxBits = 12;
 
-  // Of so many positions, relative to others.
+  // Relative cost of this number of positions.
   static int64_t work(const TableView& table, int64_t positions) {
     return positions * (table.dim() + 32);
   }
 
-  // How many partitions each table has.
+  // Sets the number of partitions of each table.
   void cut(const TableView* tables, int threads) {
     std::vector<int64_t> ids(bits_.size());
     features_.resize(bits_.size());
@@ -134,8 +135,7 @@ class Partitions {
     }
   }
 
-  // Whole tables, as long as the threads then have about equal work; parts of the others even it
-  // out.
+  // Assigns whole tables as long as the work of the threads is balanced, and splits the others.
   void choose_bits(const TableView* tables, const std::vector<int64_t>& ids, int64_t total,
                    int threads) {
     std::vector<int32_t> by_work(bits_.size());
@@ -161,7 +161,7 @@ class Partitions {
 
   void fill(int threads) {
     blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch_.num_bags / 64));
-    // places[block][partition]: its entries, then the place of the next one.
+    // places[block][partition]: number of entries, later the place of the next entry.
     std::vector<int64_t> places(blocks_ * size());
     parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
@@ -206,7 +206,7 @@ class Partitions {
     });
   }
 
-  // Gives each block its part of each partition: counts become places.
+  // Reserves each block's part of each partition: turns counts into places.
   void reserve(int64_t* places) {
     occurrences_ = std::make_unique_for_overwrite<Occurrence[]>(dealt_);
     int64_t total = 0;
@@ -239,20 +239,20 @@ class Partitions {
 
   const Batch& batch_;
   const int64_t* slots_;
-  int64_t dealt_ = 0;            // positions of tables with several partitions
-  int64_t blocks_ = 0;           // parts of the batch that are counted and dealt by one thread each
-  std::vector<int64_t> firsts_;  // by table, its first partition
-  std::vector<int> bits_;        // by table
+  int64_t dealt_ = 0;   // positions of tables with several partitions
+  int64_t blocks_ = 0;  // parts of the batch, each of which one thread counts and distributes
+  std::vector<int64_t> firsts_;                 // by table, its first partition
+  std::vector<int> bits_;                       // by table
   std::vector<std::vector<int32_t>> features_;  // by table
   std::vector<Partition> partitions_;
   std::unique_ptr<Occurrence[]> occurrences_;
 };
 
-// Memory that is used again, and not cleared.
+// Memory that is reused without being cleared.
 template <typename T>
 class Reused {
  public:
-  // Room for n; what was there is lost.
+  // Makes room for n elements; the previous contents are lost.
   T* resize(size_t n) {
     if (n > room_) {
       memory_ = std::make_unique_for_overwrite<T[]>(n);
@@ -267,18 +267,18 @@ class Reused {
   size_t room_ = 0;
 };
 
-// Positions whose rows stand nowhere else, in the order of the batch, and these rows' slots in
-// their table.
+// Positions whose slots occur once in the batch, in the order of the batch, and their slots in the
+// table.
 struct LoneRows {
   Reused<uint32_t> positions;
   Reused<int64_t> slots;
   int64_t n = 0;
 };
 
-// The groups of one partition at a time; a thread reuses it, with its memory.
+// The groups of one partition. A thread reuses the object and its memory.
 class SlotGroups {
  public:
-  // A slot that stands at several positions. Its gradients have numbers from `first` on.
+  // A slot with several positions. The numbers of its gradients begin at `first`.
   struct Repeated {
     int64_t slot;
     uint32_t first;
@@ -295,12 +295,12 @@ class SlotGroups {
 
   const std::vector<Repeated>& repeated() const { return repeated_; }
   const int64_t* places() const { return places_.get(); }  // of gradients, by number
-  const float* scales() const { return scales_.get(); }    // what multiplies them, where scaled
+  const float* scales() const { return scales_.get(); }    // scales of gradients, if scaled
 
  private:
   struct Group {
     int64_t slot;
-    uint32_t at;  // first its first position, then the number of its next gradient
+    uint32_t at;  // its first position; later the number of its next gradient
     uint32_t count;
   };
 
@@ -332,8 +332,8 @@ class SlotGroups {
     return number;
   }
 
-  // Lists the groups of several positions, and those of one. Returns how many positions the former
-  // have together.
+  // Separates groups of several positions from groups of one. Returns the number of positions of
+  // the former.
   int64_t separate(int64_t n, int64_t first_slot, LoneRows& lone) {
     Group* const groups = groups_.get();
     uint32_t* const positions = lone.positions.resize(n + 1);
@@ -354,7 +354,7 @@ class SlotGroups {
       total += group.count;
     }
     lone.n = alone;
-    // Gradients of unique rows go to a place behind the others, which saves a branch.
+    // Gradients of unique rows go to a place after the others, which saves a branch.
     for (int64_t g = 0; g < n; ++g) {
       if (groups[g].count == 1) groups[g].at = total;
     }

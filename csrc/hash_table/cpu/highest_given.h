@@ -1,4 +1,4 @@
-// Of several scores that a call gives for one new id, the highest decides whether it is refused.
+// If a call gives several scores for a new id, the highest decides whether the id is refused.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The highest score given for each id of a batch, by table. Skipped positions do not count.
-// Built when first asked, by any thread: most calls refuse nothing.
+// The highest score given for each id of a batch, by table. Skipped positions do not count. Built
+// at the first query, by any thread, because most calls refuse nothing.
 class HighestGiven {
  public:
   HighestGiven(const Batch& batch, const Visit& visit, const int64_t* slots)

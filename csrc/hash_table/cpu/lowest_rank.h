@@ -13,13 +13,13 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 struct Victim {
-  int64_t slot;  // kNoSlot: none
+  int64_t slot;  // kNoSlot: no victim
   Rank rank;
 };
 
 // The slots of a bucket's lowest rank.
 struct Lowest {
-  uint64_t positions;  // a bit each; none: all are pinned
+  uint64_t positions;  // one bit each; 0: all are pinned
   Rank rank;
 
   Victim first(int64_t base) const {
@@ -29,8 +29,8 @@ struct Lowest {
 
 constexpr Lowest kAllPinned{0, {UINT64_MAX, UINT32_MAX}};
 
-// Eight slots' last steps, in GCC's and Clang's vector extension. Where a lane's condition holds,
-// the comparison has all bits there.
+// Last steps of eight slots, as a vector of GCC and Clang. A comparison sets all bits of a lane if
+// its condition holds.
 typedef uint32_t StepLanes __attribute__((vector_size(32)));
 constexpr int32_t kLanes = 8;
 
@@ -69,8 +69,8 @@ inline uint32_t lowest_step(const uint32_t* steps, int32_t n) {
   return step;
 }
 
-// The lowest rank among n slots, but for pinned ones, and the slots that have it and, among these,
-// the lowest step. No branch depends on a rank, which can't be predicted.
+// The lowest rank of n slots without the pinned ones, and the slots with this rank and, among
+// these, the lowest step. No branch depends on a rank, because ranks are unpredictable.
 template <bool kAged, typename Score>
 Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t* steps, int32_t n,
                     uint32_t pinned_from) {
@@ -83,12 +83,13 @@ Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t*
     return positions == 0 ? kAllPinned : Lowest{positions, {rank, step}};
   }
 #endif
-  alignas(64) uint64_t ranks[kBucketDigests];  // the highest where a slot does not take part
+  // The highest value for a slot that does not take part.
+  alignas(64) uint64_t ranks[kBucketDigests];
   uint64_t low = UINT64_MAX, positions = 0;
   int32_t p = 0;
 #ifdef __AVX2__
   const RankLanes lanes(ranking);
-  // Comparisons take numbers for signed: without their highest bit the order is right.
+  // Comparisons are signed: flipping the highest bit gives the unsigned order.
   const __m256i sign = RankLanes::all(uint64_t{1} << 63);
   const __m256i last_free = _mm256_set1_epi64x(int64_t{pinned_from} - 1);
   __m256i lows = RankLanes::all(~uint64_t{0} >> 1);
@@ -148,7 +149,7 @@ inline Lowest lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t p
   return lowest(ranking, table.scores + base, steps, n, pinned_from);
 }
 
-// Which of two buckets' victims goes: among equals the first bucket's.
+// Selects the victim of two buckets; that of the first bucket if they are equal.
 inline Victim lower_rank(const Victim& first, const Victim& second) {
   const Rank &a = first.rank, &b = second.rank;
   const bool other = (b.score < a.score) | ((b.score == a.score) & (b.last_step < a.last_step));

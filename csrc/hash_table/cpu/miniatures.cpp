@@ -23,7 +23,7 @@ class MiniatureSet {
         ranking_(ranking),
         now_(now) {}
 
-  // Once for all ids of the call ...
+  // First for all ids of the call ...
   void look_up(const SampledId& it) {
     const uint64_t at = match_steps(tags_, ways_, it.tag);
     if (at == 0) return;
@@ -73,7 +73,8 @@ class MiniatureSet {
     return best;
   }
 
-  // The entry of the highest tag that came in this call, if that is above `tag`; else -1.
+  // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
+  // -1.
   int fresh_with_higher_tag(uint32_t tag) const {
     int highest = -1;
     for (uint64_t left = fresh_; left != 0; left &= left - 1) {
@@ -89,7 +90,7 @@ class MiniatureSet {
   const int32_t ways_;
   const Ranking& ranking_;
   const uint32_t now_;
-  uint64_t fresh_ = 0;  // entries that came in this call
+  uint64_t fresh_ = 0;  // entries that this call inserted
 };
 
 std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const Visit& visit,
@@ -123,7 +124,7 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const
 void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads) {
   std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
   if (sampled.empty()) return;
-  // By set, whose ids may come in any order.
+  // By set. The ids of a set may be in any order.
   std::sort(sampled.begin(), sampled.end(),
             [](const SampledId& a, const SampledId& b) { return a.where < b.where; });
   parallel_for(kMiniatures, 1, threads, [&](int64_t begin, int64_t end) {

@@ -6,7 +6,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Has the miniatures of the tables see a call's ids.
+// Passes the ids of a call to the miniatures of the tables.
 void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads);
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -1,4 +1,4 @@
-// The ids that a find missed, in an order that several threads can keep.
+// The missing ids of a call, in an order that several threads can keep.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@ struct Missing {
   uint32_t position;  // in the batch
   int32_t table;
   BucketChoice choice;
-  uint32_t after_first;   // the last group before its own that may change its first bucket,
-  uint32_t after_second;  // and its second; kNoGroup: none
-  bool placed;            // whether it got a slot of its own; an id may be there several times
+  uint32_t after_first;   // last group before its own that may change its first bucket,
+  uint32_t after_second;  // and its second bucket; kNoGroup: no group
+  bool placed;            // whether this entry got the slot; an id may occur several times
 };
 
-// Missing ids in the order of the batch, in groups of which one thread does each.
+// Missing ids in the order of the batch, in groups. One thread processes a group.
 class MissingIds {
  public:
   static constexpr int64_t kGroup = 32;
@@ -62,7 +62,7 @@ class MissingIds {
       const int32_t table = batch.feature_tables[feature];
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       while (begin < stop) {
-        // Their positions first, without a branch: which ids are missing is not to be foreseen.
+        // Lists their positions first, without a branch, because misses are unpredictable.
         constexpr int64_t kPositions = 256;
         uint32_t positions[kPositions];
         const int64_t until = std::min(stop, begin + kPositions);
@@ -80,8 +80,8 @@ class MissingIds {
     }
   }
 
-  // Buckets share the entries of an array that fits the second-level cache: a group may wait for
-  // one that it need not wait for, but never for a later one.
+  // Buckets share the entries of an array that fits the L2 cache. So a group may wait for an
+  // unrelated group, but never for a later one.
   void order() {
     const uint32_t entries = size_ < (1 << 12) ? 1 << 12 : 1 << 17;
     std::vector<uint32_t> last(entries, kNoGroup);

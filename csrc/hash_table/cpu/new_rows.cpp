@@ -1,6 +1,7 @@
-// Initial rows are made in the cache and then copied past it, many at a time. In their places, the
-// stores of a row that is on its way from memory hold up those of the next row's arithmetic: a
-// processor's stores leave in order. Nor do rows have to come from memory to be overwritten.
+// Initial rows are computed in a buffer in the cache, and then copied to their slots by
+// non-temporal stores, many at a time. Stores leave a processor in order, so a store to a row that
+// is not in the cache would delay those of the next row. Non-temporal stores also avoid reading
+// rows that are overwritten.
 #include "hash_table/cpu/new_rows.h"
 
 #include <algorithm>
@@ -13,13 +14,13 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// New rows of a call that are fewer bytes stay in the cache, where the forward reads them.
+// If the new rows of a call take fewer bytes than this, they stay in the cache for the forward.
 constexpr int64_t kFitsCache = 1 << 20;
 
-// Rows of one thread on their way to their places.
+// Buffer of a thread's rows before they are copied to their slots.
 class Stage {
  public:
-  // Room for a row, which begins at `to` and goes there at the latest with flush().
+  // Returns memory for the row at `to`. The row is copied to `to` at the latest by flush().
   char* add(char* to, int64_t bytes) {
     if (used_ + bytes > kBytes) flush();
     char* const room = buffer_ + used_;
@@ -47,7 +48,7 @@ class Stage {
     int64_t bytes;
   };
 
-  static constexpr int64_t kBytes = 8192;  // a quarter of a first-level cache
+  static constexpr int64_t kBytes = 8192;  // a quarter of an L1 cache
   alignas(kLineBytes) char buffer_[kBytes];
   Row rows_[kBytes / kLineBytes];
   int64_t used_ = 0, count_ = 0;

@@ -8,8 +8,8 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Of each id that was placed: its state becomes zero and, with `initialize`, its row the initial
-// one. slots: of the batch.
+// Writes a zero state and, with `initialize`, the initial row of each id that was placed. slots: of
+// the batch.
 void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
                 const int64_t* slots, bool initialize, int threads);
 

@@ -1,4 +1,4 @@
-// Where an id goes, on the CPU.
+// Selects the slot of a new id, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The free positions of a bucket, a bit each.
+// The free positions of a bucket, one bit each.
 inline uint64_t free_positions(const TableView& table, uint32_t bucket) {
   return match_digests(digest_line(table, bucket), kEmptyDigest);
 }
 
-// Whether an id takes its first bucket whatever the second is like. While ids are placed, buckets
-// only fill: if it holds now, it held for all ids of this call that have come before.
+// Whether an id takes its first bucket without a look at the second. Buckets only fill while ids
+// are placed, so this also held for all earlier ids of the call.
 inline bool takes_first(const TableView& table, uint64_t free_first) {
   return prefers_first(table.bucket_slots, __builtin_popcountll(free_first), kBucketDigests);
 }

@@ -11,8 +11,8 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Rows that are on their way from memory; counted in ids, over the ends of bags. Of wide rows only
-// so many as leave room in the first-level cache.
+// Number of ids whose rows are prefetched ahead, across bags. Fewer for wide rows, so that they
+// leave room in the L1 cache.
 constexpr int64_t kMostAhead = 16, kLeastAhead = 2, kBytesAhead = 8192;
 
 float dot(const float* a, const float* b, int32_t n) {
@@ -47,20 +47,19 @@ class Rows {
       prefetch(at, 0, table.dim());
   }
 
-  // To be called with stored(at) or columns(at, column, n): so those further on arrive in
-  // time.
+  // Call it together with stored(at) or columns(at, column, n). Prefetches later rows.
   void before(int64_t at, int32_t column, int32_t n) const {
     if (at + ahead_ < last_) prefetch(at + ahead_, column, n);
   }
-  // The row of the id at a position; null where it has none.
+  // The row of the id at a position, or null if it has none.
   const char* stored(int64_t at) const {
     const int64_t slot = slots_[at];
     if (slot == kNoSlot) [[unlikely]]
       return nullptr;
     return rows_ + slot * row_bytes_;
   }
-  // Columns [column, column + n) as floats; of its initial row where it has none. Valid until the
-  // next call.
+  // Columns [column, column + n) as floats, of the initial row if the id has no row. Valid until
+  // the next call.
   const float* columns(int64_t at, int32_t column, int32_t n) const {
     const char* const row = stored(at);
     if (row == nullptr) [[unlikely]] {
@@ -124,8 +123,7 @@ class Pool {
       : rows_(rows), batch_(batch), pooling_(pooling), out_(out), feature_(feature), dim_(dim) {}
 
   void run(int64_t begin, int64_t end) const {
-    // What depends on the columns alone is done once for a few bags, where one pass takes all
-    // columns.
+    // If one pass covers all columns, work that depends on columns only is shared by a few bags.
     const int64_t bags = dim_ <= 64 && dim_ % 8 == 0 ? 8 : 1;
     for (; begin < end; begin += bags) {
       const int64_t stop = std::min(end, begin + bags);
@@ -163,7 +161,7 @@ class Pool {
     });
   }
 
-  // The same where not every id has a row.
+  // The same if some ids have no row.
   template <typename Vector, int kVectors>
   [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c) const {
     constexpr int kLanes = kColumnsOf<Vector>, kColumns = kVectors * kLanes;
@@ -215,7 +213,7 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, int threads) {
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> widened;  // a bag's gradient, where it is no floats
+    std::vector<float> widened;  // a bag's gradient, if it is not float32
     const auto visit = [&](int32_t feature, const auto& rows, int64_t begin_bag, int64_t end_bag) {
       const int32_t dim = tables[batch.feature_tables[feature]].dim();
       for (int64_t bag = begin_bag; bag < end_bag; ++bag) {

@@ -1,4 +1,4 @@
-// Ranks of several slots at a time, on the CPU.
+// Ranks of several slots at once, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 #ifdef __AVX2__
-// Ranking::of four entries at a time.
+// Ranking::of four entries at once.
 class RankLanes {
  public:
   explicit RankLanes(const Ranking& ranking)
@@ -27,7 +27,7 @@ class RankLanes {
     const __m256i most = all(kMostLogCount);
     count = _mm256_blendv_epi8(count, most, _mm256_cmpgt_epi64(count, most));  // no sign bit
     count = _mm256_sub_epi64(count, _mm256_cmpeq_epi64(count, _mm256_setzero_si256()));
-    // The double of the same number has the exponent and the fraction of log2_of_count.
+    // The exponent and fraction of a double are those of log2_of_count.
     const __m256d number = _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(count, two_to_52)),
                                          _mm256_castsi256_pd(two_to_52));
     const __m256i log =
@@ -58,15 +58,15 @@ inline __m256i widen_four(const uint64_t* from) {
 #endif
 
 #ifdef HKV_AVX512
-// Intrinsics with a mask, also where all lanes count: GCC warns of what those without one leave
-// undefined inside.
+// Masked intrinsics, also for all lanes, because GCC warns of undefined values in those without a
+// mask.
 constexpr __mmask8 kAllEight = 0xff;
 
 HKV_AVX512 inline __m512i all_wide(uint64_t value) {
   return _mm512_set1_epi64(static_cast<int64_t>(value));
 }
 
-// Numbers of eight slots, of which those without a bit are not read.
+// Loads the numbers of those of eight slots that have a bit.
 HKV_AVX512 inline __m512i widen_eight(__mmask8 some, const uint32_t* from) {
   const WideLanes all = (WideLanes)_mm512_maskz_loadu_epi32(some, from);
   const auto narrow = __builtin_shufflevector(all, all, 0, 1, 2, 3);
@@ -106,7 +106,7 @@ HKV_AVX512 inline __m512i rank_wide(const Ranking& ranking, __m512i count, __m51
                           shift_right_wide<kFractionBits>(worth));
 }
 
-// lowest_score of lowest_rank.h: the positions, a bit each, and their rank and step.
+// As lowest_score of lowest_rank.h: the positions, one bit each, their rank and step.
 template <bool kAged, typename Score>
 HKV_AVX512 uint64_t lowest_score_avx512(const Ranking& ranking, const Score* scores,
                                         const uint32_t* steps, int32_t n, uint32_t pinned_from,

@@ -1,4 +1,4 @@
-// Ids that stand several times in a part of a batch, on the CPU.
+// Repeated ids in a part of a batch, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,23 +9,24 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Which positions of a range have the id of an earlier one, as far as a small table of ids that
-// came last remembers it.
+// Finds the positions of a range that repeat the id of an earlier position, as far as a small table
+// of recent ids remembers it.
 class Repeats {
  public:
   static constexpr int64_t kMost = 4096;  // positions at a time
 
-  // Of positions from `first` on.
+  // For positions from `first` on.
   Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
 
-  // From now on, of positions from `first` on.
+  // Restarts at position `first`.
   void forget(int64_t first) {
     ids_ = all_ids_ + first;
     first_ = first;
     std::fill_n(firsts_, 1 << kBits, 0u);
   }
 
-  // Lists those of positions [begin, end), at most kMost, that repeat none. Returns how many.
+  // Lists those of positions [begin, end), at most kMost, that do not repeat an earlier one.
+  // Returns their number.
   int64_t list(int64_t begin, int64_t end) {
     int64_t n = 0;
     uint32_t idle;
@@ -34,8 +35,8 @@ class Repeats {
       uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
       const uint32_t first = entry;
       const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
-      // Written only where that changes it: the next of a hot id need not wait for what this
-      // writes.
+      // Stores only a changed value, so that the next position of a hot id does not wait for the
+      // store.
       *select(repeats, &idle, &entry) = own;
       origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
       listed_[n] = at;
@@ -47,8 +48,8 @@ class Repeats {
   // The position that the i-th of them repeats, or itself.
   int64_t origin(int64_t i) const { return first_ + origins_[i]; }
 
-  // What each of n listed ids comes with: the sum over its positions before `end`, or what came
-  // last. list() must have been called once, for positions from the first to `end`.
+  // The scores of the n listed ids: the sum over the positions of an id before `end`, or the last
+  // one. list() must have been called once, for positions from the first to `end`.
   const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
     // By position, then by number.
     for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;

@@ -1,4 +1,4 @@
-// What two replicas send each other of their entries, and what comes of it, on the CPU.
+// Records that two replicas exchange, and their merging, on the CPU.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -28,7 +28,7 @@ void set_words(const ReplicaRecords& records, float* record, const Words& words)
   std::memcpy(record + records.columns, &words, sizeof(words));
 }
 
-// Where an entry's row and state are; state_bytes is 0 where states are not wanted.
+// Addresses of an entry's row and state; state_bytes is 0 if states are not wanted.
 struct Homes {
   const TableView& table;
   const HomeVectors rows, states;
@@ -61,8 +61,8 @@ void mean_of(const float* a, const float* b, const float* third, int64_t n, floa
   for (int64_t c = 0; c < n; ++c) to[c] = (a[c] + b[c] + third[c]) * factor;
 }
 
-// Whether rows fill whole cache lines, so that they can be written past the caches: a row that is
-// not read again soon need not be read from memory before.
+// Whether rows fill whole cache lines, so that non-temporal stores can write them. These do not
+// read the row from memory first.
 bool writes_lines(const TableView& table) {
 #ifdef __AVX2__
   return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
@@ -85,7 +85,7 @@ void stream_mean_of(const float* a, const float* b, int64_t n, float factor, flo
 #endif
 }
 
-// Orders rows that were written so before what the thread writes next.
+// Orders non-temporal stores before the thread's later stores.
 void end_streams() {
 #ifdef __AVX2__
   _mm_sfence();
@@ -142,7 +142,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
     }
   };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> initial(own.columns);  // a state's is 0
+    std::vector<float> initial(own.columns);  // a new id's state is 0
     for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) prefetch(slots[i + kAhead]);
@@ -161,7 +161,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
                     dim, initial.data());
         mean_of(a, b, initial.data(), own.columns, factor, a);
       } else if (here && direct) {
-        // Not by way of the record: nobody reads it.
+        // Not through the record, because nothing reads it.
         float* const row = reinterpret_cast<float*>(homes.rows.at(slots[i]));
         if (streams) {
           stream_mean_of(a, b, dim, factor, row);
@@ -201,7 +201,7 @@ int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* 
   constexpr int64_t kIdsAhead = 8;
   uint64_t size = 16;
   while (size < 2 * static_cast<uint64_t>(n)) size *= 2;
-  std::vector<uint32_t> table(size, kFree);  // of each id its place, near its hash
+  std::vector<uint32_t> table(size, kFree);  // the index of each id, near its hash
   const int shift = __builtin_clzll(size) + 1;
   const auto home = [&](int64_t id) { return mix64(static_cast<uint64_t>(id)) >> shift; };
   uint64_t homes[kIdsAhead];

@@ -1,4 +1,4 @@
-// Entries of a file back into a table, on the CPU.
+// Restores entries of a file to a table, on the CPU.
 #include <atomic>
 #include <cstring>
 
@@ -24,7 +24,7 @@ uint16_t& digest_at(const TableView& table, int64_t slot) {
   return table.digests[slot / table.bucket_slots * kBucketDigests + slot % table.bucket_slots];
 }
 
-// All but the digest.
+// Writes all but the digest.
 void write_entry(const TableView& table, const Widths& widths, int64_t slot, const Entries& entries,
                  int64_t i) {
   table.ids[slot] = entries.ids[i];

@@ -16,7 +16,7 @@ inline void copy_elements(RowType to_type, char* to, RowType from_type, const ch
     std::memcpy(to, from, row_size(to_type, width));
     return;
   }
-  if (to_type == RowType::kInt8) {  // of floats: no other rows are given to such tables
+  if (to_type == RowType::kInt8) {  // from floats: calls of such tables take no other rows
     narrow_int8(reinterpret_cast<const float*>(from), width, to);
     return;
   }
@@ -25,13 +25,13 @@ inline void copy_elements(RowType to_type, char* to, RowType from_type, const ch
   }
 }
 
-// The columns of a matrix's row that its table has not.
+// Clears the columns of a matrix's row beyond the table's.
 inline void clear_columns_from(const RowMatrix& matrix, int64_t row, int32_t width) {
   const int64_t element = element_size(matrix.type);
   std::memset(matrix.at(row) + width * element, 0, (matrix.columns - width) * element);
 }
 
-// A vector of a table, which has `width` elements, becomes a row.
+// Copies a vector of `width` elements from a table to row `row`.
 inline void copy_to_matrix(const RowMatrix& matrix, int64_t row, RowType type, const char* from,
                            int32_t width) {
   copy_elements(matrix.type, matrix.at(row), type, from, width);

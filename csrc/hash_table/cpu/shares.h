@@ -1,4 +1,4 @@
-// How threads share the positions of a batch, on the CPU.
+// Divides the positions of a batch among threads, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@ struct Span {
   int64_t begin, end;
 };
 
-// How the threads share a batch. Whole tables go to one thread each, as far as the threads then
-// have about equal work: nobody else writes to such a table, so that no addition to a score must
-// be atomic and no line is in another processor's cache. The other tables go in pieces.
+// Divides a batch among threads. Whole tables go to one thread each as long as this balances the
+// work: then no other thread writes to the table, additions to scores need not be atomic, and no
+// line is in another processor's cache. The other tables are split into pieces.
 class Shares {
  public:
   struct Share {
     const Span* begin;
     const Span* end;
-    bool alone;  // no other thread touches slots of their table at the same time
+    bool alone;  // whether no other thread touches their table
   };
 
   Shares(const Batch& batch, int threads) {
@@ -37,7 +37,8 @@ class Shares {
     std::vector<int64_t> loads(threads, 0);
     std::vector<Whole> split;
     for (const Whole& whole : by_size()) {
-      // To the thread with least, as it comes about when each takes the next share once it is done.
+      // To the thread with the least work, as when each thread takes the next share after it has
+      // finished one.
       int64_t& load = *std::min_element(loads.begin(), loads.end());
       if (load + whole.ids > fair) {
         split.push_back(whole);
@@ -86,7 +87,8 @@ class Shares {
     return all;
   }
 
-  // The first piece of each table, then the second ones: threads are mostly in different tables.
+  // The first pieces of all tables, then the second ones, so that threads mostly work on different
+  // tables.
   void cut(const std::vector<Whole>& split, int threads) {
     int64_t ids = 0;
     for (const Whole& whole : split) ids += whole.ids;

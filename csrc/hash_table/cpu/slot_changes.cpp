@@ -1,4 +1,4 @@
-// Looks for what changed in a table, on the CPU.
+// Finds the changed slots of a table, on the CPU.
 #include "hash_table/slot_changes.h"
 
 #include <algorithm>
@@ -11,8 +11,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Of n slots of one bucket. No branches, and nothing but its arguments: the compiler makes vectors
-// of it.
+// For n slots of one bucket. Without branches or other data, so that the compiler vectorises it.
 template <bool kMarked>
 void look_at(const uint16_t* __restrict__ digests, const uint32_t* __restrict__ last_steps,
              const uint8_t* __restrict__ was, const uint8_t* __restrict__ marked, int64_t n,
@@ -64,7 +63,7 @@ void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slo
       *bits++ = changes[i];
     }
   };
-  // Few are not 0: eight are seen at once.
+  // Few are not 0, so eight are tested at once.
   constexpr int64_t kWord = sizeof(uint64_t);
   const int64_t whole = n / kWord * kWord;
   for (int64_t i = 0; i < whole; i += kWord) {

@@ -1,4 +1,4 @@
-// Rows and states of entries into a matrix and out of it, on the CPU.
+// Copies rows and states of entries to a matrix and back, on the CPU.
 #include "hash_table/slot_values.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kAhead = 16;
 
-// Where rows and states are, and bytes of each; no states: they are not wanted.
+// Addresses and bytes of rows and states; no states if they are not wanted.
 struct Homes {
   const TableView& table;
   HomeVectors rows;

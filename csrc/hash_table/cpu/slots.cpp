@@ -1,4 +1,4 @@
-// Operations on slots that a find gave.
+// Operations on slots that a find returned.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -123,7 +123,7 @@ void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, bool in_order, int threads) {
   const bool sums_int8 = add && !in_order && std::any_of(tables, tables + num_tables, is_int8);
-  // Every thread goes through all slots and writes its share of them, in order.
+  // Every thread reads all slots and writes its share of the rows, in order.
   const int64_t shares = std::max(1, threads);
   parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
     std::vector<char> given;
@@ -145,7 +145,7 @@ void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slot
           add_to_int8(row, reinterpret_cast<const float*>(from), table.dim());
           continue;
         }
-        if (rows.type != type) {  // what is added is of the table's type, as what is assigned
+        if (rows.type != type) {  // rounds given rows to the table's type, as an assignment does
           given.resize(row_bytes(table));
           copy_elements(type, given.data(), rows.type, from, table.dim());
           from = given.data();
@@ -188,7 +188,7 @@ void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slo
 
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads) {
-  // Every thread goes through all slots and writes its share of them, in order.
+  // Every thread reads all slots and writes its share of the scores, in order.
   const int64_t shares = std::max(1, threads);
   parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t share = begin; share < end; ++share) {
@@ -213,7 +213,7 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
         const uint16_t* digests = digest_line(table, static_cast<uint32_t>(bucket));
         for (int32_t position = 0; position < table.bucket_slots; ++position) {
           const int64_t slot = bucket * table.bucket_slots + position;
-          // Of free slots nothing else is looked at: their memory may never have been touched.
+          // Reads nothing else of free slots, whose memory may never have been touched.
           const bool taken = digests[position] != kEmptyDigest;
           out[slot] = taken && selection.meets(digests[position], score_of(table, slot),
                                                table.last_steps[slot]);

@@ -1,7 +1,7 @@
-// The backward on the CPU. Positions are grouped by slot. Gradients of a row that stands at several
-// positions are summed in the order of the batch, by one thread, so the result does not depend on
-// the number of threads; those of many positions in pieces (gradients.h). Rows that stand at one
-// position are updated in the order of the batch, where those of a bag share its gradient.
+// The backward on the CPU. Positions are grouped by slot. One thread sums the gradients of a row
+// with several positions in the order of the batch (in pieces if they are many, see gradients.h),
+// so the result does not depend on the number of threads. Rows with one position are updated in the
+// order of the batch, because the rows of a bag share its gradient.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -17,7 +17,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// One occurrence's gradient: itself where nothing multiplies it, else in `scaled`.
+// The gradient of one occurrence; with a scale, computed in `scaled`.
 template <RowType kType>
 const float* scaled_gradient(const char* from, float scale, int32_t dim, float* scaled) {
   if (kType == RowType::kFloat32 && scale == 1.0f) return reinterpret_cast<const float*>(from);
@@ -35,10 +35,11 @@ const float* scaled_gradient(const char* from, float scale, int32_t dim, float* 
 
 // Number of rows that are prefetched ahead.
 constexpr int64_t kRowsAhead = 12;
-// Number of gradients that are prefetched ahead: those of a large batch do not fit the cache.
+// Number of gradients that are prefetched ahead, because those of a large batch do not fit the
+// cache.
 constexpr int64_t kGradientsAhead = 12;
 
-// Rows of one table that are updated one after the other: slot(i) is that of the i-th of n.
+// Prefetches the rows of one table that are updated one after the other. slot(i): of the i-th of n.
 template <typename Slot>
 class RowsAhead {
  public:
@@ -51,7 +52,7 @@ class RowsAhead {
     for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
   }
 
-  // To be called before the i-th is updated.
+  // Call it before the update of the i-th row.
   void before(int64_t i) const { prefetch(i + kRowsAhead); }
 
  private:
@@ -64,12 +65,12 @@ class RowsAhead {
   }
 
   const HomeVectors rows_, states_;
-  const int64_t* const ids_;  // where rows are rounded by chance, which depends on their ids
+  const int64_t* const ids_;  // for rows of 8 bits, whose stochastic rounding depends on the id
   const int64_t n_;
   const Slot slot_;
 };
 
-// A batch's update.
+// The update of a batch.
 template <RowType kType>
 class Update {
  public:
@@ -91,7 +92,7 @@ class Update {
   }
 
   void run() {
-    // The costly ones come first. Those that come last even out the work of the threads.
+    // The largest partitions come first, so that the last ones balance the threads.
     std::atomic<int64_t> next = 0;
     const int64_t workers = std::min<int64_t>(threads_, partitions_.size());
     parallel_for(workers, 1, threads_, [&](int64_t, int64_t) {
@@ -104,7 +105,7 @@ class Update {
   }
 
  private:
-  // What a thread uses for one partition after the other.
+  // Buffers that a thread reuses for its partitions.
   struct Worker {
     explicit Worker(const Update& update)
         : buffer(update.widest_),
@@ -142,10 +143,10 @@ class Update {
     const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
     const RowsAhead rows(table, static_cast<int64_t>(all.size()), slot);
     const int64_t last = all.empty() ? 0 : int64_t{all.back().first} + all.back().count;
-    int64_t asked = 0;  // gradients that have been asked for
+    int64_t asked = 0;  // number of prefetched gradients
     for (size_t i = 0; i < all.size(); ++i) {
       rows.before(i);
-      // Gradients are numbered in the order of these rows. A processor reads ahead in a long sum.
+      // Gradients are numbered in the order of these rows. In a long sum the processor prefetches.
       const int64_t end = int64_t{all[i].first} + all[i].count;
       if (all[i].count > kGradientsAhead) asked = std::max(asked, end);
       const int64_t until = std::min(last, end + kGradientsAhead);
@@ -176,11 +177,11 @@ class Update {
     });
   }
 
-  // Lists the marked ones of positions [first, last).
+  // Lists the marked positions of [first, last).
   void list_marked(const TableView& table, int64_t first, int64_t last, LoneRows& lone) const {
     uint32_t* const positions = lone.positions.resize(last - first + 1);
     int64_t* const slots = lone.slots.resize(last - first + 1);
-    int64_t n = 0;  // no branch: which ones are marked can't be foreseen
+    int64_t n = 0;  // no branch, because marks are unpredictable
     for (int64_t at = first; at < last; ++at) {
       positions[n] = static_cast<uint32_t>(at);
       slots[n] = slots_[at] - table.first_slot;
@@ -196,7 +197,7 @@ class Update {
     const uint32_t* const positions = worker.lone.positions.get() + first;
     const int64_t n = last - first;
     const RowsAhead rows(table, n, [&](int64_t i) { return slots[i]; });
-    int64_t asked = 0, asked_bag = bag;  // the next row whose gradient is asked for, and its bag
+    int64_t asked = 0, asked_bag = bag;  // the next row whose gradient is prefetched, and its bag
     for (int64_t i = 0; i < n;) {
       while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
       for (const int64_t until = std::min(n, i + kGradientsAhead); asked < until; ++asked) {
@@ -214,15 +215,14 @@ class Update {
     }
   }
 
-  // The processor foresees the lines that follow the first ones.
+  // The processor prefetches the lines after the first ones.
   void prefetch_gradient(const TableView& table, int64_t place) const {
     constexpr int64_t kMostBytes = 4 * kCacheLine;
     const char* const from = gradients_.data() + place * element_size(kType);
     prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
   }
 
-  // How many of n positions, from the first on, are in the bag and multiply its gradient by the
-  // same.
+  // The number of positions from the first of n on that are in the bag and have the same scale.
   int64_t of_one_gradient(const uint32_t* positions, int64_t n, int64_t bag, float scale) const {
     const int64_t end = batch_.offsets[bag + 1];
     int64_t next = 1;

@@ -1,4 +1,4 @@
-// Who leaves full buckets while a call places ids, on the CPU.
+// Selects the victims in full buckets while a call places ids, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// While the missing ids of a call are placed, slots only leave the list of those that may go: what
-// is placed is pinned. So the slots of a bucket's lowest rank go one after the other, and are kept:
-// two buckets are compared without their ranks, of which each has four lines or more, and these are
-// read anew only when all slots of the lowest rank have gone. Where there are more buckets than
-// missing ids nothing is kept, as few are come by twice.
+// While the missing ids of a call are placed, the set of possible victims only shrinks, because
+// placed ids are pinned. So the slots of a bucket's lowest rank are evicted one after the other,
+// and the list of these is cached: two buckets are compared without reading their ranks, which take
+// four lines or more each, until all slots of the list are evicted. Nothing is cached if there are
+// more buckets than missing ids, because few buckets are used twice then.
 //
-// Of one bucket, one thread at a time may ask who leaves, or say that it has; any may prefetch.
+// One thread at a time may query or update a bucket; any thread may prefetch.
 class Victims {
  public:
   Victims(const TableView* tables, const Batch& batch, int64_t missing, uint32_t pinned_from)
@@ -35,13 +35,13 @@ class Victims {
     if (buckets <= missing) kept_.resize(buckets);
   }
 
-  // The slot of who leaves two full buckets, or kNoSlot.
+  // The slot of the victim in two full buckets, or kNoSlot.
   int64_t lowest(int32_t t, const BucketChoice& choice) {
     if (kept_.empty()) return lowest_rank(tables_[t], choice, pinned_from_).slot;
     return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second)).slot;
   }
 
-  // Who was to leave this slot does, and another id is placed there.
+  // Removes the victim from the list: another id is placed in its slot.
   void leaves(int32_t t, int64_t slot) {
     if (kept_.empty()) return;
     const auto slots = static_cast<uint64_t>(tables_[t].bucket_slots);
@@ -52,7 +52,7 @@ class Victims {
     store(t, bucket, Kept{others, kept.rank, others != 0});
   }
 
-  // What lowest() will read.
+  // Prefetches what lowest() will read.
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
     if (kept_.empty()) {
@@ -62,7 +62,7 @@ class Victims {
     }
     for (const uint32_t bucket : {choice.first, choice.second}) {
       const Kept kept = load(t, bucket);
-      // Of several positions one goes, and the rank of the next is known.
+      // One of several positions is used, and the rank of the next is known.
       if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, bucket);
     }
   }
@@ -84,7 +84,7 @@ class Victims {
     return Lowest{kept.positions, kept.rank}.first(first_slot_of(tables_[t], bucket));
   }
 
-  // Atomic, since a prefetch reads what another thread may be writing.
+  // Atomic, because a prefetch may read it while another thread writes it.
   Kept load(int32_t t, uint32_t bucket) const {
     const Words& words = kept_[starts_[t] + bucket];
     const uint64_t positions = std::atomic_ref(words.positions).load(std::memory_order_relaxed);
@@ -104,13 +104,13 @@ class Victims {
   struct Words {
     mutable uint64_t positions = 0;
     mutable uint64_t rank = 0;
-    mutable uint64_t step = 0;  // and above it whether anything is known
+    mutable uint64_t step = 0;  // and above it whether the entry is valid
   };
 
   const TableView* tables_;
   uint32_t pinned_from_;
   std::vector<int64_t> starts_;  // of each table's buckets
-  std::vector<Words> kept_;      // of each bucket; empty: nothing is kept
+  std::vector<Words> kept_;      // of each bucket; empty: nothing is cached
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu
