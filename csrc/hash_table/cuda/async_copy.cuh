@@ -1,6 +1,6 @@
-// Copies from global to shared memory that take no registers on their way. Those of 4, 8 or 16
-// bytes a lane are waited for in groups, by the lane that began them. On sm_90 one lane has many
-// bytes copied at once, and a barrier in shared memory counts them.
+// Asynchronous copies from global to shared memory, which hold no registers. Copies of 4, 8 or 16
+// bytes a lane form groups, for which the lane that began them waits. On sm_90 one lane copies many
+// bytes at once (bulk copies), and a barrier in shared memory counts them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// kBytes: 4, 8 or 16; both addresses are multiples of them. Rows of 16 bytes a lane pass L1 by.
+// kBytes: 4, 8 or 16; both addresses are multiples of them. Copies of 16 bytes bypass L1.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   if constexpr (kBytes == 16) {
@@ -27,21 +27,21 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                  : "memory");
   }
 }
-// Sixteen bytes, with a policy of the second-level cache.
+// Copies sixteen bytes with an L2 cache policy.
 __device__ __forceinline__ void copy_async(void* to, const void* from, uint64_t policy) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
       "l"(from), "l"(policy)
       : "memory");
 }
-// Without a policy, through L1. kBytes: 4, 8 or 16.
+// Without a cache policy, through L1. kBytes: 4, 8 or 16.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
                "n"(kBytes)
                : "memory");
 }
-// ... and with a policy of the second-level cache.
+// The same with an L2 cache policy.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_cached(void* to, const void* from, uint64_t policy) {
   asm volatile(
@@ -53,15 +53,15 @@ __device__ __forceinline__ void copy_async_cached(void* to, const void* from, ui
 __device__ __forceinline__ void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until all of the lane's groups have come but for the latest kLeft.
+// Waits until all of the lane's groups but the latest kLeft have arrived.
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
-// What bulk copies arrive at. Its phases end one after the other, each when one lane has said how
-// many bytes are to come (expect_bytes) and they are there.
+// The barrier of bulk copies. A phase ends when one lane has announced the number of bytes
+// (expect_bytes) and these have arrived.
 struct CopyBarrier {
   unsigned long long state;
 
@@ -74,7 +74,7 @@ struct CopyBarrier {
         "r"(bytes)
         : "memory");
   }
-  // Until the phase of this parity has ended.
+  // Waits until the phase of this parity has ended.
   __device__ __forceinline__ void wait(uint32_t parity) {
     uint32_t done = 0;
     while (!done) {
@@ -91,12 +91,12 @@ struct CopyBarrier {
   }
 };
 
-// After the init of barriers, before copies arrive at them.
+// Call it after the initialisation of barriers and before copies that use them.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders what the lane has read and written in shared memory before bulk copies to there.
+// Orders the lane's accesses to shared memory before later bulk copies to it.
 __device__ __forceinline__ void fence_before_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       "l"(from), "r"(bytes), "r"(shared_address(&barrier->state))
       : "memory");
 }
-// The same with a cache policy of the second-level cache.
+// The same with an L2 cache policy.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes,
                                           CopyBarrier* barrier, uint64_t policy) {
   asm volatile(
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       "l"(from), "r"(bytes), "r"(shared_address(&barrier->state)), "l"(policy)
       : "memory");
 }
-// From shared memory. Bytes and addresses are multiples of 16. They go in groups of the lane that
+// From shared memory. Bytes and addresses are multiples of 16. Copies form groups of the lane that
 // began them.
 __device__ __forceinline__ void copy_bulk_out(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
@@ -128,7 +128,7 @@ __device__ __forceinline__ void copy_bulk_out(void* to, const void* from, uint32
 __device__ __forceinline__ void end_bulk_copies_out() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until all of the lane's groups have read shared memory; until they have arrived.
+// Waits until all of the lane's groups have read shared memory; until they have arrived.
 __device__ __forceinline__ void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

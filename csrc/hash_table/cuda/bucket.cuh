@@ -28,7 +28,7 @@ __device__ __forceinline__ uint4 load_vector_l2(const void* from) {
                : "memory");
   return v;
 }
-// The same through L1, where what others have changed may not be seen.
+// The same through L1, which may return stale values.
 __device__ __forceinline__ uint4 load_vector_cached(const void* from) {
   uint4 v;
   asm volatile("ld.global.ca.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_vector_cached(const void* from) {
                : "l"(from));
   return v;
 }
-// The same for data that nobody changes but that is not worth a place in L1.
+// The same for read-only data that should not occupy L1.
 __device__ __forceinline__ uint4 load_vector_once(const void* from) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -77,7 +77,7 @@ __device__ __forceinline__ ulonglong2 load_pair_l2(const uint64_t* from) {
                : "memory");
   return v;
 }
-// What a thread has written before it releases a word is seen by those that have acquired the word.
+// Writes of a thread before it releases a word are visible to threads that have acquired the word.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_l2(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }
 
-// Has memory brought into the second-level cache: bytes and address multiples of 16, or one sector.
+// Prefetches memory into L2. Bytes and address are multiples of 16, or one sector.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -108,19 +108,19 @@ __device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes)
 #endif
 }
 
-// The policy of what is not needed again soon: it leaves the second-level cache before others.
+// L2 cache policy of data that is not needed again soon: evicted first.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// The policy of what leaves it after others.
+// L2 cache policy of data that is evicted last.
 __device__ __forceinline__ uint64_t evict_last() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// As load_vector_once, with a policy of the second-level cache.
+// As load_vector_once, with an L2 cache policy.
 __device__ __forceinline__ uint4 load_vector_once(const void* from, uint64_t policy) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
@@ -128,8 +128,7 @@ __device__ __forceinline__ uint4 load_vector_once(const void* from, uint64_t pol
                : "l"(from), "l"(policy));
   return v;
 }
-// As prefetch_l2, with the policy of what is not needed again where whole rows are brought near at
-// once.
+// As prefetch_l2; whole rows get the evict-first policy.
 __device__ __forceinline__ void prefetch_l2_once(const void* address, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(address),

@@ -10,10 +10,10 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// The entry of a slot. Its address takes a few instructions: keep it rather than the slot where
-// both its id and its step are asked for.
+// The entry of a slot. Its address takes a few instructions, so keep it if both id and step are
+// needed.
 struct Entry {
-  uint32_t* word;  // the step's
+  uint32_t* word;  // of the step
   uint32_t at;     // of the sector's slots
 
   __device__ __forceinline__ uint32_t* step() const { return word; }
@@ -46,8 +46,7 @@ __device__ __forceinline__ uint16_t* digest_of_slot(const TableView& table, int6
   return table.digests + bucket * kBucketDigests + (slot - bucket * table.bucket_slots);
 }
 
-// Whether an entry whose digest is that of the id is the id's. kOnce: what is read is not worth a
-// place in L1.
+// Whether an entry with the digest of the id holds the id. kOnce: the data should not occupy L1.
 template <bool kOnce>
 __device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
   uint32_t low;
@@ -65,7 +64,7 @@ __device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
   return ((load_l2(entry.flags()) & entry.flag()) != 0) == mine.flag;
 }
 
-// Writes the id. Its digest and its step are others' to write.
+// Writes the id, but not its digest and step.
 __device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t hash) {
   const PackedId mine = pack_hash(hash);
   *entry.low() = mine.low;
@@ -79,7 +78,8 @@ __device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t has
   }
 }
 
-// The hash of the id of an entry with this digest. From L2: others may just have written it.
+// The hash of the id of an entry with this digest. Reads L2, because other threads may just have
+// written it.
 __device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t digest) {
   const uint16_t high = load_l2(entry.high());
   const uint32_t low = load_l2(entry.low());
@@ -90,7 +90,7 @@ __device__ __forceinline__ int64_t packed_id_of(const TableView& table, int64_t 
   return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
 }
 
-// The same of any table.
+// The same for any table.
 __device__ __forceinline__ bool is_packed(const TableView& table) {
   return table.entries.words != nullptr;
 }
@@ -110,10 +110,9 @@ __device__ __forceinline__ void write_id(const TableView& table, int64_t slot, i
   }
 }
 
-// Touches an entry as a hit does. Of the lanes of a warp that have one slot, one writes: a hot id
-// costs a warp one write, which nothing waits for. lanes: those that call it, found by a vote of
-// all lanes. (__activemask would say who happens to run together; lanes may differ about it, and
-// then an addition is lost or doubled.)
+// Touches an entry as a hit does. One of the lanes of a warp with the same slot writes, so a hot id
+// costs one write for each warp. lanes: the calling lanes, found by a vote of all lanes.
+// (__activemask may differ between lanes, and additions would be lost or doubled.)
 __device__ __forceinline__ void touch(unsigned lanes, const TableView& table, int64_t slot,
                                       const Visit& visit, uint64_t given) {
   const unsigned peers =

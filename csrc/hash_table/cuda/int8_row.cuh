@@ -1,5 +1,5 @@
-// Rows of 8 bits on the GPU, by a tile of lanes. A row is written as a whole: its scale is known
-// once the lanes have seen all of its values.
+// Rows of 8 bits on the GPU, by a tile of lanes. A row is written as a whole, because its scale
+// depends on all of its values.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,9 @@ __device__ __forceinline__ float int8_value(const char* row, float scale, int32_
   return __fmul_rn(scale, static_cast<float>(reinterpret_cast<const int8_t*>(row)[kInt8Start + c]));
 }
 
-// Writes a row, each value rounded to the nearest. value(c): that of column c, asked for twice; it
-// may read what the lane has of the row before, but not its scale. Returns the scale. All lanes of
-// the tile.
+// Writes a row and rounds each value to nearest. value(c): of column c, called twice. It may read
+// the lane's columns of the previous row, but not its scale. Returns the scale. Called by all lanes
+// of the tile.
 template <int kLanes, typename Value>
 __device__ __forceinline__ float write_int8_row(char* row, int32_t dim, int lane,
                                                 const Value& value) {

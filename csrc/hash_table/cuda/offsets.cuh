@@ -1,4 +1,4 @@
-// Offsets that can't be followed, as kernels see them: bags that decrease or overrun the ids.
+// Invalid offsets: bags that decrease or overrun the ids.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether a bag's offsets are as they must be.
+// Whether a bag's offsets are valid.
 __device__ __forceinline__ bool is_bad_bag(const Batch& batch, int64_t bag, int64_t from,
                                            int64_t to) {
   return from < 0 || to < from || to > batch.num_ids || (bag == 0 && from != 0) ||
          (bag + 1 == batch.num_bags && to != batch.num_ids);
 }
 
-// Says so. Of several bad bags the first to come is named.
+// Reports an invalid bag. Of several, the first to be found is named.
 __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int64_t from,
                                            int64_t to) {
   if (batch.refused == nullptr || atomicExch(batch.refused, 1u) != 0) return;
@@ -28,8 +28,8 @@ __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int6
   report->found = batch.group_number;
 }
 
-// All threads of a grid together look at all bags of the batch. A bad one is refused, and its
-// number noted, counted from 1.
+// All threads of a grid check all bags of the batch. Refuses an invalid bag and stores its number,
+// counted from 1.
 __device__ __forceinline__ void note_bad_bag(const Batch& batch, int64_t* bad_bag) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t bag = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// Pairs of a key and a value that are sorted by their keys, in as few bytes as both allow.
+// Pairs of a key and a value for a sort by keys, in as few bytes as possible.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,13 +10,13 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// How pairs are stored: keys in 32 bits where they fit, values in 32. Where both together have at
-// most 48 bits, a value keeps only its lower 16 to itself. The others stand below the key, so that
-// a sort by the bits of the key alone carries them along.
+// Storage of pairs: keys in 32 bits if they fit, values in 32. If key and value have at most 48
+// bits together, the value's array has its lower 16 bits only. Its upper bits are stored below the
+// key, so that a sort by the bits of the key moves them.
 struct PairFormat {
   bool wide;      // keys of 64 bits
   bool packed;    // values of 16 bits
-  int32_t shift;  // of the key; bits below it are the value's
+  int32_t shift;  // of the key; the bits below belong to the value
 
   static PairFormat of(int key_bits, int value_bits) {
     if (key_bits > 32) return PairFormat{true, false, 0};
@@ -37,7 +37,7 @@ struct Pairs {
   void* values;
   PairFormat format;
 
-  // A pair as it is stored, which a sort moves without looking what is in it.
+  // A stored pair, which a sort moves without interpreting it.
   HKV_HOST_DEVICE Pair load(int64_t i) const { return Pair{load_key(i), load_low(i)}; }
   HKV_HOST_DEVICE void store(int64_t i, const Pair& stored) const {
     if (format.wide) {
@@ -51,7 +51,7 @@ struct Pairs {
       static_cast<uint32_t*>(values)[i] = stored.value;
     }
   }
-  // Of a stored pair only what value_of looks at: the key is not read where it has none of it.
+  // Loads what value_of needs of a stored pair: the key only if it holds bits of the value.
   HKV_HOST_DEVICE Pair load_for_value(int64_t i) const {
     return Pair{format.packed ? static_cast<const uint32_t*>(keys)[i] : 0u, load_low(i)};
   }
@@ -80,7 +80,8 @@ struct Pairs {
   }
 };
 
-// Pairs, and as much room beside them, to which each pass of a sort moves them.
+// Pairs, and a second buffer of the same size: each pass of a sort moves the pairs to the other
+// one.
 struct SortedPairs {
   Pairs pairs;
   Pairs other;

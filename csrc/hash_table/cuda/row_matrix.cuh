@@ -1,4 +1,4 @@
-// Rows between tables and matrices, on the GPU: by a tile of lanes.
+// Copies rows between tables and matrices on the GPU, by a tile of lanes.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// `width` elements, converted where the types differ. vectors: whether both addresses and the
-// length are multiples of 16 bytes. All lanes of the tile.
+// Copies `width` elements, and converts them if the types differ. vectors: whether both addresses
+// and the length are multiples of 16 bytes. Called by all lanes of the tile.
 template <int kLanes>
 __device__ __forceinline__ void copy_elements(RowType to_type, char* to, RowType from_type,
                                               const char* from, int32_t width, bool vectors,
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool in_vectors(const RowMatrix& matrix, RowType type
   return matrix.type == type && (width * element_size(type) | matrix.bytes() | address) % 16 == 0;
 }
 
-// A vector of a table becomes a row; the columns that the table has not become zeros.
+// Copies a vector of a table to a row, with zeros in the columns beyond the table's.
 template <int kLanes>
 __device__ __forceinline__ void copy_to_matrix(const RowMatrix& matrix, int64_t row, RowType type,
                                                const char* from, int32_t width, int lane) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_to_matrix(const RowMatrix& matrix, int64_t 
   }
 }
 
-// The first columns of a row become a vector of a table.
+// Copies the first columns of a row to a vector of a table.
 template <int kLanes>
 __device__ __forceinline__ void copy_from_matrix(const RowMatrix& matrix, int64_t row, RowType type,
                                                  char* to, int32_t width, int lane) {

@@ -56,7 +56,7 @@ struct Columns {
     }
     return c;
   }
-  // kWidth columns of more, from `first` on.
+  // kWidth of more columns, from `first` on.
   template <int kMore>
   __device__ __forceinline__ static Columns part_of(const Columns<kMore>& columns, int first) {
     Columns c;
@@ -64,7 +64,7 @@ struct Columns {
     for (int k = 0; k < kWidth; ++k) c.v[k] = columns.v[first + k];
     return c;
   }
-  // Columns of a row of any type but 8 bits, the first of which is a multiple of kWidth.
+  // Columns of a row of any type but int8, from a multiple of kWidth on.
   __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
     if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
     Columns c;
@@ -87,8 +87,7 @@ struct Columns {
     }
     return c;
   }
-  // Columns of 8 bits: `from`, the first of them, is at a multiple of kWidth bytes, if that is no
-  // more than four.
+  // Columns of 8 bits. If kWidth is at most four, `from` is a multiple of kWidth.
   __device__ __forceinline__ static Columns load_int8(const char* from, float scale) {
     Columns c;
     if constexpr (kWidth % 4 == 0) {
@@ -108,7 +107,7 @@ struct Columns {
     }
     return c;
   }
-  // As load, of rows of 8 bits, too.
+  // As load, also for rows of 8 bits.
   __device__ __forceinline__ static Columns load_any(RowType type, const char* row,
                                                      int32_t column) {
     if (type != RowType::kInt8) return load(type, row, column);
@@ -178,7 +177,7 @@ struct Columns {
   }
 };
 
-// Whether rows of this width, and outputs at this place, can be read four columns at a time.
+// Whether rows of this width, and outputs at this position, can be accessed four columns at a time.
 __device__ __forceinline__ bool four_wide(int32_t dim, int64_t place) {
   return ((dim | static_cast<int32_t>(place & 3)) & 3) == 0;
 }

@@ -1,12 +1,11 @@
-// Scores of ids that are looked up again. Many positions of a batch may have one id, so scores are
-// combined before memory is touched: the lanes of a warp, or the threads of a block, that have one
-// slot add up what they bring, and one of them updates the score. A hot id then costs a block or a
-// warp one atomic operation instead of one for each position.
+// Updates the scores of found ids. Many positions of a batch may have the same id, so scores are
+// combined first: the lanes of a warp, or the threads of a block, with the same slot sum their
+// scores, and one of them updates memory. A hot id then costs one atomic operation for each block
+// or warp, not for each position.
 //
 // Counts are exact under LFU and epoch LFU, and equal to those of a CPU: sums saturate, so the
-// order of the additions does not matter. Where a policy takes scores as they are given, any of the
-// positions' scores is stored here; in deterministic mode keep_last_scores stores the last one of
-// the batch afterwards.
+// order of the additions does not matter. Under "customized", the score of any of the positions is
+// stored; in deterministic mode keep_last_scores then stores the last one of the batch.
 #pragma once
 
 #include <cstdint>
@@ -68,8 +67,8 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
   }
 }
 
-// Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under the frequency policies, and what one of them gives under the other policies.
+// Updates the score of a slot for several lookups of one call. given: under frequency policies the
+// sum of their scores, otherwise the score of one of them.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
                                              const Visit& visit, uint64_t given) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
@@ -86,7 +85,7 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
   }
 }
 
-// The sum of what the lanes in `peers` have, saturated. All lanes in `peers` call it together.
+// The saturated sum over the lanes in `peers`, all of which call it.
 __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given, bool all_ones) {
   if (all_ones) return static_cast<uint64_t>(__popc(peers));
   uint64_t sum = 0;
@@ -96,8 +95,8 @@ __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given,
   return sum;
 }
 
-// Updates the score of a slot, one of the table's, for the lanes of a warp that call it together:
-// one update for each distinct slot. peers: those of the lanes that have the slot of this one.
+// Updates scores of one table for the calling lanes of a warp, once for each distinct slot. peers:
+// the lanes with the slot of this lane.
 __device__ __forceinline__ void update_score_of_lanes(const TableView& table, int64_t slot,
                                                       unsigned peers, const Visit& visit,
                                                       uint64_t given) {

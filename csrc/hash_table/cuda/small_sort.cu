@@ -9,16 +9,16 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kDigits = SmallSort::kDigits;
-constexpr int kSortThreads = kDigits;  // a thread a digit
+constexpr int kSortThreads = kDigits;  // one thread for each digit
 constexpr int kSortWarps = kSortThreads / kWarp;
 constexpr int kSortOfThread = SmallSort::kChunk / kSortThreads;
 
-// Tiles of a sort: so few that adding up their digits is soon done.
+// Tiles of a sort; few, because each pass sums their counts of digits.
 constexpr int64_t kMostTiles = 2048;
-// Chunks of a tile, all of whose keys may have one digit, which is counted in 16 bits.
+// Chunks of a tile. The keys of a tile may all have one digit, which is counted in 16 bits.
 constexpr int64_t kMostChunks = 0xffff / SmallSort::kChunk;
 
-// A block sorts its tiles by one digit: into places that the digits of all tiles tell.
+// A block sorts its tiles by one digit. The counts of all tiles determine the places.
 __global__ void __launch_bounds__(kSortThreads)
     sort_pass_kernel(const Pairs from, const Pairs to, const uint32_t* __restrict__ number,
                      const SmallSort sort, int pass) {
@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kSortThreads)
   for (uint32_t tile = blockIdx.x; tile < used; tile += gridDim.x) {
     const uint32_t begin = tile * sort.tile;
     const uint32_t end = min(n, begin + sort.tile);
-    // Where this tile's keys of the thread's digit go: behind those of lower digits, and of tiles
-    // before.
+    // The place of this tile's keys with the thread's digit: after lower digits and earlier tiles.
     uint32_t before = 0, all = 0;
 #pragma unroll 8
     for (uint32_t t = 0; t < used; ++t) {
@@ -92,7 +91,7 @@ SmallSort SmallSort::of(int64_t most, int bits) {
   SmallSort sort{};
   sort.passes = (bits + kDigitBits - 1) / kDigitBits;
   const int64_t chunks = std::max<int64_t>(1, (most + kChunk - 1) / kChunk);
-  // Digits take passes * kDigits * 2 / tile bytes a key: at most three.
+  // Counts take passes * kDigits * 2 / tile bytes for each key, at most three.
   const int64_t least = sort.passes > 3 ? (sort.passes + 2) / 3 : 1;
   const int64_t wanted = std::max(least, (chunks + kMostTiles - 1) / kMostTiles);
   sort.tile = static_cast<uint32_t>(std::min(wanted, kMostChunks)) * kChunk;

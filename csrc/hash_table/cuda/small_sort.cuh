@@ -1,6 +1,6 @@
-// Listing and sorting of as many things as only the device knows: a pass over a batch lists what it
-// wants in the order of the batch, and a stable radix sort, a kernel for each digit, sorts it. Its
-// blocks leave at once when there is nothing for them.
+// Lists and sorts elements whose number only the device knows. A pass over a batch lists elements
+// in the order of the batch, and a stable radix sort, one kernel for each digit, sorts them. Blocks
+// without elements return at once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,20 +13,20 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// What the sort works with.
+// Memory and shape of a sort.
 struct SmallSort {
   static constexpr int kDigitBits = 9;
   static constexpr int kDigits = 1 << kDigitBits;
   static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
 
-  // [passes][tiles][kDigits], how many of a tile's keys have a digit: counts of 16 bits, two a
-  // word. Zeros at first.
+  // [passes][tiles][kDigits] number of a tile's keys with a digit: 16-bit counts, two in a word.
+  // Initially zeros.
   uint32_t* digits;
   int32_t passes;
   uint32_t tile;   // keys of a tile, whole chunks
   uint32_t tiles;  // at most
 
-  // For at most `most` keys of so many bits; `digits` is still to be set.
+  // For at most `most` keys of this number of bits. The caller sets `digits`.
   static SmallSort of(int64_t most, int bits);
   size_t digit_bytes() const { return sizeof(uint16_t) * passes * tiles * kDigits; }
 
@@ -37,7 +37,8 @@ struct SmallSort {
   __device__ __forceinline__ const uint16_t* counts(int pass, uint32_t of_tile) const {
     return reinterpret_cast<const uint16_t*>(digits) + first_count(pass, of_tile);
   }
-  // Whoever writes a key to a place of the order that a pass reads counts it.
+  // Counts a key for a pass. Called by the thread that writes the key to the order that the pass
+  // reads.
   __device__ __forceinline__ void count(int pass, uint32_t place, uint64_t key) const {
     const size_t at = first_count(pass, place / tile) + digit_of(key, pass);
     atomicAdd(&digits[at / 2], 1u << (at % 2 * 16));
@@ -49,13 +50,14 @@ struct SmallSort {
   }
 };
 
-// Sorts the first *number pairs, whose keys the caller has counted for the first pass. Whether they
-// are in the other half then depends on the number of passes alone. most_blocks: of a pass, where
-// few pairs are expected and blocks with nothing to do are in the way of what runs beside.
+// Sorts the first *number pairs, whose keys the caller has counted for the first pass. The number
+// of passes determines the half that holds the result. most_blocks: of a pass; fewer if few pairs
+// are expected, because idle blocks delay concurrent kernels.
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
                 cudaStream_t stream, unsigned most_blocks = ~0u);
 
-// How the blocks of a listing know what those before them have listed. All zeros at first.
+// State of a listing, through which a block learns what earlier blocks have listed. Initially
+// zeros.
 struct BlockOrder {
   unsigned long long* states;  // [blocks]
   uint32_t* ticket;
@@ -70,12 +72,12 @@ inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread,
   return (n + listed - 1) / listed;
 }
 
-// What a block says of its number, and of those before it.
+// The number that a block publishes: of the block, or including earlier blocks.
 constexpr unsigned long long kOwnNumber = 1ull << 32;     // its own
-constexpr unsigned long long kPrefixNumber = 1ull << 33;  // with those of all blocks before it
+constexpr unsigned long long kPrefixNumber = 1ull << 33;  // of the block and all earlier blocks
 constexpr unsigned long long kNumberBits = kOwnNumber - 1;
 
-// What all blocks before this one have listed. All lanes of one warp.
+// The number of elements that all earlier blocks have listed. Called by all lanes of one warp.
 __device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_t block,
                                               uint32_t own) {
   const int lane = threadIdx.x % kWarp;
@@ -84,7 +86,7 @@ __device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_
     if (lane == 0) atomicExch(&states[block], kOwnNumber | own);
     for (int64_t first = block - 1;; first -= kWarp) {
       const int64_t at = first - lane;
-      unsigned long long state = kPrefixNumber;  // nothing is before the first
+      unsigned long long state = kPrefixNumber;  // before the first block there is nothing
       while (at >= 0 && (state = load_l2(&states[at])) == 0) {
       }
       const unsigned ends = __ballot_sync(kAllLanes, (state & kPrefixNumber) != 0);
@@ -98,8 +100,8 @@ __device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_
   return before;
 }
 
-// The share of a block of the listing. They are numbered as they begin, so that those before a
-// block are under way. All threads of a block.
+// The share of a block in the listing. Blocks are numbered in the order in which they begin, so
+// that earlier blocks are running. Called by all threads of a block.
 __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
   __shared__ uint32_t number;
   if (threadIdx.x == 0) number = atomicAdd(order.ticket, 1u);
@@ -112,10 +114,10 @@ struct NotesNothing {
   __device__ __forceinline__ void operator()(int64_t, unsigned) const {}
 };
 
-// Lists those of n positions that are wanted(position), in ascending order: calls emit(place,
-// position) for each of the block's, by any of its kListers threads, and, of the last block,
-// finish(number of all) by one thread. wanted is called once a position, and note(position, bits)
-// by one thread for each 32 of them, which begin at that position: bit i, whether it is listed.
+// Lists the positions below n for which wanted(position) is true, in ascending order. Any of the
+// block's kListers threads calls emit(place, position) for each; one thread of the last block calls
+// finish(total number). wanted is called once for each position. One thread calls note(position,
+// bits) for each 32 positions that begin at `position`: bit i says whether position + i is listed.
 template <int kOfThread = kListedOfThread, int kListers = kListThreads, typename Wanted,
           typename Emit, typename Finish, typename Note = NotesNothing>
 __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,

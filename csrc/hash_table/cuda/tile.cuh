@@ -25,7 +25,7 @@ struct Tile {
   __device__ __forceinline__ static T of_lane(T value, int lane) {
     return __shfl_sync(mask(), value, lane, kLanes);
   }
-  // Bit i: lane i's.
+  // Bit i is that of lane i.
   __device__ __forceinline__ static unsigned ballot(bool value) {
     return __ballot_sync(mask(), value) >> first_lane() & kFull;
   }

@@ -1,11 +1,11 @@
-// Finding on the GPU. A warp works on 32 ids. What an id needs once is done by a lane of its own,
-// so that 32 loads are on their way at once: the hash, the look at the id that stands where a
-// digest matches, the touch. Only digests are compared by tiles of four lanes, each lane reading 32
-// of a line's 128 bytes, two lines of a tile at once. Ids that are not in their first bucket are
-// dealt out to the tiles again, which then are full.
+// The find on the GPU. A warp works on 32 ids. Each lane hashes one id, compares it with the stored
+// id if a digest matches, and touches the entry, so that 32 loads are in flight. Tiles of four
+// lanes compare digests: a lane reads 32 of a line's 128 bytes, and a tile has two lines in flight.
+// Ids that are not in their first bucket are distributed to the tiles again, so that these are
+// full.
 //
-// Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
-// would be asked for thousands of times, one after the other.
+// Lines are read through L1, which serves hot ids: thousands of requests to one sector of L2 would
+// be serialised.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -21,21 +21,22 @@ namespace {
 constexpr int kFindLanes = 4;
 constexpr int kTilesOfWarp = kWarp / kFindLanes;
 constexpr int kLinesAhead = 2;  // of a tile
-constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
-constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
-// An entry has the number of a thread, and above it how many others have its slot.
+constexpr int kFindBlocks = 6;  // blocks of a multiprocessor, which limit the registers of a thread
+constexpr int kTouchers = 512;  // entries of a block's table of slots and touching threads
+// An entry holds the number of a thread and, in higher bits, the number of others with the same
+// slot.
 constexpr uint32_t kOtherToucher = kThreads;
 
 constexpr uint32_t kNowhere = ~0u;
 
-// What an id's lane asks of a tile, the line's address in two words and the digest in both halves
-// of a third; and, in place of that, what each of the tile's lanes answers: see compare.
+// The request of an id's lane to a tile: the line's address in two words, and the digest in both
+// halves of a third. The answers of the tile's lanes replace it, see compare.
 struct alignas(16) Look {
   uint32_t words[kFindLanes];
 };
 constexpr int kAskedDigest = 2;
 
-// Which of a lane's digests differ from the one in both halves of `pair`: bit 7 - j stands for the
+// The digests of a lane that differ from the one in both halves of `pair`. Bit 7 - j stands for the
 // lower half of word j, bit 23 - j for its upper half.
 __device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& last, uint32_t pair) {
   const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
@@ -44,8 +45,8 @@ __device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& las
   for (uint32_t word : words) differ = differ * 2 + __vminu2(word ^ pair, 0x00010001u);
   return differ;
 }
-// How many of a lane's digests are not those of free slots: in the highest byte of an answer. The
-// second byte means nothing; the others are zeros.
+// The number of a lane's digests of occupied slots, in the highest byte. The second byte has no
+// meaning; the others are zeros.
 __device__ __forceinline__ uint32_t count_taken(const uint4& first, const uint4& last) {
   const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
   static_assert(kEmptyDigest == 0);
@@ -54,25 +55,25 @@ __device__ __forceinline__ uint32_t count_taken(const uint4& first, const uint4&
   for (uint32_t word : words) taken += __vminu2(word, 0x00010001u);
   return taken * 0x01000100u;
 }
-// Of a line whose tile has answered, how many slots are free.
+// The number of free slots in a line, from the tile's answer.
 __device__ __forceinline__ int number_free(const uint4& answer) {
   const uint32_t taken = __byte_perm(__byte_perm(answer.x, answer.y, 0x0073),
                                      __byte_perm(answer.z, answer.w, 0x0073), 0x5410);
   return kBucketDigests - static_cast<int>(__dp4a(taken, 0x01010101u, 0u));
 }
 
-// The digests of a line that match, taken one by one.
+// Iterates over the matching digests of a line.
 struct Matches {
   uint32_t low;   // of the tile's lanes 0 and 1
   uint32_t high;  // of lanes 2 and 3
 
-  // From a tile's answers: bytes 0 and 2 of each word.
+  // From the answers of a tile: bytes 0 and 2 of each word.
   __device__ __forceinline__ explicit Matches(const uint4& answer) {
     low = ~__byte_perm(answer.x, answer.y, 0x6240);
     high = ~__byte_perm(answer.z, answer.w, 0x6240);
   }
   __device__ __forceinline__ bool any() const { return (low | high) != 0; }
-  // Position in the bucket of one of them.
+  // Position of the next match in the bucket.
   __device__ __forceinline__ uint32_t position() const {
     const uint32_t bit =
         low != 0 ? __ffs(static_cast<int>(low)) - 1 : __ffs(static_cast<int>(high)) + 31;
@@ -89,8 +90,8 @@ struct Matches {
   }
 };
 
-// Has the tiles of a warp look at the lines that its lanes ask for, and returns the answers of a
-// lane's tile. All lanes. kFree: free slots are looked for too.
+// The tiles of a warp process the requests of its lanes. Returns the answers to the lane's request.
+// Called by all lanes. kFree: also counts free slots.
 template <bool kFree>
 __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const TableView& table,
                                                uint32_t bucket, uint16_t digest) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
                   digest * 0x00010001u, 0};
   }
   __syncwarp();
-  // Tiles that are left over read what the last one reads, and say nothing.
+  // Tiles without a request repeat the last one, and do not answer.
   const auto look = [&](int at) -> Look& { return looks[min(at, n - 1)]; };
 #pragma unroll 1
   for (int base = 0; base < n; base += kLinesAhead * kTilesOfWarp) {
@@ -129,7 +130,7 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
         Look& it = look(at);
         uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
         if (kFree) answer += count_taken(first[k], last[k]);
-        __syncwarp();  // all lanes have read what was asked
+        __syncwarp();  // all lanes have read the requests
         if (at < n) it.words[lane] = answer;
       }
     }
@@ -140,13 +141,13 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
   return answer;
 }
 
-// Adds the threads that are `counted` to their entries. Those of the first lane's entry, which are
-// most of a warp where an id is hot, take one operation. All lanes.
+// Adds the `counted` threads to their entries, those of the first lane's entry in one operation:
+// with a hot id these are most of the warp. Called by all lanes.
 __device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entry, bool counted) {
   const unsigned lanes = __ballot_sync(kAllLanes, counted);
   if (lanes == 0) return;
   const int first = __ffs(static_cast<int>(lanes)) - 1;
-  // All lanes take part in the shuffle; behind `counted &&` only some would, and wait forever.
+  // All lanes must take part in the shuffle, so it must not come after `counted &&`.
   const uint32_t first_entry = __shfl_sync(kAllLanes, entry, first);
   const bool same = counted && entry == first_entry;
   const unsigned peers = __ballot_sync(kAllLanes, same);
@@ -156,30 +157,29 @@ __device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entr
   }
 }
 
-// exclusive: returns whether this position is the first of the call to touch the slot. That takes
-// an atomic exchange, which, where ids are spread, takes less time than a write.
+// exclusive: returns whether this position is the first of the call to touch the slot. This needs
+// an atomic exchange, which is faster than a write if ids are spread.
 __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
   if (exclusive) return atomicExch(last_step, now) != now;
   store_l2(last_step, now);
   return false;
 }
 
-// kOneTable: the view comes with the launch and not from memory. spread: most ids stand at one
-// position. Steps are exchanged then, and those of many tables are brought near before it is known
-// that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
-// step, which many write, costs more than the writes that are saved. Of a block's threads that
-// touch one slot mostly one writes. kPacked: ids and steps are; of one table. kScores: whether a
-// table keeps scores; a block then counts how many of its threads have one slot (score_update.cuh).
+// kOneTable: the view is a parameter of the launch. spread: most ids occur at one position only.
+// Then steps are exchanged, and steps of many tables are prefetched before the ids have been
+// compared. Otherwise steps are written without a test, because waiting for a hot id's step costs
+// more than the saved writes. Mostly one of a block's threads with the same slot writes. kPacked:
+// packed entries, one table. kScores: whether a table keeps scores. The block then counts its
+// threads with the same slot (score_update.cuh).
 template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
                 const Found found, const Missing missing, bool spread, bool begun) {
   __shared__ Look looks_of_block[kThreads];
-  // By thread: its id, packed its hash, which would take registers; later, of those that touch, the
-  // slot.
+  // By thread: its id (packed: the hash), to save registers; later the slot that it touches.
   __shared__ int64_t of_thread[kThreads];
-  // By slot, modulo their number: of the threads that touch it, one.
+  // By slot, modulo their number: one of the threads that touch it.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
@@ -187,14 +187,14 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
-  // The id and what is needed of its feature are on their way at once.
+  // Loads the id and the data of its feature at once.
   const int64_t id = given ? batch.ids[at] : 0;
   const TableView& table =
       kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
   const uint32_t num_buckets = table.num_buckets;
   const uint64_t hash = hash_of_id(id);
   of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
-  // The scratch of the kernels to come, which has at most four entries a thread.
+  // Clears the scratch of the following kernels, at most four entries for each thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
   }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   uint32_t position = kNowhere;
   bool searching = given;
   bool room = false;        // whether a free slot was seen
-  bool room_first = false;  // whether the first bucket is the one to take
+  bool room_first = false;  // whether a new id takes the first bucket
 #pragma unroll 1
   for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
     const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
           }
           continue;
         }
-        // A find in one table gains 4 % if its ids leave L1 to the lines.
+        // A find in one table is 4 % faster if ids do not occupy L1.
         const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
@@ -255,10 +255,10 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   }
   int64_t result = kNoSlot;
   if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
-  bool first = false;  // of the call to touch its slot, where that is wanted
+  bool first = false;  // whether it is the first position of the call to touch its slot, if wanted
   const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
-  bool adds = false;     // what the block gives to the slot, to its score
-  bool counted = false;  // what the thread gives is added by the slot's toucher
+  bool adds = false;     // what the block adds to the slot's score
+  bool counted = false;  // another thread adds this thread's score
   bool apart = false;    // the warp's lanes of the slot update its score
   if (there) {
     result = table.first_slot + slot;
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
 
-// A find that touches follows the kernel that starts the clock, or one that ages the tables.
+// A touching find follows the kernel that starts the clock or one that ages the tables.
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,

@@ -10,16 +10,16 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// What a find that touches says of each position besides its slot. Null: not wanted.
+// Further results of a touching find, by position. Null: not wanted.
 struct Found {
   bool* there;   // whether the id is in the table
-  bool* writer;  // whether it is, and this position is the first of the id's to touch it
+  bool* writer;  // whether this position is the first to touch the id's entry
 };
 
-// As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can
-// only take the place of another. Prepares `missing`. spread: most ids stand at one position.
-// keeps_scores: whether a table of the group keeps scores.
-// begun: the kernel before it is the one that starts the clock and clears the flags.
+// As find, and touches found entries. Missing ids that must replace another entry get
+// kMissingFromFull. Prepares `missing`. spread: most ids occur at one position only. keeps_scores:
+// whether a table of the group keeps scores. begun: the previous kernel starts the clock and clears
+// the flags.
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
                     bool spread, bool keeps_scores, bool begun, cudaStream_t stream);

@@ -1,4 +1,5 @@
-// Rows at slots that a find gave: read and written. Groups of one table have kernels of their own.
+// Reads and writes rows at slots that a find returned. Groups of one table have kernels of their
+// own.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -14,20 +15,20 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Rows that a warp copies together: their pieces are dealt out to the lanes, so that short rows
-// fill the warp and several loads are under way.
+// Number of rows that a warp copies together. Their pieces are distributed to the lanes, so that
+// short rows fill the warp and several loads are in flight.
 constexpr int kRowsOfWarp = 8;
 
-// Copies rows where both addresses are there; lane k holds those of row k. Piece: the widest type
-// that the rows' size allows.
+// Copies rows whose addresses are not null; lane k holds those of row k. Piece: the widest type
+// that the size of the rows allows.
 template <typename Piece>
 __device__ __forceinline__ void copy_pieces(char* to, const char* from, int32_t bytes) {
   constexpr int kAtOnce = 4;
   const int32_t pieces = bytes / static_cast<int32_t>(sizeof(Piece));
   const int32_t all = pieces * kRowsOfWarp;
   for (int32_t begin = 0; begin < all; begin += kAtOnce * kWarp) {
-    // All are read before the first is written, else each would wait for the one before: the
-    // compiler can't know that rows don't overlap.
+    // Reads all before the first write. Otherwise each read would wait for the previous write,
+    // because the compiler can't know that rows do not overlap.
     Piece held[kAtOnce];
     char* its_to[kAtOnce] = {};
 #pragma unroll
@@ -64,7 +65,8 @@ __device__ __forceinline__ int64_t first_row_of_warp() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kRowsOfWarp;
 }
 
-// Uniform rows have a kernel of their own: the code of the normal takes registers from all warps.
+// Uniform rows have a kernel of their own, because the code of the normal distribution needs more
+// registers.
 template <Distribution kInitial>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
@@ -99,14 +101,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether a thread is the first of a call's positions to claim its slot; kNoSlot claims nothing. Of
-// a block's threads that have one slot mostly one looks at the slot's bit: all blocks that have a
-// hot slot ask for the same word of the second-level cache, which answers one after the other. All
-// threads of a block.
+// Whether a thread is the first of the call to claim its slot; kNoSlot claims nothing. Mostly one
+// of a block's threads with the same slot reads the slot's bit, because L2 serialises the requests
+// of all blocks for the word of a hot slot. Called by all threads of a block.
 template <int kEntries>
 struct BlockClaims {
   int64_t slots[kThreads];
-  uint32_t threads[kEntries];  // by slot, modulo their number: one of the threads that have it
+  uint32_t threads[kEntries];  // by slot, modulo their number: one of the threads with this slot
 
   __device__ __forceinline__ bool claim(uint32_t* claims, int64_t slot) {
     uint32_t& entry = threads[static_cast<uint64_t>(slot) % kEntries];
@@ -122,7 +123,8 @@ struct BlockClaims {
   }
 };
 
-// Of several rows for one slot, the writer's, or the one whose thread claims the slot first.
+// Of several rows for one slot, writes that of the writer, or of the first thread to claim the
+// slot.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
@@ -153,20 +155,20 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
   }
 }
 
-constexpr int kMostColumns = 2048;  // of a row; runtime/table_config.cpp refuses more
+constexpr int kMostColumns = 2048;  // columns of a row; runtime/table_config.cpp refuses more
 
-// A warp takes 32 neighbouring positions. Rows for one slot are added up before they go to memory:
-// those of the slot that has most positions of some warp for the whole block, others for a warp. So
-// a hot slot costs a block one atomic operation a column, in place of one for each position.
+// A warp takes 32 neighbouring positions. Rows for one slot are summed before they are added to
+// memory: for the slot with the most positions in a warp over the whole block, for others over a
+// warp. So a hot slot costs one atomic operation a column for each block, not for each position.
 template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                int32_t num_tables, const int64_t* __restrict__ slots, int64_t n,
                const RowMatrix rows) {
-  constexpr int kFewest = 8;  // positions of a warp with a slot that is worth a sum of the block
+  constexpr int kFewest = 8;            // least positions of a warp for a sum over the block
   __shared__ float sums[kMostColumns];  // of the block's hot slot
   __shared__ int64_t slots_of_block[kThreads];
-  __shared__ uint32_t most;  // positions of a warp that have one slot, and the first of them
+  __shared__ uint32_t most;  // most positions of one slot in a warp, and their first thread
   const int lane = threadIdx.x % kWarp;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t first = at - lane;
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of the tables of a group, whose rows differ in length: eight lanes copy one row.
+// For groups of several tables, whose rows differ in length: eight lanes copy one row.
 constexpr int kRowLanes = 8;
 
 __global__ void __launch_bounds__(kThreads)
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Claims: as assign_kernel.
+// claims: as in assign_kernel.
 __global__ void __launch_bounds__(kThreads)
     assign_group_kernel(const TableView* __restrict__ tables, int32_t num_tables,
                         const int64_t* __restrict__ slots, int64_t n, const RowMatrix rows,
@@ -281,7 +283,7 @@ __global__ void __launch_bounds__(kThreads)
   copy_from_matrix<kRowLanes>(rows, i, table.rows.type, row, table.dim(), lane);
 }
 
-// Without ids zeros where there is no slot.
+// Without ids, rows are zeros for kNoSlot.
 void gather_of_one(const TableView& table, const RowStore& store, const int64_t* ids,
                    const int64_t* slots, int64_t n, char* rows, bool* found, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;

@@ -1,5 +1,5 @@
-// Operations on slots that a find gave, several for one slot in the order of their positions. Slots
-// come sorted, so that those of one slot are a run.
+// Operations on slots that a find returned, in the order of positions. Slots are sorted, so that
+// equal slots form a run.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/hbm_cache/frames.cuh"
@@ -11,12 +11,12 @@ namespace {
 
 __device__ __forceinline__ bool is_slot(int64_t slot) { return slot >= 0 && slot != kSkipped; }
 
-// A warp a position of the sorted order.
+// One warp for each position of the sorted order.
 __device__ __forceinline__ int64_t warp_index() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
 }
 
-// The last row of each run stays.
+// Assigns the last row of each run.
 __global__ void __launch_bounds__(kThreads)
     assign_last_kernel(const TableView* __restrict__ tables, int32_t num_tables,
                        const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   copy_from_matrix<kWarp>(rows, positions[i], table.rows.type, to, table.dim(), lane);
 }
 
-// As stored in a row of this type, and read again.
+// The value after rounding to this type.
 __device__ __forceinline__ float rounded(RowType type, float value) {
   float stored;
   char* const to = reinterpret_cast<char*>(&stored);
@@ -37,7 +37,8 @@ __device__ __forceinline__ float rounded(RowType type, float value) {
   return load_element(type, to, 0);
 }
 
-// The same for a row of 8 bits, which is rounded to the nearest after each. A warp.
+// As add_runs_kernel, for a row of 8 bits, which is rounded to nearest after each addition. By a
+// warp.
 __device__ __forceinline__ void add_run_to_int8(const TableView& table, const int64_t* slots,
                                                 const int64_t* positions, const RowMatrix& rows,
                                                 int64_t first, int64_t n) {
@@ -53,9 +54,8 @@ __device__ __forceinline__ void add_run_to_int8(const TableView& table, const in
   }
 }
 
-// A run's rows are added to its row one after the other, in the order of a CPU: a warp has one run
-// and 32 of its columns. Of a long run 32 rows are on their way at once; only their additions wait
-// for each other.
+// Adds the rows of a run one after the other, in the order of a CPU. A warp processes 32 columns of
+// one run. In a long run 32 loads are in flight; only the additions wait for each other.
 __global__ void __launch_bounds__(kThreads)
     add_runs_kernel(const TableView* __restrict__ tables, int32_t num_tables,
                     const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
     number = __popc(__ballot_sync(kAllLanes, same));
     const auto given = [&](int k) {
       const int64_t from = __shfl_sync(kAllLanes, position, k);
-      // What is added is of the table's type, as on a CPU.
+      // Rounds given rows to the table's type, as on a CPU.
       return has_column ? rounded(type, load_element(rows.type, rows.at(from), c)) : 0.0f;
     };
     if (number == kWarp) {
