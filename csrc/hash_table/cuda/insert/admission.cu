@@ -19,7 +19,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// The entry of the id of a position, which names its first position when all have asked.
+// The entry of a position's id. It holds the first position of the id after all positions have
+// called this.
 __device__ uint32_t find_entry(const Batch& batch, const TallyScratch& scratch, int32_t table,
                                int64_t position) {
   const int64_t id = batch.ids[position];
@@ -70,7 +71,8 @@ __global__ void __launch_bounds__(kThreads)
   if (const unsigned all = __ballot_sync(kAllLanes, counted); counted) {
     const uint32_t entry = find_entry(batch, scratch, table, position);
     slots[position] = remember(entry);
-    // Equal neighbours count together: a hot id is not one atomic a position.
+    // Equal neighbours are counted together, so that a hot id does not cost one atomic for each
+    // position.
     const unsigned equal = __match_any_sync(all, entry);
     if (lane == __ffs(static_cast<int>(equal)) - 1) atomicAdd(&scratch.times[entry], __popc(equal));
   }

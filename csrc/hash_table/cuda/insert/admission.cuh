@@ -1,4 +1,4 @@
-// What admission's kernels on the GPU share.
+// Data that the admission kernels on the GPU share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,12 +12,12 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Of ids that are counted in cells. What is zeroed comes first.
+// Scratch for ids that are counted in cells. Arrays that are zeroed come first.
 struct TallyScratch {
   uint32_t* owners;  // [mask + 1] 1 + first position, 0: free
   uint32_t mask;
-  uint32_t* times;  // [mask + 1] how often the id is asked for; then, whether it is admitted
-  // Where ids are counted in the order of the batch:
+  uint32_t* times;  // [mask + 1] occurrences of the id; then whether it is admitted
+  // If ids are counted in the order of the batch:
   uint32_t* number;  // of ids
   SmallSort sort;
   BlockOrder blocks;
@@ -60,19 +60,19 @@ inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
   return scratch;
 }
 
-// Whether a position stands for its id, which is counted in cells, when all have asked.
+// Whether a position is the owner of its id, which is counted in cells.
 __device__ __forceinline__ bool owns_its_id(const TallyScratch& scratch, const int64_t* slots,
                                             int64_t position) {
   return is_remembered(slots[position]) &&
          scratch.owners[remembered(slots[position])] == static_cast<uint32_t>(position + 1);
 }
 
-// Adds to an id's count; returns whether that admits it, which frees its cell. Nobody else does so
-// for the same id in this call.
+// Adds to an id's count. Returns whether this admits the id, which also frees its cell. Only one
+// thread of a call does so for an id.
 __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uint32_t times,
                                      uint32_t now) {
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
-  for (;;) {  // a failed compare-and-swap means that another id has got that cell
+  for (;;) {  // a compare-and-swap fails if another id has taken the cell
     int chosen = -1;
     bool is_own = false;
     uint64_t old = 0;
@@ -81,7 +81,7 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
       const uint4 loaded = load_vector_l2(&cells[c]);
       const auto cell_id = static_cast<int64_t>(static_cast<uint64_t>(loaded.y) << 32 | loaded.x);
       const uint64_t meta = static_cast<uint64_t>(loaded.w) << 32 | loaded.z;
-      // Whose cell names the present step has just got it, and its id may be still to be written.
+      // A cell with the present step was taken in this call, and its id may not be written yet.
       if (is_own || (meta != 0 && cell_step(meta) == now)) continue;
       is_own = meta != 0 && cell_id == id;
       if (is_own || chosen < 0 || replaced_before(meta, old)) {
@@ -91,12 +91,12 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
     }
     const uint64_t sum = (is_own ? cell_count(old) : 0ull) + times;
     const bool admitted = sum >= admission.count;
-    // Without a cell an id is admitted, or forgotten again.
+    // An id without a cell is admitted, or not counted.
     if (chosen < 0 || (admitted && !is_own)) return admitted;
     auto* meta = reinterpret_cast<unsigned long long*>(&cells[chosen].meta);
     const unsigned long long next = admitted ? 0ull : cell_meta(sum, now);
     const unsigned long long seen = atomicCAS(meta, static_cast<unsigned long long>(old), next);
-    // An id that is admitted needs its cell no more, whoever has it.
+    // An admitted id no longer needs its cell.
     if (admitted) return true;
     if (seen == old) {
       if (!is_own) cells[chosen].id = id;
@@ -105,7 +105,7 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
   }
 }
 
-// Owners add to their ids' counts, those of one set in the order of the batch. In
+// Owners add to the counts of their ids, in the order of the batch within a set. In
 // admission_ordered.cu.
 void count_in_order(const Batch& batch, const Visit& visit, const Admission* admissions,
                     const int64_t* slots, const TallyScratch& scratch, cudaStream_t stream);

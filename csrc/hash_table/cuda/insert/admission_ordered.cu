@@ -9,7 +9,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Lists the owners by their sets. Several sets may have one number: it is the order that counts.
+// Lists the owners by their sets. Several sets may have the same number, because only the order
+// matters.
 __global__ void __launch_bounds__(kListThreads, 2)
     list_owners_kernel(const Batch batch, const Admission* __restrict__ admissions,
                        const int64_t* __restrict__ slots,

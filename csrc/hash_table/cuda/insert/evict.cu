@@ -14,9 +14,10 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kEvictBlocks = 3;  // of a multiprocessor, which bound the registers
+constexpr int kEvictBlocks = 3;  // blocks of a multiprocessor, which limit the registers
 
-// Gives each lane that wants one a place among the leavers: one atomic a warp. All lanes.
+// Reserves a place among the leavers for each lane that wants one, by one atomic a warp. Called by
+// all lanes.
 __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wanted) {
   const unsigned lanes = __ballot_sync(kAllLanes, wanted);
   const int lane = threadIdx.x % kWarp;
@@ -29,7 +30,7 @@ __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wa
   return static_cast<int64_t>(begin) + __popc(lanes & ((1u << lane) - 1));
 }
 
-// The row of a leaver: of the entry that leaves, or, for a refused id, the one it came with.
+// The row of a leaver: that of the evicted entry, or the given row of a refused id.
 template <bool kOneTable>
 __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
                                                      const Placement& placement, int64_t position,
@@ -53,10 +54,10 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) left &= left - 1;
   }
-  __syncwarp();  // what was read may be written
+  __syncwarp();  // the row that was read may be overwritten
 }
 
-// What a lane asks a tile for, and what it gets.
+// A lane's request to a tile, and the result.
 struct Claim {
   const TableView* table;
   uint64_t score;
@@ -64,15 +65,14 @@ struct Claim {
   Place place;
 };
 
-// Has the ranks in both buckets of the id with this number brought near, of `busy` ids that want a
-// place: shortly before they are read, since what the ids of all warps need does not fit the
-// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: as in
-// claim_oldest.
+// Prefetches the ranks of both buckets of the id with this number, of `busy` ids that need a slot.
+// This happens shortly before they are read, because the buckets of all warps do not fit L2. By a
+// tile, whose first two lanes prefetch one bucket each. kOldest: as in claim_oldest.
 template <bool kOldest>
 __device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
   if (lane > 1 || at >= busy) return;
   const TableView& table = *claims[at].table;
-  // A prefetch begins at sixteen bytes.
+  // A prefetch must be aligned to 16 bytes.
   if (!kOldest && table.bucket_slots != kBucketDigests) return;
   const BucketChoice& choice = claims[at].choice;
   const int64_t first =
@@ -83,7 +83,7 @@ __device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int 
   }
 }
 
-// The last steps in both buckets of an id, of 64 slots each, that a lane of a tile looks at.
+// A lane's share of the last steps in both buckets of an id, of 64 slots each.
 struct Steps {
   static constexpr int kVectors = kBucketDigests / 4 / kVictimLanes;  // of a bucket
   uint4 v[2 * kVectors];
@@ -96,8 +96,8 @@ struct Steps {
                             (k % kVectors * kVictimLanes + lane) * 4);
     }
   }
-  // All lanes of a warp: the lowest of the tile, and its place: 0 to 63 in the first bucket, 64 to
-  // 127 in the second; of equal ones the first.
+  // The lowest step of the tile and its place: 0 to 63 in the first bucket, 64 to 127 in the
+  // second; the first of equal ones. Called by all lanes of a warp.
   __device__ __forceinline__ uint32_t lowest(int lane, uint32_t* place) const {
     uint32_t least = kFreeStep;
 #pragma unroll
@@ -128,8 +128,8 @@ struct Steps {
   }
 };
 
-// The places of the first `busy` lanes' ids, each by a tile, where scores are last steps and
-// buckets have 64 slots. The next id's steps are read while the present one's are decided on. All
+// Finds slots for the ids of the first `busy` lanes, one tile for each id, if scores are last steps
+// and buckets have 64 slots. Loads the steps of the next id during the present one. Called by all
 // lanes.
 __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
   }
 }
 
-// The same of any tables.
+// The same for any tables.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              RefuseLower refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
@@ -191,13 +191,13 @@ __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visi
   }
 }
 
-// kLeavers: what leaves or is refused is noted. kPacked: ids and steps are; of one table.
+// kLeavers: lists evicted and refused entries. kPacked: packed entries, one table.
 template <NewRows kRows, bool kOneTable, bool kLeavers, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
                  bool* writer, const Missing missing, bool deduplicated) {
-  // A warp's rows lie where its claims have been.
+  // The rows of a warp reuse the memory of its claims.
   __shared__ union OfWarp {
     Claim claims[kWarp];
     RowToWrite rows[kWarp];
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const int64_t was = listed ? slots[position] : 0;
       const bool returns = listed && was == kReturningToFull;
       const bool chosen = returns || (listed && was == kChosenFromFull);
-      if (!second) listed = chosen;  // insert_kernel has seen to the others
+      if (!second) listed = chosen;  // insert_kernel has placed the others
       const TableView* mine = kOneTable ? &only : tables;
       if (!kOneTable && listed) mine = &table_at(tables, batch, position);
       const TableView& table = kOneTable ? only : *mine;
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
       if (kPacked) {
-        // Whose score, the step, is never too low.
+        // Its score, the step, is never too low.
         if (busy) place = claim_oldest_packed(table, choice, visit.now(), visit.pinned_from());
         __syncwarp();
       } else {
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
         __syncwarp();
         if (__all_sync(kAllLanes, oldest || !busy)) {
-          claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
+          claim_oldest(claims, asked, visit);  // its score, the step, is never too low
         } else {
           claim_lowest(claims, asked, visit, placement.refuse_lower);
         }
@@ -276,12 +276,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         __syncwarp();
       }
       const bool placed = busy && place.slot != kNoSlot;
-      if (kPacked && busy) id = batch.ids[position];  // rather than kept in registers
-      // Read here and used behind the counts: a load that nothing waits for.
+      if (kPacked && busy) id = batch.ids[position];  // reloaded to save registers
+      // Loaded here and used after the counts, so that nothing waits for the load.
       const bool remembers = placed && table.evicted.marks != nullptr;
       int64_t leaver = 0;
       if (kPacked) {
-        // The digest, which tells a part of it, is still the leaver's.
+        // The digest, which is a part of the hash, is still that of the evicted id.
         if (remembers || (kLeavers && placed)) leaver = packed_id_of(table, place.slot);
       } else if (remembers) {
         leaver = table.ids[place.slot];
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
 using EvictKernel = void (*)(const TableView, const TableView*, const Batch, const Visit,
                              const Placement, int64_t*, bool*, const Missing, bool);
 
-// What leaves is given back only where rows are assigned, so that none are initialised.
+// Leavers are returned only if rows are assigned, and then no rows are initialised.
 template <bool kOneTable, bool kPacked>
 EvictKernel choose_evict_kernel(const Placement& placement) {
   if (placement.leavers.number != nullptr) {

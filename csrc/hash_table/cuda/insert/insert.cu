@@ -34,25 +34,25 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Blocks of a multiprocessor, which bound the registers: an insertion waits for memory most of the
-// time, so many must be on their way.
+// Blocks of a multiprocessor, which limit the registers. An insertion mostly waits for memory, so
+// many must be in flight.
 constexpr int kInsertBlocks = 4;
 
-// One block: the clock goes on, counts age, and the flags are cleared. Lookups are known without
-// looking; where insertions are not counted in their order, they are counted here, beside the find.
-// sampled: the numbers of ids that miniatures see, which are cleared.
+// One block: advances the clock, ages counts and clears the flags. It also counts the lookups,
+// whose number is known, if insertions are not counted in order. sampled: numbers of the ids that
+// miniatures see, which it clears.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing,
                  const TableView* __restrict__ tables, const Batch batch, bool counts,
                  int32_t aged_tables, uint32_t* sampled, size_t sampled_bytes) {
-  let_next_kernel_start();  // it may read all but the clock, the flags and what ages
+  let_next_kernel_start();  // the next kernel may read all but the clock, the flags and aged counts
   for (size_t i = threadIdx.x; i < sampled_bytes / sizeof(uint32_t); i += kThreads) sampled[i] = 0;
   if (aged_tables > 0) {
     const uint32_t now = next_step(clock->now, tick);
     for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
       if (tables[t].aged != nullptr) tables[t].begin_aged_call(now);
     }
-    __syncthreads();  // before the clock goes on and lookups are counted
+    __syncthreads();  // before the clock advances and lookups are counted
   }
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Where scores are given: of several positions of an id the one with the highest score is to be
-// inserted, so that an id is refused only if all its scores are too low. Positions remember the
-// scratch table's entry, until choose_kernel replaces it.
+// For given scores: of several positions of an id, the one with the highest score is inserted, so
+// that an id is refused only if all its scores are too low. Positions store the entry of the
+// scratch table until choose_kernel replaces it.
 __global__ void __launch_bounds__(kThreads)
     deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                        int64_t* __restrict__ slots, const Missing missing) {
@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(kThreads)
   if (chosen != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
 }
 
-// In place of find_and_touch, after a find that touched nothing, where Placement::believed is
-// given.
+// Replaces find_and_touch if Placement::believed is given. It follows a find that touched nothing.
 __global__ void __launch_bounds__(kThreads)
     believe_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                    const bool* __restrict__ believed, int64_t* __restrict__ slots,
@@ -133,11 +132,11 @@ __global__ void __launch_bounds__(kThreads)
   if (count_listed(parts, missing, listed, false)) {
     append_listed(parts, missing, listed, false, position);
   }
-  count_warp(table, kLookups, wrong, -1);  // begin_kernel counts all positions
+  count_warp(table, kLookups, wrong, -1);  // (begin_kernel counts all positions)
 }
 
-// `deduplicated`: every missing id is missing at one position only. kPacked: as in place.cuh, of
-// one table.
+// deduplicated: every missing id is missing at one position only. kPacked: as in place.cuh, one
+// table.
 template <NewRows kRows, bool kOneTable, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     if (!kOneTable) count_warp(mine, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
-    uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
+    uint16_t mark = 1, seen = 0;  // the mark of the id if it returns, and the stored mark
     if (missed) {
       id = batch.ids[position];
       const BucketChoice choice = choose_buckets(id, table.num_buckets);
@@ -173,9 +172,9 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
         mark = entry.mark;
         seen = table.evicted.marks[entry.entry];
       }
-      // Where new ids are few beside the slots, first buckets hardly become fuller than they should
-      // before second ones are looked at. A step at its end (clock.h) can't be told from that of a
-      // slot which is being written.
+      // If new ids are few relative to the slots, first buckets hardly exceed their share before
+      // second ones are used. The maximal step (clock.h) can't be distinguished from that of a slot
+      // that is being written.
       const bool joins = missing.joins && !deduplicated && was == kMissingFromFirst &&
                          table.scores == nullptr && number <= table.num_slots / 16 &&
                          visit.now() != kFreeStep;
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
   inserted.finish(only);
 }
 
-// Positions of a list that remember another get its slot.
+// Positions of a list that refer to another position get its slot.
 __device__ __forceinline__ void resolve_list(const TableView* tables, const Batch& batch,
                                              const Visit& visit, const Placement& placement,
                                              int64_t* slots, const Missing& missing, bool second) {
@@ -244,7 +243,7 @@ __device__ __forceinline__ void resolve_list(const TableView* tables, const Batc
     if (placed) touch(all, *table, slot - table->first_slot, visit, visit.given(position));
     if (!__ballot_sync(kAllLanes, refused)) continue;
     count_warp(table, kRefused, refused);
-    // A refused id's other copies were given too, and are given back.
+    // Returns the other positions of a refused id, too.
     if (!refused || placement.leavers.number == nullptr) continue;
     give_back(placement, *table, tables, batch, visit, position);
   }
@@ -282,18 +281,18 @@ InsertKernel choose_insert_kernel(NewRows rows, const TableView* only) {
   }
 }
 
-// Whether positions whose ids were placed for them are noted.
+// Whether to store the positions whose ids were placed.
 bool notes_places(const Placement& placement) {
   return placement.moving.any() || (placement.remembers && placement.ordered);
 }
 
-// Where parts of the scratch begin, behind what Missing says.
+// Offsets of the parts of the scratch after those of Missing.
 struct ScratchLayout {
   size_t admission;
-  size_t order;    // of an insertion in the order of the batch
-  size_t placed;   // which positions' ids were placed for them
-  size_t moves;    // of rows that come into frames
-  size_t sampled;  // numbers of ids that miniatures see
+  size_t order;    // for an insertion in the order of the batch
+  size_t placed;   // positions whose ids were placed
+  size_t moves;    // for rows that move into frames
+  size_t sampled;  // for miniatures: numbers of ids
   size_t sampled_bytes;
   size_t bytes;
 
@@ -310,7 +309,7 @@ struct ScratchLayout {
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
     bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
-    // Which come last, when nothing else needs the scratch any more.
+    // The miniatures come last, when the rest of the scratch is free.
     if (placement.simulates) bytes = std::max(bytes, miniature_scratch(num_ids));
     sampled = aligned(bytes);
     sampled_bytes = placement.simulates ? miniature_number_bytes(INT32_MAX) : 0;
@@ -365,11 +364,11 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     HKV_CUDA_CHECK_LAUNCH();
   }
   if (placement.admissions != nullptr) {
-    // Behind the scratch of insertions, which the find has prepared.
+    // After the scratch of insertions, which the find has prepared.
     admit(tables, batch, visit, *placement.admissions, placement.ordered, slots,
           memory + layout.admission, stream);
   }
-  Placement rest = placement;  // what is left to do after placing
+  Placement rest = placement;  // work after the placement
   InsertionOrder order{};
   if (placement.ordered) {
     order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);

@@ -1,5 +1,5 @@
-// What the kernels that place new ids share: positions are looked at by a thread each, rows are
-// written by tiles of lanes.
+// Data and functions that the insertion kernels share. One thread processes a position; a tile of
+// lanes writes a row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,17 +22,17 @@ __device__ __forceinline__ const TableView* table_of_lane(const TableView* mine,
       __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane));
 }
 
-// Lane of the bit with number `n` of a mask; the highest lane's where there are fewer.
+// Lane of the n-th set bit of a mask, or the highest lane if there are fewer bits.
 __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
   for (; n > 0 && (mask & (mask - 1)); --n) mask &= mask - 1;
   return __ffs(static_cast<int>(mask)) - 1;
 }
 
-// How often something happened to the ids of a warp: added to a counter of each lane's table, of
-// one table when the kernel ends, else at once. All lanes.
+// Counts events of a warp's ids in a counter of each lane's table: at the end of the kernel if
+// there is one table, else at once. Called by all lanes.
 template <bool kOneTable, Counter kCounter>
 struct Tally {
-  uint32_t number = 0;  // of the warp so far, where all are of one table
+  uint32_t number = 0;  // of the warp so far, if there is one table
 
   __device__ __forceinline__ void add(const TableView* table, bool wanted) {
     if (kOneTable) {
@@ -46,16 +46,16 @@ struct Tally {
   }
 };
 
-// A row that the lanes of a warp are to write.
+// A row for the lanes of a warp to write.
 struct RowToWrite {
   const TableView* table;
   uint64_t source;  // row_source of the id
   int64_t slot;
 };
 
-// Writes what the entries of a warp's new ids hold: `busy` says whether the thread has one, whose
-// slot in its table is `slot`. All lanes; `rows`: the warp's, in shared memory. The row of a
-// leaver, if any, has been read. Tables with frames are left to settle_rows.
+// Writes the entries of a warp's new ids. busy: whether the thread has one; slot: its slot in the
+// table; rows: of the warp, in shared memory. The row of a leaver must have been read before.
+// settle_rows writes the rows of tables with frames. Called by all lanes.
 template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
                                                    bool busy, int64_t id, int64_t slot) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
   __syncwarp();  // the next call writes there
 }
 
-// Multiprocessors of the device.
+// Number of multiprocessors of the device.
 inline unsigned processors() {
   int device = 0, number = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
@@ -86,7 +86,7 @@ inline unsigned processors() {
   return static_cast<unsigned>(number);
 }
 
-// Blocks that fill the device: where there is nothing to do, they are all that is launched in vain.
+// Number of blocks that fill the device. This limits the cost of a launch without work.
 template <typename Kernel>
 unsigned resident_blocks(Kernel kernel) {
   int blocks = 0;
@@ -94,15 +94,15 @@ unsigned resident_blocks(Kernel kernel) {
   return processors() * static_cast<unsigned>(blocks);
 }
 
-// Places the ids of the second list, whose buckets are full, in the places of others (in evict.cu).
+// Places the ids of the second list, whose buckets are full, by evicting entries (in evict.cu).
 // deduplicated: every missing id is missing at one position only.
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream);
 
-// Counts the ids that were placed and that their tables remember as evicted, where the result must
-// not depend on chance: before what the call evicts is remembered (in returned.cu). `placed`,
-// [positions], is aligned to 8 bytes, and can be read up to there.
+// Counts placed ids that their tables remember as evicted, if the result must be deterministic.
+// Called before the ids that the call evicts are remembered (in returned.cu). placed: [positions],
+// aligned to 8 bytes and readable up to a multiple of 8 bytes.
 void count_returned(const TableView* tables, const Batch& batch, const Visit& visit,
                     const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                     cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What an insertion on the GPU gives back.
+// Entries that an insertion on the GPU returns.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// An id that is not placed, with the row it came with: by one thread.
+// Returns an id that was not placed, and its given row. By one thread.
 __device__ __forceinline__ void give_back(const Placement& placement, const TableView& table,
                                           const TableView* tables, const Batch& batch,
                                           const Visit& visit, int64_t position) {

@@ -59,9 +59,9 @@ struct Listed {
   }
 };
 
-// The ids of a block, by table, set and tag. In shared memory.
+// The ids of a block by table, set and tag, in shared memory.
 struct Joins {
-  unsigned long long keys[kJoined];  // where << 32 | tag; 0: free, since no tag is 0
+  unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
   unsigned long long given[kJoined];
   uint32_t positions[kJoined];
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void append(const Batch& batch, const Listed& id, Lis
                                        uint32_t* numbers) {
   const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
   const int64_t to = begin_of(batch, table) + atomicAdd(&numbers[table], 1u);
-  if (to < batch.num_ids) list[to] = id;  // wrong offsets may say otherwise
+  if (to < batch.num_ids) list[to] = id;  // invalid offsets may say otherwise
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -1,8 +1,8 @@
-// Miniatures on the GPU. A first kernel lists the ids that are in the sample, those of each table
-// together (miniature_lists.cuh). In a second one a block has a set of each miniature, a warp one
-// of these, two entries a lane. The block goes through its table's list for the set's ids, and each
-// warp sees them; equal ids among 32 count at once. The order of a list is any, and does not
-// matter.
+// Miniatures on the GPU. The first kernel lists the sampled ids of each table
+// (miniature_lists.cuh). In the second one, a block has one set of each miniature, and a warp the
+// set of one miniature, two entries a lane. The block searches its table's list for the ids of the
+// set, and each warp processes them; equal ids among 32 count at once. The order of a list is
+// arbitrary and does not matter.
 #include <algorithm>
 
 #include "common/chain.cuh"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kEntries = kMiniatureWays / kWarp;  // of a lane
 constexpr int kSimulators = kMiniatures * kWarp;  // threads of a block
-constexpr uint32_t kPart = 8 * kSimulators;       // of a list, that a block looks at together
+constexpr uint32_t kPart = 8 * kSimulators;       // entries of a list that a block reads at once
 
 // The order in which entries leave.
 struct Leaving {
@@ -32,7 +32,7 @@ struct Leaving {
   }
 };
 
-// A set of one miniature during a call, by a warp. Entry e * kWarp + lane is the lane's.
+// A set of one miniature during a call, in a warp. A lane has the entries e * kWarp + lane.
 struct MiniatureSet {
   uint32_t tags[kEntries], counts[kEntries], last_steps[kEntries];
   bool fresh[kEntries];            // came in this call
@@ -87,7 +87,8 @@ struct MiniatureSet {
     return least.rank <= ranking.replaced_by_new(1, now) ? least.entry : -1;
   }
 
-  // The entry of the highest tag that came in this call, if that is above `tag`; else -1.
+  // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
+  // -1.
   __device__ __forceinline__ int32_t fresh_with_higher_tag(uint32_t tag) const {
     uint32_t highest = 0;
 #pragma unroll
@@ -104,9 +105,8 @@ struct MiniatureSet {
     return -1;
   }
 
-  // Counts an id that is there: one that came in this call, or one that was there before.
-  // positions: that have the id; given: by all of them. Returns whether it is there at all, to all
-  // lanes.
+  // Counts a present id, which this call or an earlier one inserted. positions: number of its
+  // positions; given: the sum of their scores. Returns to all lanes whether the id is present.
   __device__ __forceinline__ bool count(uint32_t tag, uint32_t given, uint32_t positions,
                                         bool came) {
     bool mine = false;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kSimulators)
     set.fresh[e] = false;
   }
   const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
-  // All threads of the block.
+  // Called by all threads of the block.
   const auto look = [&](uint32_t from) {
     __syncthreads();
     if (threadIdx.x == 0) number_found = 0;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kSimulators)
       missing += set.count(tag, given, positions, /*came=*/false) ? 0 : 1;
     });
   }
-  if (lookups == 0) return;  // for all warps alike
+  if (lookups == 0) return;  // the same for all warps
   const auto place = [&](uint32_t tag, uint32_t given, uint32_t) { set.place_missing(tag, given); };
   if (n <= kPart) {
     if (missing != 0) for_each_found(place);

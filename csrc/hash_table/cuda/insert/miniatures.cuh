@@ -14,7 +14,8 @@ namespace torchrec_hkv::hash_table::cuda {
 size_t miniature_scratch(int64_t num_ids);
 size_t miniature_number_bytes(int32_t num_tables);
 
-// Has the miniatures of the tables see a call's ids. numbers: zeros before; not a part of scratch.
+// Passes the ids of a call to the miniatures of the tables. numbers: zeros before; not a part of
+// scratch.
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
               void* scratch, uint32_t* numbers, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The ids of a batch that a find has missed: listed, and deduplicated in scratch memory that fits
-// the second-level cache. One position of each goes on, the others remember it.
+// Lists the missing ids of a batch and deduplicates them in scratch memory that fits L2. One
+// position of each id represents it; the others refer to that position.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,16 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// slots[] between the kernels of an insertion, besides slots, kNoSlot for a missing id, and
-// kNotAdmitted (admission.h) and kSkipped, which are neither missing nor remembered.
-// A missing id of whose buckets no slot is free:
+// Values of slots[] between the kernels of an insertion, besides slots, kNoSlot (missing),
+// kNotAdmitted (admission.h) and kSkipped. A missing id without a free slot in its buckets:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
-// Between insert_kernel and evict_kernel, the same of a position that stands for its id; and where
-// its table remembers the id as evicted.
+// Between insert_kernel and evict_kernel: the same for a position that represents its id; and for
+// one whose table remembers the id as evicted.
 constexpr int64_t kChosenFromFull = INT64_MIN + 4;
 constexpr int64_t kReturningToFull = INT64_MIN + 2;
 // A missing id whose first bucket was less than three quarters full before the call:
 constexpr int64_t kMissingFromFirst = INT64_MIN + 3;
-// A position whose id another position stands for:
+// A position whose id another position represents:
 __device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
 __device__ __forceinline__ bool is_remembered(int64_t slot) {
   return slot <= -2 && slot >= -2 - int64_t{0xffffffff};
@@ -28,28 +27,28 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
   return slot == kNoSlot || slot == kMissingFromFull || slot == kMissingFromFirst;
 }
 
-// Scratch of one call, memory of which nothing is known before.
+// Scratch of one call, uninitialised.
 struct Missing {
-  uint32_t* number;       // of positions in the first list: their ids are missing
-  uint32_t* number_full;  // in the second: of what is kMissingFromFull, where the find sorts it out
+  uint32_t* number;       // number of positions in the first list: missing ids
+  uint32_t* number_full;  // in the second list: kMissingFromFull, if the find separates these
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
-  uint32_t* waiting;      // flag: whether any position remembers another
+  uint32_t* waiting;      // flag: whether any position refers to another
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  // [n] the find's two lists of positions, those of a block of it together: the first from the
-  // front, the second from the back. None is in both.
+  // [n] the find's two lists of positions, those of a block together: the first list from the
+  // front, the second from the back. No position is in both.
   uint32_t* positions;
   uint32_t* last_position;  // the array's last
   size_t bytes;             // of all
-  // Not part of it: [positions], where wanted: whether the position's id was placed for it. Zeros
+  // Not part of the scratch: [positions] or null: whether the id was placed at this position. Zeros
   // before the insertion.
   bool* placed = nullptr;
   // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
   bool returns = false;
-  // Whether the find puts what is kMissingFromFull into the second list. Otherwise that is empty.
+  // Whether the find puts kMissingFromFull into the second list. Otherwise that list is empty.
   bool sorts_full = false;
-  // Whether positions of one id agree on kMissingFromFirst, which admission may undo.
+  // Whether all positions of an id have the same kMissingFromFirst; admission may change it.
   bool joins = true;
 
   // The numbers and the flags: number, number_full, chosen, waiting.
@@ -62,7 +61,7 @@ struct Missing {
 
 inline Missing missing_layout(int64_t n, char* base) {
   constexpr size_t kFlagBytes = 128;  // a line of their own
-  // At most .69 full, even where all ids are new; so 5.8 to 11.6 bytes an id.
+  // At most .69 full even if all ids are new, so 5.8 to 11.6 bytes an id.
   uint32_t size = 1024;
   while (size < n + n * 29 / 64 && size < (1u << 31)) size *= 2;
   Missing missing;
@@ -83,7 +82,7 @@ __device__ __forceinline__ const TableView& table_at(const TableView* tables, co
   return tables[batch.feature_tables[batch.feature_of(position)]];
 }
 
-// Where the search for an id begins.
+// Begin of the search for an id.
 __device__ __forceinline__ uint32_t scratch_hash(const TableView& table, int64_t id) {
   return static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + (static_cast<uint64_t>(table.first_slot) << 20)));
@@ -96,14 +95,14 @@ __device__ __forceinline__ bool same_id(const TableView* tables, const TableView
   return batch.ids[other] == id && (kOneTable || &table_at(tables, batch, other) == &table);
 }
 
-// The position that stands for an id: the given one if it is the first to come.
+// The position that represents an id: the given one if it is the first to claim the entry.
 template <bool kOneTable>
 __device__ __forceinline__ int64_t representative(const Missing& missing, const TableView* tables,
                                                   const TableView& table, const Batch& batch,
                                                   int64_t position, int64_t id) {
   for (uint32_t at = scratch_hash(table, id);; ++at) {
     const uint32_t index = at & missing.mask;
-    // Looking first keeps a hot new id from swapping at one address thousands of times.
+    // Reading first avoids thousands of compare-and-swaps at the address of a hot new id.
     uint32_t there = load_l2(&missing.table[index]);
     if (there == 0) {
       there = atomicCAS(&missing.table[index], 0u, static_cast<uint32_t>(position + 1));
@@ -114,15 +113,15 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
-// What a block of a kernel appends to the two lists: one atomic a block and list. In shared memory.
+// Entries that a block appends to the two lists, by one atomic for each list. In shared memory.
 struct BlockParts {
   uint32_t of_warp[kThreads / kWarp];  // numbers of positions for the first list, and, shifted by
                                        // 16 bits, for the second
   uint32_t begin[2];                   // of the block's part of each
 };
 
-// Has room made for the positions of the threads that are `listed`; returns whether there are any.
-// All threads of a block, once. append_listed follows.
+// Reserves room for the positions of the `listed` threads. Returns whether there are any. Called
+// once by all threads of a block, before append_listed.
 __device__ __forceinline__ bool count_listed(BlockParts& parts, const Missing& missing, bool listed,
                                              bool full) {
   const unsigned all = __ballot_sync(kAllLanes, listed);
@@ -157,8 +156,8 @@ __device__ __forceinline__ void append_listed(const BlockParts& parts, const Mis
   missing.listed(full, at) = static_cast<uint32_t>(position);
 }
 
-// Of a list that a grid shares, how many entries the lanes of a warp are to have in a turn, so that
-// all warps have about as much to do: a multiple of `multiple`.
+// Number of entries of a shared list that a warp takes in a turn, so that the work of the warps is
+// balanced. A multiple of `multiple`.
 __device__ __forceinline__ int even_lanes(int64_t number, int multiple) {
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t turns = (number + warps * kWarp - 1) / (warps * kWarp);
@@ -166,12 +165,13 @@ __device__ __forceinline__ int even_lanes(int64_t number, int multiple) {
   return static_cast<int>((each + multiple - 1) / multiple * multiple);
 }
 
-// How the warps of a grid share a list: in each turn the first lanes of a warp have one entry each.
+// Divides a list among the warps of a grid. In each turn the first lanes of a warp have one entry
+// each.
 struct Share {
   int64_t number;
   int64_t begin;   // of the warp's part of the list
   int64_t stride;  // to the next turn
-  int lanes;       // that have an entry, where the list is long enough
+  int lanes;       // lanes with an entry if the list is long enough
 
   __device__ __forceinline__ explicit Share(int64_t list_number, int lanes_used = kWarp)
       : number(list_number), lanes(lanes_used) {
@@ -182,14 +182,15 @@ struct Share {
   }
   __device__ __forceinline__ bool more() const { return begin < number; }
   __device__ __forceinline__ void next() { begin += stride; }
-  // Of the warp's lanes, those that have an entry in this turn are the first.
+  // The lanes with an entry in this turn are the first of the warp.
   __device__ __forceinline__ int busy() const {
     return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }
   __device__ __forceinline__ int64_t at() const { return begin + threadIdx.x % kWarp; }
 };
 
-// Adds `each` to a counter of each lane's table where `wanted`: one atomic a warp and table.
+// Adds `each` to a counter of the table of each `wanted` lane, by one atomic for each warp and
+// table.
 __device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted,
                                            int64_t each = 1) {
   unsigned left = __ballot_sync(kAllLanes, wanted);

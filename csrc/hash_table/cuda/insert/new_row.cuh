@@ -1,4 +1,4 @@
-// Writing a new row on the GPU, by a tile of eight lanes.
+// Writes a new row on the GPU, by a tile of eight lanes.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ __device__ __forceinline__ void write_initial_row(const TableView& table, int64_
   }
 }
 
-// Uniform rows have a path of their own: the code of the normal takes registers from all warps.
+// Uniform rows have a path of their own, because the code of the normal distribution needs more
+// registers.
 __device__ __forceinline__ void write_uniform_row(const TableView& table, uint64_t of_id, char* row,
                                                   int lane) {
   const InitialRows& init = table.initial_rows;
@@ -58,14 +59,14 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int64_t byt
 
 __device__ __forceinline__ int64_t row_bytes(const TableView& table) { return table.rows.bytes(); }
 
-// What the lanes that write a row are to know of its id: of uniform rows the bits that a lane mixes
-// once for all.
+// Data of an id that the lanes need to write its row: for uniform rows the mixed bits, which one
+// lane computes for all.
 template <NewRows kRows>
 __device__ __forceinline__ uint64_t row_source(const TableView& table, int64_t id) {
   return kRows == NewRows::kUniform ? id_bits(table.initial_rows, id) : static_cast<uint64_t>(id);
 }
 
-// The row and the state, zeros, of an id that has just got a slot. source: row_source of the id.
+// Writes the row and a zero state of an id that has got a slot. source: row_source of the id.
 // frame: of the slot, or kNoFrame.
 template <NewRows kRows>
 __device__ __forceinline__ void write_new_row(const TableView& table, uint64_t source, int64_t slot,

@@ -1,4 +1,4 @@
-// Claiming the place of the oldest entry of two buckets of a packed table (packed_entries.h), whose
+// Claims the slot of the oldest entry in two buckets of a packed table (packed_entries.h), whose
 // scores are last steps.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// The two lowest last steps of a group of slots, and where in it the lowest is; of equal ones the
-// first.
+// The two lowest last steps of a group of slots, and the position of the lowest; the first of equal
+// ones.
 struct Oldest {
   uint32_t step = kFreeStep;
   uint32_t next = kFreeStep;
@@ -41,10 +41,10 @@ __device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number)
   return oldest;
 }
 
-// Claims the place of the oldest entry in both buckets. Mostly one group of slots is looked at,
-// that with the lowest bound: if no other group's bound is lower than what is found there, that is
-// the oldest entry. By one thread. Bounds stay bounds, since last steps only grow; one that has
-// become too low is raised here.
+// Claims the slot of the oldest entry in both buckets. Usually reads only the group of slots with
+// the lowest bound: if no other bound is lower than its oldest entry, that is the oldest of all.
+// Bounds stay valid because last steps only grow; a bound that is too low is raised here. By one
+// thread.
 __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
                                                      const BucketChoice& choice, uint32_t now,
                                                      uint32_t pinned_from) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
     const int first_sector = group % kGroups * kGroupSectors;
     const Oldest oldest = oldest_of(table.entries.sectors_of(bucket) + first_sector * kSectorWords,
                                     table.entries.bucket_sectors - first_sector);
-    // Among equals that of the first bucket is taken, and there the first.
+    // Of equal entries, takes the first one of the first bucket.
     const bool pinned = oldest.step >= pinned_from;
     bool decided = true;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
   }
 }
 
-// As lowest_rank, whatever the table says of its groups.
+// As lowest_rank, without the bounds of groups.
 __device__ __forceinline__ Victim oldest_packed(const TableView& table, const BucketChoice& choice,
                                                 uint32_t pinned_from, unsigned tile, int lane) {
   uint32_t step = kFreeStep, place = 2 * kBucketDigests;

@@ -23,9 +23,10 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kPlaceBlocks = 4;  // of a multiprocessor, which bound the registers
+constexpr int kPlaceBlocks = 4;  // blocks of a multiprocessor, which limit the registers
 
-// The scratch table's entry for an id, which names its first position when all have asked.
+// The scratch table's entry for an id. It holds the first position of the id after all positions
+// have called this.
 __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
                                                          const TableView* tables,
                                                          const TableView& table, const Batch& batch,
@@ -33,7 +34,7 @@ __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
   const auto mine = static_cast<uint32_t>(position + 1);
   for (uint32_t at = scratch_hash(table, id);; ++at) {
     const uint32_t index = at & missing.mask;
-    // Looking first keeps a hot new id from swapping at one address thousands of times.
+    // Reading first avoids thousands of compare-and-swaps at the address of a hot new id.
     uint32_t there = load_l2(&missing.table[index]);
     if (there == 0) there = atomicCAS(&missing.table[index], 0u, mine);
     if (there == 0) return index;
@@ -43,19 +44,19 @@ __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
   }
 }
 
-// Counts the call's ids; missing ones remember their entry of the scratch table.
+// Counts the ids of the call. Missing ids store their entry of the scratch table.
 __global__ void __launch_bounds__(kThreads)
     first_positions_kernel(const TableView* __restrict__ tables, const Batch batch,
                            int64_t* __restrict__ slots, const Missing missing,
                            const __grid_constant__ InsertionOrder order) {
-  if (blockIdx.x == 0) {  // lookups are known without looking
+  if (blockIdx.x == 0) {  // the number of lookups is known
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
       const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
       if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
   if (*missing.number == 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort looks at nothing else
+    if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort reads nothing else
     return;
   }
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -86,8 +87,8 @@ __device__ __forceinline__ uint32_t queue_of(const InsertionOrder& order, const 
   return static_cast<uint32_t>(number * 0x9e3779b97f4a7c15ull >> (64 - order.queue_bits));
 }
 
-// Numbers the missing ids and has them queue up. Positions remember the one that stands for their
-// id, which remembers itself.
+// Numbers the missing ids and enters them into their queues. Positions refer to the one that
+// represents their id, which refers to itself.
 __global__ void __launch_bounds__(kListThreads, 2)
     queue_kernel(const TableView* __restrict__ tables, const Batch batch,
                  int64_t* __restrict__ slots, const Missing missing,
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
             static_cast<unsigned long long>(visit.given(position)));
 }
 
-// Tells each id its places in the sorted queues, and each queue who is its first.
+// Stores the places of each id in the sorted queues, and the first id of each queue.
 __global__ void __launch_bounds__(kThreads)
     deal_kernel(const Missing missing, const __grid_constant__ InsertionOrder order) {
   if (*missing.number == 0) return;
@@ -148,7 +149,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   return v;
 }
 
-// The free slots of a bucket, a bit each. By a tile of eight lanes.
+// The free slots of a bucket, one bit each. By a tile of eight lanes.
 __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, uint32_t bucket,
                                                        unsigned tile, int lane) {
   static_assert(kVictimLanes == kLineVectors && kVictimLanes * kVectorDigests == kBucketDigests);
@@ -160,8 +161,8 @@ __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, u
   return high << 32 | low;
 }
 
-// A place for an id, while nobody else looks at its buckets; cpu::choose_place chooses alike. By a
-// tile, whose lanes all get the answer.
+// Selects a slot for an id while no other thread uses its buckets; as cpu::choose_place. By a tile,
+// whose lanes all get the result.
 __device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit,
                                               RefuseLower refuse_lower, unsigned tile, int lane) {
@@ -189,11 +190,11 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
   return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
 }
 
-// A missing id in the hands of a tile.
+// A missing id that a tile processes.
 struct InHand {
   const TableView* table;
   BucketChoice choice;
-  uint64_t score;  // that decides whether it is refused
+  uint64_t score;  // score that decides whether it is refused
   uint32_t position;
   uint32_t queues[2];
   uint32_t tickets[2];
@@ -203,7 +204,7 @@ struct InHand {
       : position(order.positions[number]) {
     table = &table_at(tables, batch, position);
     choice = choose_buckets(batch.ids[position], table->num_buckets);
-    if (threadIdx.x % kVictimLanes == 0) {  // while others have their turns
+    if (threadIdx.x % kVictimLanes == 0) {  // during the turns of others
       prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
     }
     score = first_score(table->eviction, visit.now(), visit.epoch(),
@@ -218,10 +219,10 @@ struct InHand {
     return load_acquire(&turns[queues[0]]) == tickets[0] &&
            (queues[1] == queues[0] || load_acquire(&turns[queues[1]]) == tickets[1]);
   }
-  // By the thread that has written what the next ones are to see.
+  // Called by the thread whose writes the next ids must see.
   __device__ __forceinline__ void call_next(uint32_t* turns) const {
     __threadfence();
-    // Two places in one queue follow each other.
+    // Its two places in one queue are adjacent.
     store_l2(&turns[queues[1]], tickets[1] + 1);
     if (queues[0] != queues[1]) store_l2(&turns[queues[0]], tickets[0] + 1);
   }
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
     bool waiting = mine < number;
     const InHand it(tables, batch, visit, order, waiting ? mine : first);
     while (__any_sync(kAllLanes, waiting)) {
-      // Every lane sees for itself that it is its turn, and so all that came before.
+      // Every lane itself reads that it is the id's turn, so it sees all earlier writes.
       const bool turn = waiting && it.has_its_turn(turns);
       const bool ready = (__ballot_sync(kAllLanes, turn) & lanes) == lanes;
       if (ready) {
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
             choose_place(table, it.choice, it.score, visit, refuse_lower, lanes, lane);
         if (lane == 0) {
           if (place.slot != kNoSlot) {
-            // The digest is a part of the id that leaves.
+            // The digest is a part of the evicted id's hash.
             if (order.left_ids != nullptr && place.fate == kReplaced) {
               order.left_ids[it.position] = id_of_slot(table, place.slot);
             }
@@ -336,7 +337,7 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
   order.next = order.number + 2;
   order.leaving = order.number + 3;
   order.sort.digits = reinterpret_cast<uint32_t*>(take(order.sort.digit_bytes()));
-  // The ticket and the states are zeroed together for further listings.
+  // Zeroes the ticket and the states together for further listings.
   order.blocks.ticket =
       reinterpret_cast<uint32_t*>(take((listing_blocks(num_ids) + 1) * sizeof(unsigned long long)));
   order.blocks.states = reinterpret_cast<unsigned long long*>(order.blocks.ticket) + 1;

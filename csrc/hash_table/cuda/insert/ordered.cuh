@@ -1,5 +1,5 @@
-// Insertion on the GPU in the order of the batch, as a CPU does it: which ids get a place, and
-// which, follows from the table and the batch alone. In place of insert_kernel and what evicts.
+// Insertion on the GPU in the order of the batch, as on a CPU: the slots depend on the table and
+// the batch only. Replaces insert_kernel and the eviction.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,37 +11,37 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Scratch of an insertion, memory of which nothing is known before. Missing ids are numbered in the
-// order of their first positions. What places them waits in *queues*: those of one bucket in one
-// queue, which several buckets may share.
+// Scratch of an insertion, uninitialised. Missing ids are numbered in the order of their first
+// positions. They wait in *queues*. All ids of a bucket are in one queue, which several buckets may
+// share.
 struct InsertionOrder {
-  char* zeros;  // of all down to the blocks' order: zeroed where an id is missing
+  char* zeros;  // of all down to the blocks' order; zeroed if an id is missing
   size_t zero_bytes;
   uint32_t* number;   // of missing ids
-  uint32_t* places;   // twice that: each waits in the queues of its two buckets
-  uint32_t* next;     // number of the first missing id that nobody has in hand
+  uint32_t* places;   // twice that, because each id waits in the queues of its two buckets
+  uint32_t* next;     // number of the first missing id that no tile processes
   uint32_t* leaving;  // ids that leave, listed
   SmallSort sort;
   BlockOrder blocks;
-  uint32_t* positions;  // by number: where the id first stands
+  uint32_t* positions;  // by number: first position of the id
   uint8_t* fates;       // by number: a Fate
   SortedPairs pairs;    // [places] queue, and 2 * number + which bucket
   int queue_bits;
-  // By position, null where nobody wants them:
-  unsigned long long*
-      highest;        // score that is given for the id, at the position that stands for it
-  int64_t* left_ids;  // whose place the id has taken
+  // By position; null if not wanted:
+  unsigned long long* highest;  // given score of the id, at the position that represents it
+  int64_t* left_ids;            // the entry that the id has replaced
   uint64_t* left_scores;
-  bool* replaced;                      // whether it has taken one
-  unsigned long long* leavers_before;  // this listing's
+  bool* replaced;                      // whether it has replaced one
+  unsigned long long* leavers_before;  // of this listing
   size_t bytes;
 
-  // When places are sorted: where in the sorted order each is, and, by queue, who has its turn.
+  // After the sort: the index of each place in the sorted order, and, by queue, the id whose turn
+  // it is.
   __host__ __device__ uint32_t* tickets() const {
     return static_cast<uint32_t*>(pairs.other.values);
   }
   __host__ __device__ uint32_t* turns() const { return static_cast<uint32_t*>(pairs.other.keys); }
-  // Then, the positions of leavers that are listed.
+  // Later: the positions of listed leavers.
   __host__ __device__ uint32_t* listed() const {
     return static_cast<uint32_t*>(pairs.pairs.values);
   }
@@ -51,20 +51,19 @@ struct InsertionOrder {
 InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool scored,
                                char* base);
 
-// Places what a find has missed, counts it, and writes its rows; slots of other positions of these
-// ids are left to resolve_kernel.
+// Places the missing ids of a find, counts them, and writes their rows. resolve_kernel writes the
+// slots of the other positions of these ids.
 void insert_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
                      const Placement& placement, int64_t* slots, const Missing& missing,
                      InsertionOrder* order, cudaStream_t stream);
 
-// Where leavers are wanted, after all positions have their slots: those whose place others have
-// taken and those that are refused, in the order of the batch, then those that are not admitted. In
-// ordered_leavers.cu, as the next.
+// Lists the leavers, after all positions have their slots: evicted and refused entries in the order
+// of the batch, then ids that were not admitted. In ordered_leavers.cu, as the next.
 void write_leavers_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
                             const Placement& placement, const int64_t* slots,
                             const InsertionOrder& order, cudaStream_t stream);
 
-// Remembers what insert_in_order has evicted: of several that share an entry the last.
+// Remembers the ids that insert_in_order has evicted; the last of several that share an entry.
 void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
                        const InsertionOrder& order, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// What leaves a table, or is refused, in an insertion in the order of the batch.
+// Lists evicted and refused entries of an insertion in the order of the batch.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
       });
 }
 
-// A tile a leaver.
+// One tile for each leaver.
 __global__ void __launch_bounds__(kThreads)
     write_leavers_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                          const Placement placement, const int64_t* __restrict__ slots,
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kTile; i < number; i += stride) {
     const int64_t position = order.listed()[i];
     const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
-    const bool left = slots[position] >= 0;  // another has taken its place
+    const bool left = slots[position] >= 0;  // another id has replaced it
     const TableView& table = table_at(tables, batch, position);
     if (lane == 0) {
       if (leavers.tables != nullptr) leavers.tables[to] = static_cast<int32_t>(&table - tables);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One of the ids that were evicted, by the number of the id that has its place.
+// An evicted id, by the number of the id that replaced it.
 struct Evicted {
   const TableView* table;
   EvictedMemory::Place to;
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) clear_claims_kernel(const Missing mi
   }
 }
 
-// The scratch table, which nobody needs any more, keeps 1 + the number of the last id that writes
-// an entry. kClaim: claims; otherwise the last one writes its mark.
+// The scratch table, which is free by now, holds 1 + the number of the last id that writes an
+// entry. kClaim: claims the entry; otherwise the last one writes its mark.
 template <bool kClaim>
 __global__ void __launch_bounds__(kThreads)
     remember_kernel(const TableView* __restrict__ tables, const Batch batch, const Missing missing,

@@ -1,9 +1,8 @@
-// Finding a place for a new id on the GPU, without locks: a free slot by one thread, the place of
-// another entry by a tile of lanes. As each id is placed by itself, whoever claims a slot has it: a
-// free slot by compare-and-swap on its digest, a victim's by compare-and-swap on its last step,
-// which becomes the present one and so is no victim any more. Free slots hold the last step
-// kFreeStep, which is no victim's either. What is read may be stale: it then fails to be claimed,
-// and is read again.
+// Finds a slot for a new id on the GPU, without locks: one thread claims a free slot, or a tile of
+// lanes the slot of a victim. A free slot is claimed by compare-and-swap on its digest; a victim's
+// slot by compare-and-swap on its last step, which becomes the present step, so that the slot is no
+// longer a victim. Free slots have the last step kFreeStep and are never victims. Data that was
+// read may be stale; the claim then fails, and it is read again.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +12,17 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// kOutranked: its score is too low. kNoRoom: all that stand there are pinned.
+// kOutranked: the score of the id is too low. kNoRoom: all entries of its buckets are pinned.
 enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
 
-// A place that is claimed, its digest written; the rest of the entry is still to be written.
+// A claimed slot. Its digest is written; the rest of the entry is not yet.
 struct Place {
   Fate fate;
   int64_t slot;             // kNoSlot: kOutranked or kNoRoom
-  uint64_t replaced_score;  // of the entry that leaves
+  uint64_t replaced_score;  // of the evicted entry
 };
 
-// A first look may come from L1, since two vectors share one of its sectors.
+// The first read may use L1, because two vectors share a sector.
 __device__ __forceinline__ uint4 look(const void* from, bool again) {
   if (!again) return load_vector_cached(from);
   return load_vector_l2(from);
@@ -42,11 +41,11 @@ __device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t 
   return free;
 }
 
-// Claims a free slot, one of `free`, of a bucket; kNoSlot where others were faster.
+// Claims one of the `free` slots of a bucket; kNoSlot if other threads were faster.
 __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t bucket,
                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
-  // Two digests share a word; a neighbour that changes meanwhile is no reason to give up.
+  // Two digests share a word; if the neighbour changes meanwhile, tries again.
   auto* word = reinterpret_cast<uint32_t*>(table.digests) +
                (static_cast<int64_t>(bucket) * kBucketDigests + position) / 2;
   const int shift = position % 2 * 16;
@@ -59,8 +58,8 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
   return kNoSlot;
 }
 
-// What joiners of its bucket wait for follows a claim at once. kPacked: ids and steps are. So
-// below.
+// Writes what joiners of the bucket wait for, right after a claim. kPacked: packed entries. The
+// same below.
 template <bool kPacked>
 __device__ __forceinline__ void write_claimed(const TableView& table, uint32_t bucket, int64_t slot,
                                               int64_t id, uint32_t now) {
@@ -74,8 +73,8 @@ __device__ __forceinline__ void write_claimed(const TableView& table, uint32_t b
   }
 }
 
-// Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot where there is
-// none. By one thread.
+// Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot if there is none.
+// By one thread.
 template <bool kPacked>
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
                                                    const BucketChoice& choice, int64_t id,
@@ -84,7 +83,7 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
     uint32_t bucket = choice.first;
     uint64_t free = free_slots(table, choice.first, again);
     const int number_first = __popcll(free);
-    // An id that has room enough in its first bucket need not look at the second.
+    // If the first bucket has enough room, the second is not read.
     if (!prefers_first(table.bucket_slots, number_first, kBucketDigests)) {
       const uint64_t free_second = free_slots(table, choice.second, again);
       if (!prefers_first(table.bucket_slots, number_first, __popcll(free_second))) {
@@ -92,8 +91,8 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
         free = free_second;
       }
     }
-    // What comes from L1 decides nothing by itself: before an id evicts another it has seen in L2
-    // that both of its buckets are full.
+    // Data from L1 may be stale: before an id evicts another, it has read in L2 that both of its
+    // buckets are full.
     if (free == 0 && again) return kNoSlot;
     if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
@@ -104,22 +103,22 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
 }
 
 struct Joined {
-  int64_t slot;  // kNoSlot: the bucket is full, and the id not there
+  int64_t slot;  // kNoSlot: the bucket is full and does not hold the id
   bool claimed;  // whether it was claimed, and not found
 };
 
-// Finds an id in its first bucket or claims a free slot there and writes its id and last step, as
-// all threads do that have the id: the first to come claims, the others find, without any other
-// agreement. For all claim the lowest slot that they see free. Of two threads one would have to see
-// the other's slot taken, and look at its id, to claim a higher one; and the lower one can't be
-// claimed once it was seen taken, since no slot becomes free meanwhile. By one thread.
+// Finds an id in its first bucket, or claims a free slot there and writes its id and last step. All
+// threads with the id call it: the first one claims, the others find. This needs no other
+// agreement, because all threads claim the lowest slot that they see free, and no slot becomes free
+// meanwhile. A thread claims a higher slot only after it has seen the lower one taken and has
+// compared its id. By one thread.
 template <bool kPacked>
 __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
                                                     const BucketChoice& choice, int64_t id,
                                                     uint32_t now) {
   const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, choice.first));
   const int64_t first = static_cast<int64_t>(choice.first) * table.bucket_slots;
-  prefetch_l2(line, kBucketDigests * sizeof(uint16_t));  // half of it is read after the other
+  prefetch_l2(line, kBucketDigests * sizeof(uint16_t));  // its second half is read after the first
   for (bool again = false;; again = true) {
     uint64_t free = 0, same = 0;
 #pragma unroll 4
@@ -140,7 +139,7 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
       }
     }
     if (being_written) {
-      __nanosleep(32);  // lets a lane of this warp go on that may be the one to write
+      __nanosleep(32);  // lets another lane of this warp run, which may be the writer
       continue;
     }
     if (free == 0 && again) return Joined{kNoSlot, false};
@@ -153,14 +152,14 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
   }
 }
 
-constexpr int kVictimLanes = 8;  // a tile that looks for a victim
+constexpr int kVictimLanes = 8;  // lanes of a tile that searches a victim
 
 struct Victim {
-  int64_t slot;  // kNoSlot: none
+  int64_t slot;  // kNoSlot: no victim
   Rank rank;
 };
 
-// The lowest rank that a lane has seen. Places 0 to 63 are in the first bucket, 64 to 127 in the
+// The lowest rank that a lane has read. Places 0 to 63 are in the first bucket, 64 to 127 in the
 // second.
 struct Lowest {
   Rank rank{~0ull, kFreeStep};
@@ -184,8 +183,8 @@ struct Lowest {
   }
 };
 
-// The slot of the lowest rank in both buckets that is not pinned. Among equals one of the first
-// bucket, where finds see it with one line less. By a tile; `lane` is the thread's in it.
+// The slot of the lowest rank in both buckets that is not pinned. Of equal ranks one of the first
+// bucket, where a find reads one line less. By a tile; lane: of the thread in it.
 __device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                                               uint32_t pinned_from, unsigned tile, int lane) {
   Lowest lowest;
@@ -194,7 +193,7 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
   if (table.bucket_slots == kBucketDigests && table.scores != nullptr) {
-    // Scores of pinned entries, too: they are read at once with the steps, not one by one.
+    // Also loads scores of pinned entries, so that scores and steps are loaded at once.
 #pragma unroll
     for (int bucket = 0; bucket < 2; ++bucket) {
       uint4 steps[kVectorsOfLane];
@@ -262,13 +261,13 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
   return Victim{starts[lowest.place / kBucketDigests] + lowest.place % kBucketDigests, lowest.rank};
 }
 
-// Of an entry that has been claimed: its score as it is stored.
+// The stored score of a claimed entry.
 __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, const Victim& victim) {
   return table.aged == nullptr ? victim.rank.score : load_score(table, victim.slot);
 }
 
-// Claims the place of another entry for an id of this score whose buckets are full. By a tile,
-// whose lanes all get the answer; `refuse_lower` as in Placement.
+// Claims the slot of a victim for an id with this score whose buckets are full. By a tile, whose
+// lanes all get the result. refuse_lower: as in Placement.
 __device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit,
                                               RefuseLower refuse_lower, unsigned tile, int lane) {

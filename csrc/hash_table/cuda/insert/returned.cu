@@ -1,10 +1,9 @@
-// Counts new ids that their table remembers to have evicted (evicted_memory.h), and gives them back
-// half of their counts, behind an insertion in the order of the batch. Others count them as they
-// place them, and remember no counts.
+// After an insertion in the order of the batch: counts new ids that their table remembers as
+// evicted (evicted_memory.h), and restores half of their counts. Other insertions count them when
+// they place them, and restore no counts.
 //
-// Few positions of a batch have one, and to tell takes a chain of reads: table, id, mark. So a
-// block first lists the positions of a part of the batch that have one, and then all its lanes have
-// something to do.
+// Few positions of a batch have a new id, and the check is a chain of reads: table, id, mark. So a
+// block first lists these positions in a part of the batch, and then distributes them to all lanes.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/kernels.h"
@@ -20,7 +19,8 @@ __device__ __forceinline__ unsigned set_flags(const bool* placed, int64_t first,
   if (first >= n) return 0;
   const uint2 flags = *reinterpret_cast<const uint2*>(placed + first);
   unsigned set = 0;
-  // Flags are bytes of 0 or 1: four of a word end up in the four bits of its highest byte.
+  // Flags are bytes of 0 or 1. The multiplication collects the four flags of a word in its highest
+  // byte.
   const auto add = [&](uint32_t word, int at) { set |= (word * 0x01020408u >> 24 & 15u) << at; };
   add(flags.x, 0);
   add(flags.y, 4);
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int number;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kPart; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kPart) {
-    __syncthreads();  // the last part is done with
+    __syncthreads();  // the last part is finished
     if (threadIdx.x == 0) number = 0;
     __syncthreads();
     const int first = static_cast<int>(threadIdx.x) * kFlagsAThread;
