@@ -1,4 +1,4 @@
-// Rows and states that change places between frames and host memory, a warp's together.
+// Exchanges rows and states of a warp between frames and host memory.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A vector that changes places, as the lanes see it that move it.
+// A vector to exchange.
 struct Exchange {
   char* frame;
-  char* out;       // what the frame holds goes there; null: nowhere
-  const char* in;  // comes into the frame; null: nothing
-  int64_t bytes;   // 0: there is none
+  char* out;       // destination of the frame's contents; null: not written
+  const char* in;  // source of the frame's new contents; null: none
+  int64_t bytes;   // 0: no vector
 };
 
-// Rows, or states, of a warp's lanes in `busy` change places. As many lanes take one as it has
-// pieces, so that what goes to host memory goes there in long runs; and kAtOnce go by at a time.
+// Exchanges the rows or states of the lanes in `busy`. As many lanes move a vector as it has
+// pieces, so that writes to host memory are long; kAtOnce vectors are moved at a time.
 template <typename Piece>
 __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, const TableView* mine,
                                                  unsigned busy, int64_t frame, int64_t leaver,
@@ -27,7 +27,7 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
   const TableView* first = table_of_lane<false>(mine, __ffs(static_cast<int>(busy)) - 1);
   int lanes = 1;  // of a vector
   while (lanes < kWarp && lanes * kPiece < (first->*store).bytes()) lanes *= 2;
-  const int vectors = kWarp / lanes;  // beside each other
+  const int vectors = kWarp / lanes;  // vectors side by side
   const int lane = threadIdx.x % kWarp;
   for (unsigned left = busy; left;) {
     Exchange its[kAtOnce];
@@ -47,8 +47,7 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
       its[k].bytes = number < __popc(left) ? of.bytes() : 0;
       longest = max(longest, its[k].bytes);
     }
-    // The same lane reads a piece of the frame and then writes it, so what comes can be under way
-    // while the other leaves.
+    // The same lane reads a piece of the frame and then writes it, so both directions overlap.
     for (int64_t b = lane % lanes * kPiece; b < longest; b += lanes * kPiece) {
       Piece comes[kAtOnce], goes[kAtOnce];
 #pragma unroll
@@ -72,8 +71,8 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
   }
 }
 
-// Of each lane that is busy, the row and the state of `leaver` go home from its frame, and those of
-// `slot` come there. kNoSlot: nothing goes, or comes. All lanes.
+// For each busy lane: writes the row and state of `leaver` from its frame to home, and loads those
+// of `slot` into the frame. kNoSlot: nothing to write, or to load. Called by all lanes.
 __device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
                                               int64_t leaver, int64_t slot) {
   const auto of = [&](RowStore TableView::* store, bool wanted) {

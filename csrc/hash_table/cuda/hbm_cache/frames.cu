@@ -10,7 +10,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Rows and states of new ids are written, in the frames that they got or at home.
+// Writes rows and states of new ids, in their frames or at home.
 template <NewRows kRows>
 __global__ void __launch_bounds__(kThreads)
     write_new_kernel(const TableView* __restrict__ tables, const Batch batch,
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
       mine = &table_at(tables, batch, position);
       if (mine->frames.tags != nullptr) {
         slot = slots[position] - mine->first_slot;
-        // By now another call may have given it to another row, whose move is still to come.
+        // Another call may have given the frame to another row, which has not moved yet.
         if (places[position] != 0) {
           const Frames& frames = mine->frames;
           frame = frames.frame_at(frames.home_of(slot).set, places[position] - 1);
@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp a set.
+// One warp for each set.
 __global__ void __launch_bounds__(kThreads)
     write_home_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
-  const int lane = threadIdx.x % kWarp;  // of the first, one a frame
+  const int lane = threadIdx.x % kWarp;  // of the first set, one for each frame
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     const uint64_t tags = frames.load_tags(set);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp a set. Frames that are taken stay so.
+// One warp for each set. Occupied frames stay occupied.
 __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);

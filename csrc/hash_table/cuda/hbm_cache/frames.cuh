@@ -1,4 +1,4 @@
-// Frames on the GPU: finding, taking and marking them.
+// Finds, takes and marks frames on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Sets a bit of a tag. Testing first keeps hot rows from changing one word thousands of times.
+// Sets a bit of a tag. Testing first avoids thousands of atomics for a hot row.
 __device__ __forceinline__ void mark(const Frames& frames, int64_t set, int place, uint64_t tags,
                                      uint32_t bit) {
   const unsigned long long bits = static_cast<unsigned long long>(bit) << place * frames.bits;
   if (!(tags & bits)) atomicOr(&frames.tags[set], bits);
 }
 
-// The frame of a slot whose row or state is going to be written, or kNoFrame. One of the threads
-// that write it is to be `marking`.
+// The frame of a slot whose row or state will be written, or kNoFrame. One of the writing threads
+// must be `marking`.
 __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t slot,
                                                   bool marking) {
   if (frames.tags == nullptr) return kNoFrame;
@@ -33,20 +33,20 @@ __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t sl
   return table.rows.at(slot, frame_to_write(table.frames, slot, marking));
 }
 
-// What became of a slot that asked for a frame.
+// The result of a request for a frame.
 struct FrameClaim {
   int64_t frame = kNoFrame;  // kNoFrame: the row stays at home
-  int64_t leaver = kNoSlot;  // whose row must be written home first
+  int64_t leaver = kNoSlot;  // slot whose row must be written home first
   bool taken = false;        // the frame is new to the slot
 };
 
-// Gives a slot that the present call has touched a frame, if it has none. No slot may be touched or
-// filled meanwhile. kNew: the slot's id is new, its row at home means nothing, and its frame
-// becomes dirty. The caller has to move the rows.
+// Gives a frame to a slot that the present call has touched, if it has none. No slot may be touched
+// or filled meanwhile. kNew: the slot's id is new, its row at home has no meaning, and its frame
+// becomes dirty. The caller must move the rows.
 //
-// Under LRU rows that were touched again since they came, in another call or at another position,
-// go after those that were not: of skewed ids most that come are rare, and would push rows out that
-// are touched every few calls.
+// Under LRU, rows that were touched again after they came leave after those that were not: most
+// incoming ids of a skewed distribution are rare, and would evict rows that are touched every few
+// calls.
 template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
@@ -64,8 +64,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       claim.frame = frames.frame_at(set, place);
       return claim;
     }
-    // All are on their way at once. kFreeStep: the frame is free, or its entry is gone, and nobody
-    // wants its row.
+    // Loads all at once. kFreeStep: the frame is free, or its entry has left the table.
     uint32_t steps[kMostOfSet];
 #pragma unroll
     for (int p = 0; p < kMostOfSet; ++p) {

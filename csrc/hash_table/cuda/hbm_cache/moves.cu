@@ -10,13 +10,13 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Some MB of rows are a stretch where a group has as many as host memory holds.
+// A stretch has some MB of rows in a group as large as host memory.
 constexpr uint32_t kMostStretches = 1 << 15;
 constexpr int kScanThreads = 1024;
 
-// In the scratch.
+// Layout of the scratch.
 struct Layout {
-  size_t list;  // behind the counts of stretches, and the numbers of all and of those taken
+  size_t list;  // after the counts of stretches, the total number and the number of taken moves
   size_t bytes;
   Moves moves;
 
@@ -36,12 +36,12 @@ struct Layout {
   }
 };
 
-// What a warp counts: of one table at a time, so that few warps change its counters.
+// Counts of a warp, of one table at a time, so that few atomics go to its counters.
 struct ClaimTally {
   const TableView* table = nullptr;
   uint32_t fetched = 0, host_hits = 0, written_home = 0;
 
-  // has_slot: of the lane, without which it counts nothing. All lanes.
+  // has_slot: whether the lane counts. Called by all lanes.
   __device__ __forceinline__ void add(const TableView* mine, bool has_slot, bool is_fetched,
                                       bool is_host_hit, bool is_written_home) {
     const unsigned lanes = __ballot_sync(kAllLanes, has_slot);
@@ -69,8 +69,8 @@ struct ClaimTally {
   }
 };
 
-// Frames are given to rows that have none, and the moves listed. A block has a part of the batch,
-// and says once for all its threads how many of their moves it lists.
+// Gives frames to rows without one, and lists the moves. A block has a part of the batch, and adds
+// the number of its moves once for all its threads.
 __global__ void __launch_bounds__(kThreads)
     claim_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                  const int64_t* __restrict__ slots, const bool* __restrict__ placed, bool others,
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     uint32_t at = listed_before + __popc(listed & ((1u << lane) - 1));
     for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
-    __syncthreads();  // the next round writes there
+    __syncthreads();  // the next round overwrites it
     if (!comes && !leaves) continue;
     const Move move(mine->first_slot + slot, place, is_new,
                     leaves ? 1 + mine->frames.home_of(claim.leaver).number : 0);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
   tally.flush();
 }
 
-// Where each stretch's moves begin. One block.
+// Computes the begin of each stretch's moves. One block.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
   using Scan = BlockScan<uint32_t, kScanThreads>;
   constexpr int kVectors = kMostStretches / kScanThreads / 4;  // of a thread
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const Moves moves) {
   }
 }
 
-// Each four moves are of another warp than the next four, so that what is under way at a time is
-// of few stretches. A lane has one of 32 that its warp takes, four by four, one after the other.
+// Groups of four moves go to different warps, so that the moves in flight are of few stretches. A
+// warp takes 32 moves, eight groups of four, and a lane has one of them.
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const TableView* __restrict__ tables, const Moves moves) {
   constexpr uint32_t kNeighbours = 4;
@@ -201,12 +201,12 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& vis
 
 void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
                const MovingRows& moving, cudaStream_t stream) {
-  // Not chained: the stream may have to wait for other streams in between.
+  // Not chained, because the stream may have to wait for other streams in between.
   if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
     move_in_bulk(tables, moves, moving.bulk_bytes, processors(), stream);
   } else {
-    // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
-    // kernels on other streams, such as the backward of the batch before.
+    // Blocks on half of the multiprocessors saturate the link, and leave room for kernels of other
+    // streams, such as the backward of the previous batch.
     exchange_kernel<<<std::min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0,
                       stream>>>(tables, moves);
     HKV_CUDA_CHECK_LAUNCH();

@@ -1,4 +1,4 @@
-// Rows that a batch has touched get frames and come there, and others leave, in the order of
+// Gives frames to the rows that a batch has touched, and moves rows in and out in the order of
 // addresses.
 #pragma once
 
@@ -11,12 +11,12 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A row that has got a frame, in a word.
+// A row that has got a frame, in one word.
 class Move {
  public:
-  // slot: numbered through the group. place: of the frame, in its set. is_new: what is at home
-  // means nothing, and does not come. leaver: 1 + the number in the set of the slot whose row
-  // leaves the frame; 0: nothing leaves.
+  // slot: numbered through the group. place: of the frame, in its set. is_new: the row at home has
+  // no meaning and is not loaded. leaver: 1 + the number in the set of the slot whose row leaves
+  // the frame; 0: no row leaves.
   __device__ __forceinline__ Move(int64_t slot, int64_t place, bool is_new, uint32_t leaver)
       : bits_(static_cast<uint64_t>(slot) << kLow | static_cast<uint64_t>(place) << kPlaceAt |
               static_cast<uint64_t>(is_new) << kNewAt | leaver) {}
@@ -35,11 +35,11 @@ class Move {
   uint64_t bits_;
 };
 
-// Where it goes by.
+// The addresses of a move.
 struct MoveAt {
   const TableView* table;
-  int64_t slot;    // whose row comes, or kNoSlot
-  int64_t leaver;  // whose row goes home, or kNoSlot
+  int64_t slot;    // slot whose row is loaded, or kNoSlot
+  int64_t leaver;  // slot whose row is written home, or kNoSlot
   int64_t frame;
 
   __device__ __forceinline__ MoveAt(const TableView* tables, int32_t num_tables, const Move& move)
@@ -56,14 +56,14 @@ struct MoveAt {
 // The moves of a call, ordered by *stretches* of the group's slots, which are neighbours in host
 // memory.
 struct Moves {
-  uint32_t* stretches;  // [4 * vectors] moves of each; later, where the next of each belongs
-  uint32_t* number;     // of all
-  uint32_t* taken;      // of these, by warps that move in bulk
+  uint32_t* stretches;  // [4 * vectors] moves of each stretch; later the place of its next move
+  uint32_t* number;     // number of all moves
+  uint32_t* taken;      // number of moves that warps with bulk copies have taken
   Move* claimed;        // [ids]
   Move* ordered;        // [ids]
-  uint8_t* new_places;  // [ids] of a new id 1 + the frame's place in its set; 0: it has none
+  uint8_t* new_places;  // [ids] for a new id 1 + the frame's place in its set; 0: no frame
   uint32_t vectors;     // of four stretches
-  int32_t shift;        // of a slot's number, to its stretch
+  int32_t shift;        // shift from a slot's number to its stretch
   int32_t num_tables;   // of the group
 
   __device__ __forceinline__ uint32_t& stretch_of(const Move& move) const {
@@ -71,18 +71,18 @@ struct Moves {
   }
 };
 
-// Rows of ids that were `placed` get frames, and, where `others` is set, those of the batch's other
-// ids, if they can be had. Nothing has moved yet. scratch: moves_scratch bytes, until it has.
+// Gives frames, if available, to the rows of `placed` ids and, if `others` is set, of the batch's
+// other ids. Does not move rows yet. scratch: moves_scratch bytes, used until the rows have moved.
 Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& visit,
                    const int64_t* slots, const bool* placed, bool others, const MovingRows& moving,
                    void* scratch, cudaStream_t stream);
 size_t moves_scratch(int64_t num_ids, const MovingRows& moving);
 
-// Makes the moves. Those of calls must be made in the calls' order.
+// Moves the rows. The moves of several calls must be made in the order of the calls.
 void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
                const MovingRows& moving, cudaStream_t stream);
 
-// The same by bulk copies, on sm_90 and above (in moves_bulk.cu).
+// The same by bulk copies, on sm_90 and later (in moves_bulk.cu).
 void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
                   cudaStream_t stream);
 

@@ -1,5 +1,4 @@
-// Moves by bulk copies through shared memory, which have the link as busy as moves by lanes with a
-// fraction of the warps.
+// Moves by bulk copies through shared memory, which saturate the link with a fraction of the warps.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -10,17 +9,17 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kStages = 2;
-// What comes into a stage, of which as much leaves: with two stages on each multiprocessor enough
-// for the link. More under way would be of pages further apart, and in the way of other kernels.
+// Bytes that a stage loads; it writes as many. Two stages on each multiprocessor saturate the link.
+// More in flight would touch pages further apart, and delay other kernels.
 constexpr int kStageBytes = 1024;
 
 #if __CUDA_ARCH__ >= 900
-// A row that comes into a frame, and one that leaves it.
+// A row that is loaded into a frame, and one that leaves it.
 struct Passing {
-  const char* home = nullptr;  // of what comes; null: nothing does
-  char* out = nullptr;         // home of what leaves; null: nothing does
+  const char* home = nullptr;  // source of the loaded row; null: none
+  char* out = nullptr;         // home of the leaving row; null: none
   char* frame = nullptr;
-  uint32_t bytes = 0;  // of each; 0: there is no move
+  uint32_t bytes = 0;  // bytes of each; 0: no move
 
   Passing() = default;
   __device__ __forceinline__ explicit Passing(const MoveAt& move) {
@@ -36,11 +35,11 @@ struct Passing {
 };
 #endif
 
-// A warp a block. It takes `rows` moves for a stage, the next of all that no warp has taken: so
-// what is under way at a time is of neighbours, however unlike the warps' shares of their
-// multiprocessors are, and all end together. A lane below `rows` has one row of each stage, and
-// room for what comes and what leaves; while a stage's copies from host memory and frames are under
-// way, those of the stage before, which have arrived, go on to frames and host memory.
+// Blocks of one warp. For each stage a warp takes the next `rows` moves that no warp has taken. So
+// the moves in flight are neighbours, however fast the warps are, and all warps end together. A
+// lane below `rows` has one row of each stage, with memory for the loaded and the leaving row.
+// While the copies of a stage from host memory and frames are in flight, those of the previous
+// stage, which have arrived, are written to frames and host memory.
 __global__ void __launch_bounds__(kWarp)
     bulk_kernel(const TableView* __restrict__ tables, const Moves moves, uint32_t rows,
                 uint32_t room) {
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kWarp)
   const uint32_t number = *moves.number;
   const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
   // Two turns ahead the warp takes moves, one turn ahead it loads them.
-  uint32_t taken = 0;  // by lane 0
+  uint32_t taken = 0;  // taken by lane 0
   bool loaded = false;
   Move ahead(0, 0, true, 0);
   const auto take = [&] {
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kWarp)
         wait_for_bulk_copies_out();
         return;
       }
-      wait_for_bulk_reads();  // of the next stage's room, by the turn before
+      wait_for_bulk_reads();  // the previous turn's reads of the next stage's memory
       __syncwarp();
       passing[next] = begin(next);
       arrived[stage].wait(phase);

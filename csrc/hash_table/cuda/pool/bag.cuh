@@ -1,4 +1,4 @@
-// Bags on the GPU, of rows of any type, dim and place.
+// Bags on the GPU, for rows of any type, dim and location.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// One bag of one feature, as a tile of lanes works on it.
+// One bag of one feature, for a tile of lanes.
 struct Bag {
   int64_t first;  // positions [first, last)
   int64_t last;
   float scale;  // of the whole bag
   int32_t feature;
-  int64_t output;  // place of its outputs
+  int64_t output;  // position of its outputs
 };
 
-// A bag whose offsets can't be followed is reported, and has no ids.
+// A bag with invalid offsets is reported, and has no ids.
 template <int kLanes>
 __device__ __forceinline__ Bag bag_at(const Batch& batch, int64_t number, bool mean,
                                       int64_t stride) {

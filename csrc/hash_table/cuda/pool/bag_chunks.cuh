@@ -1,4 +1,4 @@
-// The positions of neighbouring bags in chunks, as a tile of lanes works through them.
+// Iterates over the positions of neighbouring bags in chunks, for a tile of lanes.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,23 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A chunk: positions that follow each other, at most one a lane, of bags of which there are at most
-// as many. A lane knows of the position with its number, and of the bag with its number.
+// A chunk: consecutive positions, at most one for each lane, of at most as many bags. A lane has
+// the data of the position and of the bag with its number.
 struct BagChunk {
-  int64_t at;      // its first position
-  int32_t count;   // of positions
-  int32_t bag;     // its first bag, counted from the tile's first
+  int64_t at;      // first position
+  int32_t count;   // number of positions
+  int32_t bag;     // first bag, counted from the tile's first
   unsigned done;   // bit i: bag i ends in the chunk, or with it
-  unsigned empty;  // of these, those without positions
-  int32_t end;     // of the lane's bag, counted from the first position; at most one a lane, and 1
+  unsigned empty;  // those of `done` without positions
+  int32_t end;     // end of the lane's bag, counted from the first position; at most the number of
+                   // lanes + 1
   int64_t slot;    // of the lane's position
   float mean_scale;  // of the lane's bag
-  bool good;  // bags' offsets can be followed; otherwise the tile's bags from here on can't be
+  bool good;         // offsets are valid; otherwise those of the tile's bags from here on are not
 };
 
-// A tile's bags, chunk by chunk. What tells of the next chunk is under way while the tile works on
-// one.
+// The bags of a tile, chunk by chunk. The data of the next chunk is loaded while the tile works on
+// the present one.
 template <int kLanes>
 struct BagChunks : Tile<kLanes> {
   using Tile<kLanes>::lane;
@@ -34,10 +35,10 @@ struct BagChunks : Tile<kLanes> {
   const int64_t* offsets;  // of the tile's first bag
   int64_t first;           // its number
   int32_t bags;
-  int32_t bag;  // the first one that is not done
+  int32_t bag;  // the first bag that is not done
   int64_t bag_begins;
   int64_t at;          // the next position
-  int64_t ends, slot;  // on their way: of the lane's bag and position
+  int64_t ends, slot;  // being loaded: of the lane's bag and position
 
   __device__ __forceinline__ BagChunks(const Batch& batch, const int64_t* __restrict__ slots,
                                        const BagRange& range)
@@ -47,7 +48,7 @@ struct BagChunks : Tile<kLanes> {
   }
   __device__ __forceinline__ bool left() const { return bag < bags; }
 
-  // Reports bags whose offsets can't be followed.
+  // Reports bags with invalid offsets.
   template <bool kMean>
   __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
                                            bool mean) {
@@ -79,7 +80,7 @@ struct BagChunks : Tile<kLanes> {
   }
 
  private:
-  // Whatever offsets are, reads only what is there.
+  // Reads only valid positions, for any offsets.
   __device__ __forceinline__ void load(const Batch& batch, const int64_t* __restrict__ slots) {
     ends = offsets[min(bag + lane(), bags - 1) + 1];
     const int64_t mine = at + lane();

@@ -1,4 +1,4 @@
-// Neighbouring bags of one feature, as a tile of lanes works on them.
+// Neighbouring bags of one feature, for a tile of lanes.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +15,17 @@ constexpr int kMostBags = 16;  // of a tile
 // Neighbouring bags of one feature.
 struct BagRange {
   int32_t feature;
-  int32_t bags;    // 0: there are none
+  int32_t bags;    // 0: no bags
   int64_t sample;  // of the first bag
   int64_t first;   // number of the first bag
 };
 
-// How bags are dealt out to tiles.
+// Distributes bags to tiles.
 struct BagTiling {
   int32_t bags_of_tile;
-  int64_t tiles_of_feature;  // where features have equally many
+  int64_t tiles_of_feature;  // of each feature, if features have equally many bags
 
-  // As many bags as have about so many positions, but no more than `most`.
+  // As many bags as have about this number of positions, but at most `most`.
   BagTiling(const Batch& batch, int64_t positions, int64_t most) {
     const int64_t fit = batch.num_ids == 0 ? most : positions * batch.num_bags / batch.num_ids;
     bags_of_tile = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, most));
@@ -37,8 +37,8 @@ struct BagTiling {
     return batch.ragged == nullptr ? tiles_of_feature * batch.num_features
                                    : first_ragged(batch.num_bags, batch.num_features);
   }
-  // Number of a feature's first tile, where features have different numbers: of so many tiles all
-  // of its bags find room, whichever its first one is.
+  // Number of a feature's first tile, if features have different numbers of bags. There are enough
+  // tiles for all bags of a feature, wherever its first bag is.
   HKV_HOST_DEVICE int64_t first_ragged(int64_t first_bag, int32_t feature) const {
     return static_cast<uint32_t>(first_bag) / static_cast<uint32_t>(bags_of_tile) + feature;
   }
@@ -73,20 +73,20 @@ struct BagTiling {
 #endif
 };
 
-// A tile's bags. All its lanes have the same, but for `ends` and `starts`.
+// The bags of a tile. All lanes have the same values, except for `ends` and `starts`.
 template <int kLanes>
 struct BagTile : Tile<kLanes> {
   using Tile<kLanes>::lane;
   using Tile<kLanes>::of_lane;
 
-  int32_t feature;  // batch.num_features or more: there are no bags
+  int32_t feature;  // batch.num_features or more: no bags
   int64_t sample;   // of the first bag
   int bags;
   int64_t begin, end;    // positions of all bags
   int64_t starts, ends;  // of the bag with the lane's number
 
-  // Bags whose offsets can't be followed are reported; those of the tile have no positions then.
-  // number: of the tile.
+  // Invalid offsets are reported, and the bags of the tile have no positions then. number: of the
+  // tile.
   __device__ __forceinline__ BagTile(const Batch& batch, const BagTiling& tiling, int64_t number) {
     const BagRange range = tiling.range_of(batch, number);
     feature = range.bags == 0 ? batch.num_features : range.feature;

@@ -13,12 +13,12 @@ namespace {
 
 constexpr int kBagsOfWarp = 4;
 
-// Has the rows of a warp's bags brought into the second-level cache all at once: a lane an id.
+// Prefetches the rows of a warp's bags into L2, one id for each lane.
 __device__ __forceinline__ void prefetch_rows(const TableView& table, const int64_t* slots,
                                               int64_t first, int64_t last) {
   const uint32_t bytes = static_cast<uint32_t>(table.rows.bytes());
   if (bytes % 16 != 0) return;
-  constexpr int64_t kMost = 2 * kWarp;  // of long bags the first ids will do
+  constexpr int64_t kMost = 2 * kWarp;  // long bags: the first ids are enough
   const int64_t end = min(last, first + kMost);
   for (int64_t at = first + threadIdx.x % kWarp; at < end; at += kWarp) {
     const int64_t slot = slots[at];
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// So many that the parameters of a kernel hold them: they need no memory of the host that would
-// have to stay, not even for a CUDA graph.
+// As many as fit the parameters of a kernel. So no host memory has to stay alive, not even for a
+// CUDA graph.
 constexpr int64_t kFeaturesOfCopy = 128;
 struct SomeFeatureBags {
   FeatureBags of[kFeaturesOfCopy];

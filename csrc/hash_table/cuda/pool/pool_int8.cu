@@ -1,5 +1,5 @@
-// A tile of lanes pools a bag; a lane has four columns, one word of a row. The words and scales of
-// some rows are under way at any time. Bags of other tables of the group go the general way.
+// A tile of lanes pools a bag. A lane has four columns, which are one word of a row. The words and
+// scales of several rows are in flight. Bags of other tables of the group use the general code.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag.cuh"
 #include "hash_table/cuda/pool/pool_int8.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kAhead = 8;  // rows
 
-// Four columns of a row, as they are stored.
+// Four stored columns of a row.
 struct Word {
   uint32_t bytes;
   float scale;  // of the row

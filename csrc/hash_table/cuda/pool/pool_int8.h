@@ -1,4 +1,4 @@
-// The forward of groups in which some table has rows of 8 bits.
+// The forward of groups with rows of 8 bits.
 #pragma once
 
 #include <cstdint>

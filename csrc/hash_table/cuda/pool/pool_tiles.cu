@@ -1,16 +1,15 @@
 // Pooling by tiles: as many lanes as a row has vectors of 16 bytes work on neighbouring bags of one
-// feature. A vector holds four columns, or eight where all rows of the group have 16-bit columns. A
-// lane looks up the address of one position's row, for all positions of a chunk at once. Rows then
-// come to shared memory in groups, some of which are under way at any time, across the borders of
-// chunks and bags, and hold no registers meanwhile. They come through L1, which serves hot ones.
-// Each lane copies what it adds up itself, so lanes don't wait for each other.
+// feature. A vector holds four columns, or eight if all rows of the group have 16-bit columns. Each
+// lane looks up the address of one position's row. Rows are then copied to shared memory in groups,
+// several of which are in flight, also across chunks and bags; this holds no registers. Copies go
+// through L1, which serves hot rows. Each lane copies the columns that it sums, so lanes do not
+// wait for each other.
 //
-// Where batches have a hot id, at a large part of a feature's positions, a tile looks whether its
-// first chunk has one. The row then stays in registers, is not copied, and is added where its
-// positions are.
+// If batches have a hot id, which is at a large part of a feature's positions, a tile checks
+// whether its first chunk has one. The row is then kept in registers and added at its positions
+// without a copy.
 //
-// Blocks are small and don't last long: a kernel of another stream, if that has a higher priority,
-// gets its place among them soon.
+// Blocks are small and short, so that a kernel of a stream with a higher priority starts soon.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
@@ -22,24 +21,23 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// What a kernel knows of the columns of all rows: they are float32, or all have 16 bits; or
-// neither.
+// The types of rows that a kernel serves: all float32, all 16 bits, or any.
 enum class Storage { kFloat32, k16Bits, kAny };
 
 constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16Bits ? 8 : 4; }
 
 constexpr int kPoolThreads = 128;
-// Blocks of a multiprocessor. Eight columns a lane take more registers.
+// Blocks of a multiprocessor. Eight columns for each lane take more registers.
 constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
 constexpr int kGroup = 4;   // rows
-constexpr int kGroups = 3;  // under way; more take L1 from hot rows
-// Of a tile, where all run at once and take three quarters of the room.
+constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
+// Chunks of a tile, if all tiles run at once and take three quarters of the GPU.
 constexpr int kChunksTogether = 4;
-constexpr int kTags = 64;  // of the chunk and of the groups under way
+constexpr int kTags = 64;  // tags of the chunk and of the groups in flight
 
-// What a tag says of a position: the number of the bag that ends there, from 1 on, or 0.
+// The tag of a position: the number of the bag that ends there, from 1 on, or 0.
 constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
-// With a hot row, how often that is to be added before the position's own stands above the bag.
+// With a hot row: the upper bits count how often it is added before the row of the position.
 constexpr int kTagBagBits = 12;
 constexpr uint32_t kMostTimes = 1u << 18;
 
@@ -53,9 +51,8 @@ struct alignas(16) PoolRing {
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
 static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 
-// The lane's columns of a row, as they are stored. kStay: they leave the second-level cache last.
-// columns, of rows of 16 bits: 8, or 4 at the end of a row; together: rows are multiples of 16
-// bytes.
+// Copies the lane's columns of a stored row. kStay: L2 evicts them last. columns: for rows of 16
+// bits 8, or 4 at the end of a row. together: rows are multiples of 16 bytes.
 template <Storage kStorage, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type,
                                              int columns, bool together) {
@@ -76,32 +73,32 @@ __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowTy
   }
 }
 
-// Sixteen bytes of a row, or zeros.
+// Copies sixteen bytes of a row, or zeros.
 __device__ __forceinline__ void copy_or_clear(float4* to, const char* from, bool copies) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(copies ? 16 : 0)
                : "memory");
 }
 
-// The items of a chunk: positions whose rows are copied, all, or those that don't have the tile's
-// hot slot or end a bag. A lane knows of the position with its number.
+// The items of a chunk: the positions whose rows are copied. These are all, or those that end a bag
+// or do not have the tile's hot slot. A lane has the data of the position with its number.
 struct Items {
   unsigned mask;   // of positions
   int number;      // of items
-  int index;       // of the lane's position, if it is one
-  uint32_t times;  // how often the hot row stands between it and the item before
+  int index;       // of the lane's position, if that is an item
+  uint32_t times;  // occurrences of the hot row between the previous item and this one
 };
 
-// What a tile knows of its hot slot.
+// The hot slot of a tile.
 template <int kLanes>
 struct HotSlot : Tile<kLanes> {
   using Tile<kLanes>::lane;
 
   int64_t slot = kNoSlot;  // in the table
-  uint32_t carried = 0;    // how often it stands behind the last item of the chunks before
+  uint32_t carried = 0;    // occurrences after the last item of earlier chunks
 
-  // Of a tile's first chunk, where a quarter of its positions has the same. slot_in_table: of the
-  // lane's position, if that has a row.
+  // Selects the slot at a quarter or more of the positions of the tile's first chunk.
+  // slot_in_table: of the lane's position, if that has a row.
   __device__ __forceinline__ void look(int64_t slot_in_table, bool has_row) {
     const uint32_t mine = has_row ? static_cast<uint32_t>(slot_in_table) : ~lane();
     const int same = __popc(__match_any_sync(Tile<kLanes>::mask(), mine));
@@ -109,8 +106,8 @@ struct HotSlot : Tile<kLanes> {
     if (many == 0) return;
     slot = Tile<kLanes>::of_lane(slot_in_table, __ffs(static_cast<int>(many)) - 1);
   }
-  // bag_end: where the lane's bag ends, one behind its last position, if it ends in the chunk, else
-  // 0. all: rows of all positions are copied.
+  // bag_end: end of the lane's bag (one after its last position) if it ends in the chunk, else 0.
+  // all: rows of all positions are copied.
   __device__ __forceinline__ Items items(int64_t slot_in_table, int count, int bag_end, bool all) {
     const bool there = lane() < count;
     Items its{~0u, count, lane(), lane() == 0 ? carried : 0};
@@ -132,13 +129,12 @@ struct HotSlot : Tile<kLanes> {
   }
 };
 
-// What a kernel knows of its rows: nothing; that there may be hot slots; or that each bag has one
-// (kManyOnce). The last two are of float32 rows without scales.
+// kHot: there may be hot slots. kOnce: each bag has one id. Both have float32 rows without scales.
 enum class Rows { kAny, kHot, kOnce };
 
-// How long a tile is where not all run at once: as long as there are so many rounds of those that
-// have room at a time, but no longer than `most`. A tile that knows a hot slot waits for fewer
-// rows, so what it waits for at first weighs more.
+// The length of a tile if not all tiles run at once: such that there are `rounds` rounds of the
+// tiles that run at a time, but at most `most`. A tile with a hot slot waits for fewer rows, so its
+// start weighs more.
 struct TileLength {
   int rounds;
   int most;  // chunks, about
@@ -168,13 +164,13 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
   __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
   PoolRing<kLanes, kScaled>& ring = rings[threadIdx.x / kLanes];
-  wait_for_kernel_before();  // which may have written slots, or what says of bags
+  wait_for_kernel_before();  // which may have written slots or offsets
   const Tile<kLanes> tile;
   const int lane = tile.lane();
   const BagRange range = tiling.range_of(
       batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
   if (range.bags == 0) return;
-  // Held in registers, since copies to shared memory make the compiler read all memory again.
+  // Kept in registers, because copies to shared memory make the compiler reload all memory.
   const TableView& table = tables[batch.feature_tables[range.feature]];
   const int64_t first_slot = table.first_slot;
   const auto num_slots = static_cast<uint64_t>(table.num_slots);
@@ -209,9 +205,9 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     Row hot_row = Row::zero();
     bool is_first = true;  // of the chunks
     int group = 0;         // number of the next one
-    int place = 0;         // its place among those under way
+    int place = 0;         // its place among the groups in flight
     int under_way = 0;     // groups
-    // Adds up the group whose place is given, the earliest of those under way.
+    // Adds the rows of the group at this place, the earliest of those in flight.
     const auto finish = [&](int its_place, int its_tags) {
       const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
       const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
@@ -220,7 +216,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
       const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
       if (kStorage == Storage::k16Bits && (all_tags & kTagInitial)) {
-        // Instead of an initial row its id is there. Not unrolled, since this takes registers.
+        // For an initial row, the ring holds the id. Not unrolled, to save registers.
 #pragma unroll 1
         for (int k = 0; k < kGroup; ++k) {
           const float4* const from = &ring.rows[its_place][k][lane];
@@ -248,7 +244,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         }
         return Row::load(type, reinterpret_cast<const char*>(&stored[k]), 0);
       };
-      if (all_tags == 0) {  // the quick case
+      if (all_tags == 0) {  // the fast case
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) sum.add(kScaled ? scales[k] : 1.0f, row_of(k));
         return;
@@ -304,10 +300,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         items = hot.items(slot_in_table, chunk.count, ends_here ? chunk.end : 0, missing != 0);
       }
       const int tag = (tags_of(group) + items.index) & (kTags - 1);
-      __syncwarp(tile.mask());  // all have read those of the chunk before
+      __syncwarp(tile.mask());  // all lanes have read the addresses of the previous chunk
       if (kHot) {
         if (lane >= items.number) {
-          ring.addresses[lane] = homes;  // from where nothing is copied
+          ring.addresses[lane] = homes;  // nothing is copied from there
           ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
         }
         if (there && (items.mask >> lane & 1)) {
@@ -319,7 +315,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
       }
       if (kScaled) {
-        // Of the bags' ends those that are not behind the position: its bag.
+        // The number of bags that end at the position or before: its bag.
         int bag = 0;
 #pragma unroll
         for (int step = kLanes / 2; step; step /= 2) {
@@ -372,7 +368,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
             if (mine && missing >> (first + k) & 1) {
               const int64_t id = batch.ids[chunk.at + first + k];
               if constexpr (kStorage == Storage::k16Bits) {
-                // Initial rows are not rounded to 16 bits, so they have no room here.
+                // Initial rows are not rounded to 16 bits, so they do not fit here.
                 *reinterpret_cast<int64_t*>(to) = id;
               } else {
                 Row::initial(table.initial_rows, id, table.column_offset + column)
@@ -403,9 +399,9 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
 template <int kLanes>
 void launch(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
             Output<char> out, const GroupShape& shape, bool hot, cudaStream_t stream) {
-  // Neighbouring bags share what a tile waits for at first; yet there should be some tiles for
-  // each that has room at a time. Where few chunks are enough for all tiles to run at once, they
-  // do, and leave room for what runs beside.
+  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
+  // If few chunks for each tile are enough for all tiles to run at once, they do so, and leave room
+  // for concurrent kernels.
   int device = 0, processors = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));

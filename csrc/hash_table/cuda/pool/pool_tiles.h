@@ -15,9 +15,9 @@ void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* 
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream);
 
-// Positions from which on rows that are read once leave nothing in the second-level cache that the
-// next kernels need: where each bag has one, they are read as what leaves it last. The memory
-// serves reads among as many writes faster then.
+// From this number of positions on, rows that are read once evict from L2 all that the next kernels
+// need. If each bag has one id, rows are then read with the evict-last policy, with which memory
+// serves reads among as many writes faster.
 constexpr int64_t kManyOnce = int64_t{1} << 19;
 
 }  // namespace torchrec_hkv::hash_table::cuda
