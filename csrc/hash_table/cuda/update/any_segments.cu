@@ -1,11 +1,11 @@
-// The update of rows whose positions are neighbours in the sorted order, for any optimizer, any
-// type of row and any number of columns. segments.cu is faster for those that it serves.
+// The update of rows by segments of equal slots in the sorted order, for any optimizer, row type
+// and number of columns. segments.cu is faster for the optimizers and rows that it serves.
 //
-// A warp takes 32 neighbouring positions, and the segments of equal slots that begin there. Each
-// lane looks up what one position needs: where its gradient is and, where a segment ends, its row
-// and the values that this has once. Gradients, rows and states of some positions are on their way
-// to shared memory at any time, and take no registers meanwhile. Each lane copies the columns that
-// it works on itself, so that lanes don't wait for each other. Columns are worked on in a loop.
+// A warp takes 32 neighbouring positions, and the segments that begin there. Each lane looks up the
+// data of one position: the address of its gradient and, at the end of a segment, its row and the
+// values that a row has once. Gradients, rows and states of several positions are copied to shared
+// memory asynchronously, which holds no registers. Each lane copies the columns that it updates, so
+// that lanes do not wait for each other. Columns are processed in a loop.
 #include <algorithm>
 
 #include "common/chain.cuh"
@@ -19,18 +19,18 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
+constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
 constexpr int kLanes = kWarp;        // of a row
-constexpr int kVectors = 1;          // of a lane in a step
+constexpr int kVectors = 1;          // vectors of a lane in a step
 
-// What a tile has in shared memory: the sum of the segment that goes on, and places for what
-// positions need. Bytes.
+// Shared memory of a tile, in bytes: the sum of the open segment, and places for the data of
+// positions.
 struct Ring {
-  int32_t row;       // where in a place the row begins, behind the gradient
-  int32_t states;    // where its states begin
-  int32_t of_state;  // from one state of the columns to the next
+  int32_t row;       // offset of the row in a place, after the gradient
+  int32_t states;    // offset of its states
+  int32_t of_state;  // distance of two states
   int32_t of_place;
-  int32_t sum;  // of the tile's sum, which the places follow
+  int32_t sum;  // size of the tile's sum; the places follow
   int32_t of_tile;
 };
 
@@ -79,12 +79,12 @@ __device__ __forceinline__ void copy_int8(char* to, const char* row, int32_t col
   }
 }
 
-// What RowUpdate reads of the position where a segment ends.
+// Source of RowUpdate for the position at the end of a segment.
 template <int kWidth, bool kInt8>
 struct RowInRing {
   const char* place;
   const Ring& ring;
-  const float* sum;  // of the segment's positions before; null: there are none
+  const float* sum;  // sum of the segment's earlier positions; null: none
   float scale;       // of the position's gradient
   RowType gradient_type, type;
   float row_scale;  // of a row of 8 bits
@@ -112,7 +112,7 @@ struct RowInRing {
   }
 };
 
-// kDepth: positions under way. kInt8: some table has rows of 8 bits. row_class: of the tables to
+// kDepth: positions in flight. kInt8: some table has rows of 8 bits. row_class: of the tables to
 // update, or kAllRowClasses.
 template <int kWidth, bool kColumnStates, int kDepth, bool kInt8>
 __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
       return reinterpret_cast<decltype(pointer)>(
           Lanes::of_lane(reinterpret_cast<unsigned long long>(pointer), source));
     };
-    // Begins to copy what the next position needs, if there is one; a group of copies in any case.
+    // Begins to copy the data of the next position, if there is one, and ends a group of copies in
+    // any case.
     const auto begin = [&](char* to) {
       if (to_begin != 0) {
         const int source = __ffs(static_cast<int>(to_begin)) - 1;
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(kPieceThreads, 8)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sum[v] = Columns<kWidth>::zero();
     for (int32_t chunk = 0; chunk < length; chunk += kWarp) {
-      const Share next = share_at(chunk + kWarp + lane);  // on its way meanwhile
+      const Share next = share_at(chunk + kWarp + lane);  // loaded meanwhile
       const int count = min(kWarp, length - chunk);
       for (int group = 0; group < count; group += kAhead) {
         Columns<kWidth> gradient[kAhead][kVectors];

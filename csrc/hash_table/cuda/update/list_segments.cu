@@ -1,5 +1,5 @@
-// What the kernels that update rows take from the order of the pairs: long segments, the number of
-// segments of one position, and, in groups of several row classes, the positions of each class.
+// Lists for the update kernels, from the sorted pairs: long segments, the number of segments of one
+// position and, in groups of several row classes, the positions of each class.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/update/update.cuh"
 
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int singles_of_block;
   const Pairs& sorted = scratch.pairs.pairs;
   const int64_t n = batch.num_ids;
-  // Where most positions are a hot slot's, most blocks lie within one segment.
+  // With a hot slot, most blocks lie within one segment.
   const int64_t first_of_block = static_cast<int64_t>(blockIdx.x) * kListRounds * kThreads;
   const int64_t last_of_block = first_of_block + kListRounds * kThreads - 1;
   if (first_of_block > 0 && last_of_block < n &&
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp takes the positions of one unit.
+// A warp processes the positions of one unit.
 __global__ void __launch_bounds__(kThreads)
     list_units_kernel(const TableView* __restrict__ tables, const Batch batch, uint64_t no_slot,
                       const __grid_constant__ Scratch scratch) {

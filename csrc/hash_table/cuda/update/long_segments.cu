@@ -1,6 +1,6 @@
-// The rows of long segments, whose pieces have been added up. Pieces are added up in kShares
-// shares, and those one after the other, whoever does it. So segments of no more pieces are added
-// up in order, by a warp; of longer ones each warp of a block adds up a share.
+// Updates the rows of long segments, after the sums of their pieces have been computed. The sum of
+// a segment is that of kShares shares of its pieces, in a fixed order. One warp sums the pieces of
+// a segment with at most kShares of them; for longer segments each warp of a block sums a share.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const auto for_columns = [&](int32_t columns, const auto& visit) {
     for (int32_t c = threadIdx.x % kWarp * kWidth; c < columns; c += kWarp * kWidth) visit(c);
   };
-  // Some columns of the sum of pieces that follow each other.
+  // Columns of the sum of consecutive pieces.
   const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t column) {
     Columns<kWidth> sum = Columns<kWidth>::zero();
     const float* from = longs.sums + static_cast<int64_t>(begin) * longs.widest + column;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
                    segment.first_piece + pieces * (warp + 1) / kShares, first + column)
             .store(&shares[warp][column]);
       });
-      __syncthreads();  // these columns of all pieces have been read, too
+      __syncthreads();  // all pieces of these columns have been read, too
       if (warp == 0) {
         for_columns(columns, [&](int32_t column) {
           Columns<kWidth> sum = Columns<kWidth>::zero();

@@ -1,4 +1,4 @@
-// What the update of a batch sorts: a key and a value for each position.
+// Writes the pairs that the update of a batch sorts: a key and a value for each position.
 #include "common/cuda_check.h"
 #include "common/scan.cuh"
 #include "hash_table/cuda/offsets.cuh"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kPreparedOfThread = 8;
 constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
 
-// A block finds the bags of neighbouring positions from where bags begin.
+// A block finds the bags of neighbouring positions from the begins of bags.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
                    const Scratch scratch) {
@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t bag = first_bag + 1 + threadIdx.x; bag < num_bags; bag += kThreads) {
     const int64_t at = batch.offsets[bag] - begin;
     if (at >= count) break;
-    if (at < 0) continue;                                          // offsets that decrease
-    atomicMax(&bags[at], static_cast<uint32_t>(bag - first_bag));  // empty bags give way
+    if (at < 0) continue;  // offsets that decrease
+    // The last bag that begins here; earlier ones are empty.
+    atomicMax(&bags[at], static_cast<uint32_t>(bag - first_bag));
   }
   __syncthreads();
   uint32_t mine[kPreparedOfThread];

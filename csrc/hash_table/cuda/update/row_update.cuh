@@ -16,19 +16,19 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Kernels are compiled once for the optimizers whose columns have no state, which need few
-// registers, and once for the others.
+// Kernels have one instance for optimizers without column states, which need few registers, and one
+// for the others.
 __host__ __device__ inline bool has_column_states(const OptimizerConfig& optimizer) {
   return column_states(optimizer.kind) > 0;
 }
 
-// How a tile deals out the columns of a row. Within a step, a vector of one lane is followed by the
-// same vector of the next lane.
+// Distributes the columns of a row to the lanes of a tile. Within a step, a vector of a lane is
+// followed by the same vector of the next lane.
 template <int kLanes, int kVectors, int kWidth>
 struct Step {
   static constexpr int32_t kColumns = kLanes * kVectors * kWidth;
 
-  // Where a vector of the lane begins, in the step that begins with column `first`.
+  // First column of a vector of the lane, in the step that begins with column `first`.
   __device__ __forceinline__ static int32_t column(int vector, int32_t first) {
     return first + (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
   }
@@ -48,14 +48,14 @@ struct Step {
   }
 };
 
-// The columns of a step that a lane has.
+// The columns of a lane in a step.
 template <int kVectors, int kWidth>
 struct StepColumns {
   Columns<kWidth> v[kVectors];
 };
 
-// What all rows of a table have in common in one update. The table's optimizer_step counts it
-// already.
+// Values that all rows of a table share in one update. The table's optimizer_step already counts
+// this update.
 struct TableUpdate {
   static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
 
@@ -64,9 +64,9 @@ struct TableUpdate {
   int32_t dim;
   RowType type;
   bool rounds_by_chance;
-  bool plain;  // gradients are used as they are
+  bool plain;  // gradient_of is the identity
   uint32_t column_offset;
-  RowTerms terms;  // unless rows count steps of their own
+  RowTerms terms;  // unless rows count their own steps
 
   __device__ __forceinline__ TableUpdate(const TableView& table, const OptimizerConfig& config,
                                          float rate)
@@ -84,14 +84,14 @@ struct TableUpdate {
   }
 };
 
-// Values that a row has once, beside its columns. All lanes of a tile hold the same.
+// Values that a row has once, besides its columns. All lanes of a tile hold the same values.
 struct RowOnce {
   float square;       // row-wise state; the update renews it
   float step;         // updates of this row so far, if rows count them; the update renews it
   uint64_t rounding;  // key of stochastic rounding, which rows of 8 bits always have
 };
 
-// Where a row has its values of this kind.
+// Loads these values of a row.
 __device__ __forceinline__ RowOnce load_once_values(const TableView& table, int64_t slot,
                                                     const float* state,
                                                     const OptimizerConfig& optimizer) {
@@ -113,14 +113,14 @@ __device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t d
   if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = once.step;
 }
 
-// Updates a row. All lanes of a tile call it together.
+// Updates a row. Called by all lanes of a tile.
 //
-// source: has gradient(column), value(column), first(column) and second(column), the row's
-// gradient, its values and its states from this column on, as Columns<kWidth>, which are read up to
-// three times. What the update makes of them goes to `values` and `state`, and into `once`, which
-// the caller stores. kInt8: rows may be of 8 bits. The columns of those are kept in `renewed`,
-// [dim], until the row's scale is known; the source may read gradients there, since a lane only
-// writes columns of its own, after it has read them for the last time.
+// source: gradient(column), value(column), first(column) and second(column) return the row's
+// gradient, values and states from this column on, as Columns<kWidth>. They are called up to three
+// times for each column. The results go to `values` and `state`, and to `once`, which the caller
+// stores. kInt8: rows may be of 8 bits. Their columns are kept in `renewed`, [dim], until the row's
+// scale is known. The source may read gradients there, because a lane writes only its own columns,
+// after it has read them for the last time.
 template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kInt8, typename Source>
 class RowUpdate {
  public:
@@ -149,8 +149,8 @@ class RowUpdate {
                                        float* state, float* renewed)
       : table_(table), source_(source), values_(values), state_(state), renewed_(renewed) {}
 
-  // All reads of a step come before its first write, since the compiler can't know that what is
-  // written is not read.
+  // All reads of a step come before its first write, because the compiler can't know that they do
+  // not alias.
   template <typename Read>
   __device__ __forceinline__ Own read(int32_t first, const Read& read_columns) const {
     Own own;
@@ -230,7 +230,8 @@ class RowUpdate {
     }
   }
 
-  // The sum over all columns of term(value, gradient). reads: the values, else they are zeros.
+  // The sum of term(value, gradient) over all columns. reads: whether values are loaded; otherwise
+  // they are zeros.
   template <typename Term>
   __device__ __forceinline__ float sum_columns(bool reads, const Term& term) const {
     float sum = 0.0f;
@@ -280,8 +281,8 @@ class RowUpdate {
     });
   }
 
-  // How long the step is is known when all columns have their new moments, which are computed again
-  // then.
+  // The size of the step depends on the new moments of all columns. These are computed once more
+  // when it is known.
   __device__ __forceinline__ void apply_lamb(const RowTerms& terms, uint64_t rounding) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
     float row_squares = 0.0f, direction_squares = 0.0f;
@@ -336,7 +337,7 @@ class RowUpdate {
       store_narrow(value, column, rounding);
     }
   }
-  // The row from `renewed_`.
+  // Stores the row from `renewed_`.
   __device__ __forceinline__ void store_int8(uint64_t rounding) const {
     const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest_));
     Steps::for_each(table_.dim, [&](int32_t first) {
@@ -369,7 +370,7 @@ class RowUpdate {
       for (int k = 0; k < kWidth; ++k) narrowed[k] = narrow(table_.type, value.v[k]);
     } else {
       const uint32_t at = table_.column_offset + static_cast<uint32_t>(column);
-      const bool one_quad = kWidth == 4 && at % 4 == 0;  // draws of four columns at once
+      const bool one_quad = kWidth == 4 && at % 4 == 0;  // one draw for four columns
       uint64_t bits = rounding_bits(rounding, at / 4);
 #pragma unroll
       for (uint32_t k = 0; k < kWidth; ++k) {
@@ -387,7 +388,7 @@ class RowUpdate {
   }
 };
 
-// What RowUpdate reads of a row in global memory.
+// Source of RowUpdate for a row in global memory.
 template <int kWidth, bool kInt8, typename GradientOf>
 struct RowInMemory {
   const TableUpdate& table;
@@ -410,7 +411,7 @@ struct RowInMemory {
   }
 };
 
-// Updates a row where it is, by a warp. gradient(column): Columns<kWidth>. renewed: as of
+// Updates a row in global memory, by a warp. gradient(column): Columns<kWidth>. renewed: as for
 // RowUpdate.
 template <int kWidth, bool kColumnStates, bool kInt8, typename GradientOf>
 __device__ __forceinline__ void update_row_in_memory(const TableView& view,

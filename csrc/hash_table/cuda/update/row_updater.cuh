@@ -1,9 +1,8 @@
-// The update of one row by a tile of lanes, for the optimizers that are used most and rows whose
-// width is known to be within bounds. row_update.cuh has the general form.
+// The update of one row by a tile of lanes, for the most common optimizers and rows of bounded
+// width. row_update.cuh has the general form.
 //
-// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes follow
-// each other, so that a tile reads and writes whole lines. All lanes of a tile call the methods
-// together.
+// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes are
+// adjacent, so that a tile reads and writes whole lines. All lanes of a tile call the methods.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether the formulas of a RowUpdater are those of an optimizer: no bounds on gradients or rows,
-// no coupled decay, no steps counted by row.
+// Whether RowUpdater implements an optimizer: no bounds on gradients or rows, no coupled decay, no
+// steps counted by row.
 inline bool has_row_updater(const OptimizerConfig& optimizer) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const bool known = optimizer.kind == Optimizer::kSgd ||
@@ -28,8 +27,8 @@ inline bool has_row_updater(const OptimizerConfig& optimizer) {
          optimizer.coupled_decay == 0.0f && !optimizer.stochastic_rounding;
 }
 
-// kKind: kSgd stands for row-wise Adagrad, too, whose columns have the same formula. Element:
-// float, or uint16_t for both types of 16 bits.
+// kKind: kSgd also serves row-wise Adagrad, whose columns have the same formula. Element: float, or
+// uint16_t for both 16-bit types.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors>
 struct RowUpdater {
   static constexpr int kWidth = 16 / sizeof(Element);  // columns of a vector
@@ -38,7 +37,7 @@ struct RowUpdater {
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
   using Vector = Columns<kWidth>;
 
-  // The columns of a row that a lane has.
+  // A lane's columns of a row.
   struct Own {
     Vector v[kVectors];
 
@@ -56,7 +55,7 @@ struct RowUpdater {
   int32_t dim;
   RowType type;
   bool adapts;      // row-wise Adagrad
-  uint64_t policy;  // of what is not read again soon
+  uint64_t policy;  // cache policy of data that is not read again soon
 
   __device__ __forceinline__ void begin(const TableView& table, const OptimizerConfig& config,
                                         float learning_rate) {
@@ -69,12 +68,12 @@ struct RowUpdater {
   __device__ __forceinline__ static int32_t column(int vector) {
     return (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
   }
-  // Whether rows begin at multiples of 16 bytes, as those of float32 always do.
+  // Whether rows begin at multiples of 16 bytes; always true for float32.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
-  // Begins to copy the lane's columns of float32 values. kOnce: they make room in the second-level
-  // cache for gradients, which are read again; not in kernels of rows with column states, where
-  // nvcc 13.0 makes illegal instructions of such copies.
+  // Begins to copy the lane's columns of float32 values. kOnce: with the evict-first policy,
+  // because gradients in L2 are read again. Not in kernels for column states, for which nvcc 13.0
+  // generates illegal instructions.
   template <bool kOnce>
   __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll
@@ -92,7 +91,7 @@ struct RowUpdater {
       }
     }
   }
-  // Of 16 bits each, which begin at multiples of 8 bytes.
+  // The same for 16-bit values, which begin at multiples of 8 bytes.
   __device__ __forceinline__ void copy_halves(char* to, const uint16_t* from) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -129,7 +128,7 @@ struct RowUpdater {
     }
   }
 
-  // What has been copied; zeros behind the row's columns.
+  // Loads the copied columns, with zeros after the row's columns.
   __device__ __forceinline__ Own load(RowType its, const char* from) const {
     Own own;
 #pragma unroll
@@ -145,15 +144,15 @@ struct RowUpdater {
     return own;
   }
 
-  // Stores what is added up.
+  // Stores a sum.
   __device__ __forceinline__ void store(float* to, const Own& sum) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) store_floats(sum.v[i], to, column(i));
   }
 
-  // sum: the row's gradient. values, state: where the row and its column states are; arrived: what
-  // has been copied of them, states `of_state` bytes apart. old_square: row-wise Adagrad's mean of
-  // squares; returns the new one.
+  // sum: the row's gradient. values, state: the row and its column states in memory; arrived: their
+  // copies, states `of_state` bytes apart. old_square: row-wise Adagrad's mean of squares. Returns
+  // the new one.
   __device__ __forceinline__ float update(const OptimizerConfig& config, const Own& sum,
                                           const char* arrived_row, const char* arrived_states,
                                           int32_t of_state, char* values, float* state,

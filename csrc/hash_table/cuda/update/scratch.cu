@@ -14,7 +14,7 @@ int bits_for(int64_t number) {
   return bits;
 }
 
-// Hands out memory from `at` on, aligned to 256 bytes. Null at first, it counts.
+// Allocates memory from `at` on, aligned to 256 bytes. If `at` is null, it only counts bytes.
 class Carver {
  public:
   explicit Carver(char* base) : base_(base) {}
@@ -61,7 +61,7 @@ struct Lists {
 Lists place_lists(const UpdateSize& size, char* base) {
   Lists lists{};
   Carver carver(base);
-  // A segment longer than kLongest has at most a piece for each kLongest of its positions.
+  // A segment longer than kLongest has at most one piece for each kLongest of its positions.
   static_assert(kPieceSize >= 2 * kLongest);
   const size_t most = size.num_ids / kLongest + 1;
   lists.segments = carver.take<LongSegment>(most);
@@ -86,7 +86,7 @@ PairFormat UpdateSize::format() const {
 size_t Scratch::place(const UpdateSize& size, char* base) {
   *this = Scratch{};
   Carver carver(base);
-  constexpr size_t kCounts = 64;  // with what aligns them
+  constexpr size_t kCounts = 64;  // including alignment
   auto* const counts = carver.take<uint32_t>(kCounts);
   words = counts;
   word_bytes = kCounts * sizeof(uint32_t);
@@ -117,7 +117,8 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
 }
 
 void Scratch::begin_lists(const UpdateSize& size) {
-  // Free are the middle and the half that is not sorted: before it or behind it.
+  // The middle and the half without the sorted pairs are free; this half is before or after the
+  // middle.
   char* const other = static_cast<char*>(pairs.other.keys);
   const Lists lists = place_lists(size, std::min(other, middle));
   long_segments.segments = lists.segments;

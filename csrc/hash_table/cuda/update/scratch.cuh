@@ -8,16 +8,16 @@
 //   lists         .       .     w      r
 //   sums          .       .     .     r w
 //
-// Halves are the pairs of slot and bag that are sorted. A sort moves them from one half to the
-// other and back, pass by pass, and may need scratch of its own beside both. So three spans follow
-// each other in memory:
+// Halves are two buffers of the pairs of slot and bag. Each pass of a sort moves the pairs to the
+// other half, and a sort may need scratch of its own. So there are three consecutive spans in
+// memory:
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// After the sort its scratch and one of the halves are free, and whichever half that is, both are
-// one span: the lists and the sums of pieces lie there. So the middle is as long as the sort needs,
-// or longer, where the lists need more than it and a half. A few words, and the bags of positions
-// where values are positions, are alive all the time and stand apart.
+// After the sort its scratch and one of the halves are free. Whichever half this is, the two are
+// one span, which then holds the lists and the sums of pieces. The middle is as long as the sort
+// needs, or longer if the lists need more than it and one half. A few words, and the bags of
+// positions if values are positions, are used all the time and are stored apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,8 +30,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int64_t kLongest = 64;     // positions of a segment that one tile adds up
-constexpr int64_t kPieceSize = 128;  // of a longer one
+constexpr int64_t kLongest = 64;     // maximum positions of a segment that one tile sums
+constexpr int64_t kPieceSize = 128;  // positions of a piece of a longer segment
 
 struct LongSegment {
   uint32_t first;  // in the sorted order
@@ -43,13 +43,13 @@ struct LongSegment {
 struct LongSegments {
   uint32_t* number;       // of segments
   uint32_t* pieces;       // their number
-  LongSegment* segments;  // in the order of their finding
+  LongSegment* segments;  // in the order in which they were found
   uint32_t* segment_of;   // by piece
   float* sums;            // [pieces][widest]
   int32_t widest;
 };
 
-// The 32 neighbouring positions that a warp takes, by the row classes of their tables; only where
+// Units of 32 neighbouring positions that a warp takes, by the row class of their tables; only if
 // these differ.
 struct Units {
   uint32_t* number;  // [kRowClasses]
@@ -65,43 +65,43 @@ struct Units {
 #endif
 };
 
-// What an update is, as far as its scratch depends on it.
+// Properties of an update on which its scratch depends.
 struct UpdateSize {
   int64_t num_ids;
   int64_t num_bags;
   int64_t num_slots;
   int32_t widest;        // columns of the widest table
-  uint32_t row_classes;  // of the tables, a bit each
+  uint32_t row_classes;  // of the tables, one bit each
   bool weighted;         // ids have weights
   size_t cub_sort_bytes;
 
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
   // comes last.
   int key_bits() const;
-  // Values are bags. With weights they are positions, and bags stand apart.
+  // Values are bags. With weights they are positions, and bags are stored apart.
   bool positions() const { return weighted; }
   PairFormat format() const;
 };
 
 struct Scratch {
   SortedPairs pairs;
-  uint32_t* bags;  // by position; null where values are bags
-  void* words;     // these and those of the lists: zeros at first
+  uint32_t* bags;  // by position; null if values are bags
+  void* words;     // words that are initially zero, including those of the lists
   size_t word_bytes;
-  int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
-  uint32_t* unique;  // segments of one position
-  uint32_t* longest_feature;  // positions of the feature with most
+  int64_t* bad_bag;           // number, from 1, of a bag with invalid offsets; 0: none
+  uint32_t* unique;           // segments of one position
+  uint32_t* longest_feature;  // positions of the feature with the most positions
   uint32_t* hot_slots;        // 1: a slot has a large part of a feature's positions
   void* cub_sort;
-  // Only the counts of segments and units are there before begin_lists.
+  // Before begin_lists only the counts of segments and units are valid.
   LongSegments long_segments;
   Units units;
   char* middle;
 
-  // Places all but the lists in memory from `base` on, which is aligned to 256 bytes.
-  // Returns how many bytes that takes; `base` may be null to ask for no more than that.
+  // Allocates all but the lists from `base` on, which is aligned to 256 bytes. Returns the number
+  // of bytes; `base` may be null.
   size_t place(const UpdateSize& size, char* base);
-  // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
+  // Allocates the lists in free memory, after the sort has set the half of the pairs.
   void begin_lists(const UpdateSize& size);
 };
 

@@ -1,9 +1,9 @@
-// What a tile of lanes does in segments.cu: it adds up pieces of long segments, and updates the
-// rows of other segments.
+// The work of a tile of lanes in segments.cu: it sums pieces of long segments, and updates the rows
+// of other segments.
 //
-// Gradients and rows of some positions are on their way to shared memory at any time, and take no
-// registers meanwhile. Each lane copies the columns that it works on, so that lanes don't wait for
-// each other.
+// Gradients and rows of several positions are copied to shared memory asynchronously, which holds
+// no registers. Each lane copies the columns that it updates, so that lanes do not wait for each
+// other.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,16 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// What one position needs, or several of a piece with the same gradient.
+// The data of one position, or of several positions of a piece with the same gradient.
 struct alignas(16) Item {
   const char* gradient;
   union {
-    char* row;       // where the segment ends
-    uint64_t times;  // of a piece: how often the gradient is added
+    char* row;       // at the end of a segment
+    uint64_t times;  // in a piece: number of times that the gradient is added
   };
 };
 
-// The shared memory of a tile. Bytes.
+// The layout of a tile's shared memory, in bytes.
 template <int kLanes, int kStates>
 struct TileMemory {
   // Arrays with a value for each position of a chunk of segments.
@@ -40,17 +40,18 @@ struct TileMemory {
   static constexpr int32_t kPlaces =
       ((kOfSegments > kOfPiece ? kOfSegments : kOfPiece) + 15) / 16 * 16;
 
-  int32_t row;       // in a place, behind the gradient
-  int32_t states;    // behind the row
-  int32_t of_state;  // from one column state to the next, and of a gradient
-  int32_t of_place;  // of a position under way
+  int32_t row;       // offset of the row in a place, after the gradient
+  int32_t states;    // offset of the states, after the row
+  int32_t of_state;  // distance of two column states; size of a gradient
+  int32_t of_place;  // size of a place
   int32_t of_tile;
 
-  // columns: of the widest row. places: of positions under way, and of gradients of a piece.
+  // columns: of the widest row. places: number of positions in flight, and of a piece's gradients
+  // in flight.
   TileMemory(int32_t columns, int32_t element_bytes, int places, int gradients) {
     const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
     const int32_t of_row = aligned(columns * element_bytes);
-    // Vectors of 16-bit rows may end behind their last columns.
+    // Vectors of 16-bit rows may extend beyond the last columns.
     of_state = std::max(aligned(columns * static_cast<int32_t>(sizeof(float))), 2 * of_row);
     if (element_bytes == sizeof(float)) of_state = of_row;
     row = of_state;
@@ -60,14 +61,13 @@ struct TileMemory {
   }
 };
 
-// The number of a piece's gradients that are copied at once, in the memory that holds `depth`
-// positions of segments.
+// The number of a piece's gradients in flight, in the memory of `depth` positions.
 template <typename Element>
 constexpr int pieces_depth(int depth) {
   return sizeof(Element) == sizeof(float) ? 2 * depth : depth + depth / 2;
 }
 
-// kDepth: positions under way.
+// kDepth: positions in flight.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
 struct SegmentTile {
   using Lanes = Tile<kLanes>;
@@ -82,12 +82,12 @@ struct SegmentTile {
   const int32_t row_class;  // of the tables to update, or kAllRowClasses
   const int lane;
   char* const own;     // the tile's shared memory
-  char* const places;  // of what is under way, there
+  char* const places;  // its places
   const float rate;
   const RowType gradient_type;
   const bool scaled;
   Updater updater;
-  uint32_t held = ~0u;  // the updater's table
+  uint32_t held = ~0u;  // the table of the updater
 
   __device__ __forceinline__ SegmentTile(const TableView* __restrict__ of_tables,
                                          const Update& of_update, const Scratch& of_scratch,
@@ -114,8 +114,8 @@ struct SegmentTile {
     updater.begin(tables[table], update.optimizer, rate);
   }
 
-  // Adds up a piece. long_segments.cu takes the sum for the row. Neighbouring positions with the
-  // same gradient, as those of an id that a bag has several times, read it once.
+  // Sums a piece; long_segments.cu then updates the row. Neighbouring positions with the same
+  // gradient, such as those of an id that a bag has several times, read it once.
   __device__ __forceinline__ void add_piece(uint32_t piece) {
     constexpr int kGradients = pieces_depth<Element>(kDepth);  // under way
     constexpr int kBatches = Memory::kChunk / kLanes;
@@ -141,12 +141,13 @@ struct SegmentTile {
     const uint32_t table = Lanes::of_lane(shares[0].table, 0);
     if (!is_of_class(tables[table], row_class)) return;
     hold(table);
-    // Items are written to a ring of two chunks, the next chunk's when all others are under way.
+    // Items are written to a ring of two chunks: those of the next chunk when all others are in
+    // flight.
     constexpr uint32_t kItemMask = 2 * Memory::kChunk - 1;
     static_assert(kGradients + Memory::kChunk <= 2 * Memory::kChunk);
     uint32_t written = 0, begun = 0;
     const auto write_items = [&] {
-      __syncwarp(Lanes::mask());  // all have read what the items were before
+      __syncwarp(Lanes::mask());  // all lanes have read the previous items
 #pragma unroll
       for (int b = 0; b < kBatches; ++b) {
         written += write_batch(shares[b], chunk + b * kLanes + lane < end, written, kItemMask);
@@ -199,7 +200,7 @@ struct SegmentTile {
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;
-      if (carried) place = SortedPlace::load(sorted, at + lane, n);  // on its way meanwhile
+      if (carried) place = SortedPlace::load(sorted, at + lane, n);  // loaded meanwhile
       update_chunk(chunk, &sum);
     } while (carried);
   }
@@ -225,7 +226,7 @@ struct SegmentTile {
     return __popc(fresh_mask);
   }
 
-  // sum: of the segment that goes on.
+  // sum: of the open segment.
   __device__ __forceinline__ void update_chunk(const SortedChunk<kLanes>& chunk, Own* sum) {
     char* row = nullptr;
     float* state = nullptr;
@@ -250,7 +251,7 @@ struct SegmentTile {
       const int count = __popc(active);
       const int number = __popc(active & ((1u << lane) - 1));
       hold(table);
-      __syncwarp(Lanes::mask());  // all have read what the items were before
+      __syncwarp(Lanes::mask());  // all lanes have read the previous items
       if (mine) {
         items()[number] = {update.grad.at(chunk.share.gradient), row};
         scales[number] = chunk.share.scale;
@@ -271,8 +272,8 @@ struct SegmentTile {
     }
   }
 
-  // Adds up `count` items of one table, and updates the rows of those whose bit is set in `ends`.
-  // meanwhile: what is to be done once the first copies are under way.
+  // Sums `count` items of one table, and updates the rows of those whose bit is set in `ends`.
+  // Calls meanwhile() after the first copies have begun.
   template <typename Meanwhile>
   __device__ __forceinline__ void update_items(int count, unsigned ends, Own* sum,
                                                const Meanwhile& meanwhile) {
@@ -285,7 +286,8 @@ struct SegmentTile {
       return it == last_place ? places : it + memory.of_place;
     };
     int begun = 0;
-    // Begins to copy what the next item needs, if there is one; a group of copies in any case.
+    // Begins to copy the data of the next item, if there is one, and ends a group of copies in any
+    // case.
     const auto begin = [&](char* to) {
       if (begun < count) {
         const Item item = items()[begun];

@@ -1,11 +1,11 @@
-// The update of rows whose positions are neighbours in the sorted order, for optimizers that have a
+// The update of rows by segments of equal slots in the sorted order, for optimizers that have a
 // RowUpdater.
 //
-// A warp takes 32 neighbouring positions of the sorted order. A tile of its lanes takes as many
-// positions as it has lanes, and the segments of equal slots that begin there. Each lane looks up
-// what one position needs: where its gradient is and, where a segment ends, its row. Long segments
-// are cut in pieces, which tiles add up. A group whose tables differ in their row classes launches
-// a kernel for each class, which takes the warps' positions from a list (list_segments.cu).
+// A warp takes 32 neighbouring positions. A tile of its lanes takes as many positions as it has
+// lanes, and the segments that begin there. Each lane looks up the data of one position: the
+// address of its gradient and, at the end of a segment, its row. Long segments are cut in pieces,
+// which tiles sum. A group with several row classes launches a kernel for each class, which reads
+// its units of positions from a list (list_segments.cu).
 #include <algorithm>
 
 #include "common/chain.cuh"
@@ -17,7 +17,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
+constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
 constexpr int kSegmentWarps = kSegmentThreads / kWarp;
 
 // row_class: of the tables to update, or kAllRowClasses.
@@ -28,12 +28,12 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
                    const __grid_constant__ TileMemory<kLanes, column_states(kKind)> memory,
                    int32_t row_class, bool first) {
   extern __shared__ __align__(16) char shared[];
-  // The first of several kernels waits for what all of them need, and the next may start once all
-  // of its blocks have.
+  // The first of several kernels waits for the inputs of all. The next one may start when all
+  // blocks of this one have begun.
   if (first) wait_for_kernel_before();
   let_next_kernel_start();
   if (!is_refused(update.batch)) {
-    const bool listed = row_class != kAllRowClasses;  // others are in the group
+    const bool listed = row_class != kAllRowClasses;  // the group has other classes
     const auto n = static_cast<uint32_t>(update.batch.num_ids);
     const uint32_t* const list = listed ? scratch.units.of(row_class) : nullptr;
     const uint32_t units = listed ? scratch.units.number[row_class] : (n + kWarp - 1) / kWarp;

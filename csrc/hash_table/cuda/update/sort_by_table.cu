@@ -1,15 +1,14 @@
-// The sort by slot where each feature has a table of its own: the positions of a table then follow
-// each other already, and only as many bits tell slots apart as number those of one table. A
-// cluster of blocks sorts them in one kernel. In each pass, least significant digits first, a block
-// ranks its share of the positions; the blocks tell each other how many keys of each digit they
-// have; and positions go to their places by way of shared memory, so that neighbours are written
-// together.
+// The sort by slot if each feature has a table of its own. The positions of a table are then
+// contiguous, and a key needs only the bits of a slot number in one table. A cluster of blocks
+// sorts the positions of a table in one kernel. In each pass, least significant digit first, a
+// block ranks its share of the positions, the blocks exchange their counts of digits, and positions
+// are written through shared memory, so that neighbours are written together.
 //
-// A slot that has a large part of a table's positions gets a digit of its own in the first pass,
-// behind all others. There its positions stay, and the other passes don't touch them.
+// A slot with a large part of a table's positions gets a digit of its own in the first pass, after
+// all others. Its positions stay there, and the other passes do not touch them.
 //
-// Blocks have many threads, whose keys stay in registers, or, beside other kernels, half as many,
-// which need no more registers each and find room sooner, but read their keys twice.
+// Blocks have many threads, which keep their keys in registers. Beside other kernels they have half
+// as many threads, which find room sooner but read their keys twice.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -27,12 +26,12 @@ namespace cg = cooperative_groups;
 constexpr int kManyThreads = 512;  // of a block
 constexpr int kFewThreads = 256;
 constexpr uint32_t kShare = 10240;     // positions of a block at a time
-constexpr unsigned kMostBlocks = 8;    // of a cluster, which every GPU that has clusters can run
-constexpr unsigned kManyBlocks = 264;  // of all clusters: two a multiprocessor
-constexpr unsigned kFewBlocks = 64;    // with fewer, other sorts are faster
+constexpr unsigned kMostBlocks = 8;    // blocks of a cluster that every GPU with clusters can run
+constexpr unsigned kManyBlocks = 264;  // blocks of all clusters: two for each multiprocessor
+constexpr unsigned kFewBlocks = 64;    // with fewer positions other sorts are faster
 constexpr int64_t kLeastIds = 1 << 16;
 
-// What a block has in shared memory. kBits: of a digit. Low: the type of pairs' values.
+// Shared memory of a block. kBits: of a digit. Low: type of the pairs' values.
 template <int kSortThreads, int kBits, typename Low>
 struct SortedShare {
   static constexpr int kSortWarps = kSortThreads / kWarp;
@@ -43,22 +42,22 @@ struct SortedShare {
 
   uint32_t keys[kShare];  // staged, in the order of their digits
   Low lows[kShare];
-  uint16_t counts[kSortWarps][kCounts];  // keys of a digit in this warp, then in those before it
+  uint16_t counts[kSortWarps][kCounts];  // keys of a digit in this warp, then in earlier warps
   uint32_t totals[kCounts];              // keys of a digit in the block
   uint32_t starts[kCounts];              // first place of a digit among the staged keys
-  uint32_t to[kCounts];                  // the same in memory, less that among the staged
+  uint32_t to[kCounts];                  // the same in memory, minus that among the staged
   uint32_t warp_sums[2][kCounts / kWarp];
   uint32_t num_hot;
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Of a sample of kWarp positions so many must have one slot for that to get its digit.
+// A slot gets its own digit if it has this many positions of a sample of kWarp.
 constexpr int kHotOfSample = 8;
 constexpr uint32_t kNoHotSlot = ~0u;
 
-// Takes those lanes from `same` whose digit differs from the lane's in this bit. All lanes. In four
-// instructions, where the compiler makes seven of it.
+// Removes from `same` the lanes whose digit differs from the lane's in this bit. Called by all
+// lanes. Four instructions; the compiler generates seven.
 __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint32_t bit) {
   asm volatile(
       "{\n"
@@ -75,7 +74,7 @@ __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint3
       : "r"(digit), "r"(bit));
 }
 
-// hot_slots: as Scratch has it.
+// hot_slots: as in Scratch.
 template <int kSortThreads, int kBits, typename Low>
 __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   constexpr int kItems = kShare / kSortThreads;  // positions of a thread
   constexpr bool kHeld = kSortThreads == kManyThreads;
   constexpr int kKeys = kHeld ? kItems : 8;      // in registers
-  constexpr int kTogether = kHeld ? 10 : kKeys;  // values that are on their way at once
+  constexpr int kTogether = kHeld ? 10 : kKeys;  // values in flight
   static_assert(kItems % kKeys == 0 && kItems % kTogether == 0);
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   const unsigned blocks = cluster.num_blocks(), block = cluster.block_rank();
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   const auto feature = static_cast<int32_t>(blockIdx.x / blocks);
-  // Offsets that can't be followed must not lead out of the arrays; no row is updated then.
+  // Invalid offsets must not lead out of the arrays; no row is updated then.
   const auto start_of = [&](int32_t f) {
     return static_cast<uint32_t>(min(max(batch.feature_start(f), int64_t{0}), batch.num_ids));
   };
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   const int shift = pairs.format.shift;
   uint16_t* const counts = shared.counts[warp];
 
-  // All blocks of a cluster find the same one. Its positions must be where the last pass writes.
+  // All blocks of a cluster find the same slot. Its positions must be where the last pass writes.
   uint32_t hot = kNoHotSlot;
   if (passes % 2 == 1 && end > begin) {
     const uint64_t length = end - begin;
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     const uint32_t my_end = min(mine + share, end);
     const uint32_t rounds = max(1u, (share + kShare - 1) / kShare);
     const int low_bit = pass * kBits;
-    // Of positions without a slot it is that of a slot behind the last one.
+    // Positions without a slot have the key after that of the last slot.
     const auto digit_of = [&](uint32_t key) {
       const uint32_t slot = key >> shift;
       const uint32_t digit = min(slot - first_slot, num_slots) >> low_bit & (Shared::kDigits - 1);
@@ -182,7 +181,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
       }
       return sum;
     };
-    // Where the digits of a round begin among the staged keys; own: how many have the thread's.
+    // Computes the begins of the digits of a round among the staged keys. own: number of keys with
+    // the thread's digit.
     const auto find_starts = [&](uint32_t own) {
       uint32_t sum = 0;
       if (thread < kCounts) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
         shared.lows[place] = lows[i % kTogether];
       }
     };
-    // Where keys of the thread's digit go to, of those that the cluster's blocks have told.
+    // Computes the place of keys with the thread's digit, from the counts of the cluster's blocks.
     const auto find_place = [&]() {
       uint32_t sum = 0, before = 0, all = 0;
       if (thread < kCounts) {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
         own = scan_warps();
         if (rounds == 1) shared.totals[thread] = own;
       }
-      // The blocks tell each other while keys are staged.
+      // The blocks exchange counts while keys are staged.
       cg::cluster_group::arrival_token told;
       if (round == 0) told = cluster.barrier_arrive();
       const uint32_t start = find_starts(own);
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
       }
       if (round + 1 < rounds) __syncthreads();
     }
-    cluster.sync();  // before others' keys are read, or totals written
+    cluster.sync();  // before keys of other blocks are read, or totals written
     end -= shared.num_hot;
     if (pass == 0 && block == 0 && thread == 0) {
       if (shared.num_hot > kLongest) *hot_slots = 1;
@@ -303,7 +303,7 @@ __global__ void sort_by_table_kernel(const TableView*, const Batch, const Pairs,
 
 #endif
 
-// Blocks of a cluster: as many as may run at the same time.
+// Blocks of a cluster: as many as can run at the same time.
 unsigned blocks_of_table(int32_t num_tables) {
   unsigned blocks = kMostBlocks;
   while (blocks > 1 && blocks * static_cast<unsigned>(num_tables) > kManyBlocks) blocks /= 2;
@@ -327,7 +327,7 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
                    int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream) {
   int bits = 1;
-  while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more number: of no slot
+  while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more key, for no slot
   const int passes = (bits + 7) / 8;
   const unsigned blocks = blocks_of_table(batch.num_features);
   const auto launch_of = [&]<int kSortThreads, int kBits, typename Low>() {
@@ -338,7 +338,7 @@ void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pai
                    pairs->pairs, pairs->other, passes, hot_slots);
   };
   const auto launch = [&]<int kBits, typename Low>() {
-    if constexpr (kBits == 7) {  // few threads don't have more digits
+    if constexpr (kBits == 7) {  // kFewThreads serve these digits only
       if (beside) return launch_of.template operator()<kFewThreads, kBits, Low>();
     }
     launch_of.template operator()<kManyThreads, kBits, Low>();

@@ -1,4 +1,4 @@
-// What a tile of lanes knows of neighbouring positions of the sorted order, one a lane.
+// Neighbouring positions of the sorted order, one for each lane of a tile.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,26 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether a kernel for tables of this row class, or of all, updates the rows of a table.
+// Whether a kernel for this row class (or for all) updates the rows of a table.
 __device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_class) {
   return row_class == kAllRowClasses || row_class_of(table.dim(), table.rows.type) == row_class;
 }
 
-// A chunk of the segments that a tile updates: those that begin at its first kLanes positions, and
-// are not long. The last one may go on for some chunks.
+// A chunk of the segments that a tile updates: those that begin at its first kLanes positions and
+// are not long. The last one may continue for several chunks.
 template <int kLanes>
 struct SortedChunk {
   using Lanes = Tile<kLanes>;
 
   uint64_t key;  // of the lane's position
-  Share share;   // of the lane's position, if it is the tile's
+  Share share;   // of the lane's position, if that belongs to the tile
   const TableView* table;
   bool ends;      // a segment of the tile ends at the position
-  unsigned mask;  // of the lanes whose positions are the tile's
-  bool goes_on;   // the last segment goes on in the next chunk
+  unsigned mask;  // lanes whose positions belong to the tile
+  bool goes_on;   // the last segment continues in the next chunk
 
-  // at: the chunk's first position. tile_end: the end of the tile's first chunk. carried: the chunk
-  // before goes on.
+  // at: the chunk's first position. tile_end: end of the tile's first chunk. carried: the last
+  // segment of the previous chunk continues.
   __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, const SortedPlace& place,
                                          uint32_t at, uint32_t tile_end, bool carried,
@@ -39,7 +39,7 @@ struct SortedChunk {
     const unsigned begin_mask = Lanes::ballot(begins);
     const unsigned long_mask = Lanes::ballot(begins && place.far == key);
     const unsigned begun = begin_mask & ((2u << lane) - 1);
-    const int from = 31 - __clz(static_cast<int>(begun));  // where the position's segment begins
+    const int from = 31 - __clz(static_cast<int>(begun));  // begin of the position's segment
     bool mine = at + lane < static_cast<uint32_t>(update.batch.num_ids) && key != update.no_slot &&
                 (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
     if (mine) {
@@ -53,7 +53,7 @@ struct SortedChunk {
   }
 };
 
-// The row at whose position a segment ends, and its states. Marks a frame as written.
+// The row and states of the segment that ends at a position. Marks the frame as written.
 struct RowPlace {
   int64_t slot;  // in the table
   char* row;

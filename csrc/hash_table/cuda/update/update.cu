@@ -1,14 +1,14 @@
 // The backward on the GPU.
 //
-// First the positions of a batch are grouped by their slots: pairs of slot and bag are written
-// (prepare.cu) and sorted, in one sort or, where features have tables of their own, those of each
-// table apart (sort_by_table.cu). This takes no gradients, and can be done beside the forward as
-// soon as slots are known.
+// First the positions of a batch are grouped by slot: pairs of slot and bag are written
+// (prepare.cu) and sorted, in one sort or, if each feature has a table of its own, for each table
+// apart (sort_by_table.cu). This needs no gradients, so it can run beside the forward as soon as
+// slots are known.
 //
-// Then rows are updated. Neighbouring pairs of equal slots are a segment, whose gradients are added
-// up in the order of the batch; the row is updated once (segments.cu, any_segments.cu). Long
-// segments are cut in pieces, whose sums are added up at the end (long_segments.cu). No gradient is
-// stored for each id.
+// Then rows are updated. Adjacent pairs of equal slots form a segment. Its gradients are summed in
+// the order of the batch, and its row is updated once (segments.cu, any_segments.cu). Long segments
+// are cut in pieces, whose sums are added at the end (long_segments.cu). No gradient is stored for
+// each id.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
@@ -28,7 +28,8 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Sorts all pairs; they may end in the other half. Without memory: how much that takes.
+// Sorts all pairs; the result may be in the other half. Without memory, returns the number of bytes
+// that it needs.
 template <typename Key, typename Value>
 size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t bytes,
                 cudaStream_t stream) {
@@ -61,7 +62,7 @@ UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const G
   return size;
 }
 
-// Of no slot: masked to the bits of keys, it comes last.
+// The key of kNoSlot: masked to the bits of keys, it comes last.
 uint64_t no_slot_of(const UpdateSize& size) { return (uint64_t{1} << size.key_bits()) - 1; }
 
 __device__ __forceinline__ void count_update(const TableView* tables, int32_t num_tables) {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
-  // The host may have been told since the positions were grouped, and gone on.
+  // The host may have read the report since the positions were grouped, and have continued.
   const int64_t bad = *scratch.bad_bag;
   if (bad > 0) refuse_bag(batch, bad - 1, batch.offsets[bad - 1], batch.offsets[bad]);
 }
@@ -115,8 +116,8 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
   prepare_pairs(batch, slots, no_slot, scratch, stream);
   if (sorts_by_table(shape, batch, size.format(), hint)) {
-    // A graph would begin the other branch first, whose blocks leave no places for large ones.
-    // Where calls follow each other, waiting costs more than it gains.
+    // A graph would begin the other branch first, whose blocks leave no room for large ones. Where
+    // calls follow each other, waiting costs more than it gains.
     const bool holds = beside != nullptr && is_captured(stream);
     if (holds) beside->hold_other();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
@@ -156,7 +157,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch);
   HKV_CUDA_CHECK_LAUNCH();
   if (!update.group_four_wide) {
-    // One kernel for all classes: its tiles have the same width for each.
+    // One kernel for all classes, because its tiles have the same width for each.
     update_any_segments(tables, update, scratch, shape, kAllRowClasses, stream);
     update_long_segments(tables, update, scratch, shape, hint, stream);
     return;

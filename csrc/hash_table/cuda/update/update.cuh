@@ -1,4 +1,4 @@
-// What the kernels of an update share: update.cu says how they work together.
+// Functions that the kernels of an update share. update.cu describes how they work together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// What the kernels of an update share.
+// Arguments that the kernels of an update share.
 struct Update {
   Batch batch;
   Pooling pooling;
@@ -30,12 +30,12 @@ __device__ __forceinline__ const TableView& table_of(const TableView* tables, co
   return tables[update.batch.feature_tables[update.batch.feature_of_bag(bag)]];
 }
 
-// The end of the segment that `at` is in, by a tile whose lanes look at as many keys at once: a hot
+// The end of the segment that contains `at`. A tile searches, one key for each lane, because a hot
 // id's segment may be most of the batch.
 template <int kLanes>
 __device__ __forceinline__ int64_t end_of_segment(const Pairs& sorted, int64_t at, int64_t n,
                                                   uint64_t slot) {
-  int64_t low = at, high = n;  // low is in the segment, high is not
+  int64_t low = at, high = n;  // low is in the segment, high is not in it
   for (int64_t step = kLanes; low + step < n; step *= kLanes) {
     if (sorted.key(low + step) != slot) {
       high = low + step;
@@ -53,10 +53,10 @@ __device__ __forceinline__ int64_t end_of_segment(const Pairs& sorted, int64_t a
   return high;
 }
 
-// The bag that a position is in. All lanes of a warp.
+// The bag of a position. Called by all lanes of a warp.
 __device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_bags,
                                           int64_t position) {
-  int64_t low = 0, high = num_bags;  // low begins at the position or before, high behind it
+  int64_t low = 0, high = num_bags;  // low begins at the position or before, high after it
   while (high - low > 1) {
     const int64_t stride = (high - low + kWarp) / (kWarp + 1);
     const int64_t look = low + (threadIdx.x % kWarp + 1) * stride;
@@ -67,7 +67,7 @@ __device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_ba
   return low;
 }
 
-// Lists a long segment. All lanes of a tile.
+// Lists a long segment. Called by all lanes of a tile.
 template <int kLanes>
 __device__ __forceinline__ void note_long_segment(const LongSegments& longs, int64_t first,
                                                   int64_t length) {
@@ -87,10 +87,10 @@ __device__ __forceinline__ void note_long_segment(const LongSegments& longs, int
   }
 }
 
-// Where the gradient of a sorted value is, and how it counts.
+// The gradient of a sorted value, and its scale.
 struct Share {
   uint32_t table;
-  int64_t gradient;  // place of its bag's gradient
+  int64_t gradient;  // position of its bag's gradient
   float scale;       // of it
 };
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ Share share_of(const Update& update, const uint32_t* 
   Share it;
   it.table = batch.feature_tables[feature];
   it.gradient = batch.output_of(feature, bag - batch.first_bag(feature), update.grad.stride);
-  // Where there are weights, values are positions.
+  // With weights, values are positions.
   it.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
   if (update.pooling.mean) {
     it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
@@ -110,10 +110,10 @@ __device__ __forceinline__ Share share_of(const Update& update, const uint32_t* 
   return it;
 }
 
-// A sorted position, and the keys that tell where its segment begins and ends.
+// A sorted position, and the keys that determine the begin and end of its segment.
 struct SortedPlace {
   Pair pair;
-  uint64_t before, after, far;  // keys of the neighbours, and of kLongest positions later
+  uint64_t before, after, far;  // keys of the neighbours, and of the position kLongest later
 
   __device__ __forceinline__ static SortedPlace load(const Pairs& sorted, uint32_t at, uint32_t n) {
     constexpr uint64_t kNone = ~0ull;
@@ -126,29 +126,29 @@ struct SortedPlace {
   }
 };
 
-// Writes the pairs of all positions, and looks at the offsets (prepare.cu).
+// Writes the pairs of all positions, and checks the offsets (prepare.cu).
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
                    const Scratch& scratch, cudaStream_t stream);
 
-// Whether sort_by_table sorts such a batch, and is the fastest to do so, as far as batches before
-// tell (sort_by_table.cu).
+// Whether sort_by_table can sort such a batch, and is the fastest according to earlier batches
+// (sort_by_table.cu).
 bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
                     const UpdateHint* hint);
-// Brings pairs of equal slots together, those of each table apart and in the order of the batch.
-// The pairs may end in the other half. most_slots: of one table. hot_slots: as Scratch has it.
-// beside: other kernels take most places when this one begins.
+// Groups the pairs of equal slots, for each table apart and in the order of the batch. The result
+// may be in the other half. most_slots: of one table. hot_slots: as in Scratch. beside: whether
+// other kernels occupy most of the GPU when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
                    int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream);
 
-// Lists the long segments, counts those of one position, and, in groups of several row classes,
-// lists what the kernels of each work on (list_segments.cu).
+// Lists long segments, counts segments of one position and, in groups of several row classes, lists
+// the units of each class (list_segments.cu).
 void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot,
                    const Scratch& scratch, cudaStream_t stream);
 
 // Whether update_segments serves an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
-// Updates the rows of all segments but long ones, whose pieces it adds up, of tables of this row
-// class. first: of the update's kernels of this kind, which may run beside each other
+// Updates the rows of all segments but long ones, and sums the pieces of long ones, for tables of
+// this row class. first: whether it is the first of these kernels in the update, which may overlap
 // (segments.cu).
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
@@ -156,12 +156,13 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
 // (any_segments.cu).
 void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                          const GroupShape& shape, int32_t row_class, cudaStream_t stream);
-// Updates the rows of long segments, whose pieces have been added up, and says in the hint how the
-// next batch is to be grouped (long_segments.cu).
+// Updates the rows of long segments, whose pieces have been summed, and writes the hint for the
+// next batch (long_segments.cu).
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                           const GroupShape& shape, UpdateHint* hint, cudaStream_t stream);
 
-// Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
+// Number of blocks for this number of blocks on each multiprocessor, but not more than the threads
+// need.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);
 
 }  // namespace torchrec_hkv::hash_table::cuda
