@@ -1,5 +1,5 @@
-// Entries at slots on the GPU: touched, freed, selected and given back, for the tables of a group
-// in one launch.
+// Touches, frees, selects and exports entries at slots on the GPU, for the tables of a group in one
+// launch.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -12,11 +12,11 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kRowLanes = 8;            // that copy one entry
+constexpr int kRowLanes = 8;            // lanes that copy one entry
 constexpr int64_t kMostTables = 65535;  // that the grid's second dimension takes
-constexpr int64_t kMostBlocks = 4096;   // of a table that is looked through
+constexpr int64_t kMostBlocks = 4096;   // slots of a table that a block searches
 
-// kOneTable: the view comes with the launch and not from memory. So below.
+// kOneTable: the view is a parameter of the launch. The same below.
 template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
     touch_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,

@@ -1,4 +1,4 @@
-// Expiry on the GPU: a thread a slot, the tables of a group in one launch.
+// Expiry on the GPU: one thread for each slot, the tables of a group in one launch.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
     if (item < sweep_items(sweep, table.num_buckets)) {
       const int64_t bucket = sweep.first + item / kBucketDigests * sweep.every;
       const int32_t position = static_cast<int32_t>(item % kBucketDigests);
-      // A position past the bucket's slots has no step: it is not read.
+      // A position beyond the bucket's slots has no step, so it is not read.
       uint32_t* const step = step_of(table, bucket * table.bucket_slots + position);
       expired = position < table.bucket_slots && is_expired(sweep, visit, *step);
       if (expired) {

@@ -8,7 +8,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Warps of one launch; each goes on with the next piece of work until there is none.
+// Warps of one launch; each processes items until there are no more.
 constexpr int64_t kMostWarps = int64_t{1} << 24;
 
 // The work of a warp: item, item + stride, ...
@@ -20,7 +20,7 @@ __device__ __forceinline__ int64_t item_stride() {
 }
 unsigned grid_for_items(int64_t items) { return grid_for(std::min(items, kMostWarps) * kWarp); }
 
-// All lanes of a warp copy one vector, in the widest pieces that its size allows.
+// Copies one vector by all lanes of a warp, in the widest pieces that its size allows.
 template <typename Piece>
 __device__ __forceinline__ void copy_pieces(char* to, const char* from, int64_t bytes) {
   for (int64_t b = threadIdx.x % kWarp * static_cast<int64_t>(sizeof(Piece)); b < bytes;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_vector(const RowStore& store, int64_t from,
   }
 }
 
-// All but the digest; all lanes of a warp.
+// Copies all but the digest, by all lanes of a warp.
 __device__ void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (threadIdx.x % kWarp == 0) {
     table.ids[to] = table.ids[from];
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint16_t* digest_at(const TableView& table, int64_t s
   return &table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
 }
 
-// One warp a position of a bucket. No other warp reads or writes this position of the bucket or of
-// the two that it is split into.
+// One warp for each position of a bucket. No other warp accesses this position of the bucket or of
+// the two new buckets.
 __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitRange range) {
   const int lane = threadIdx.x % kWarp;
   const int64_t items = static_cast<int64_t>(range.end - range.begin) * kBucketDigests;
@@ -74,14 +74,14 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
     const uint16_t digest = *from;
     const int64_t slot = static_cast<int64_t>(bucket) * table.bucket_slots + position;
     const int64_t low = int64_t{2} * bucket * table.bucket_slots + position;
-    int side = -1;  // which of the two it goes to
+    int side = -1;  // which of the two buckets it goes to
     if (digest != kEmptyDigest) {
       const BucketChoice choice = choose_buckets(table.ids[slot], table.num_buckets * 2);
       side = static_cast<int>(split_target(choice, bucket) & 1u);
       const int64_t target = low + static_cast<int64_t>(side) * table.bucket_slots;
       if (target != slot) move_entry(table, slot, target);
     }
-    __syncwarp();  // bucket 0 is its own target: all lanes have read before this
+    __syncwarp();  // bucket 0 is its own target, so all lanes must have read it before
     if (lane < 2) {
       to[lane * kBucketDigests] = lane == side ? digest : kEmptyDigest;
       if (lane != side) {
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
   }
 }
 
-// astray: their number among the slots [begin, end), and those of as many as there is room for. One
-// thread a slot.
+// astray: the number of entries astray in slots [begin, end), and as many of their slots as there
+// is room for. One thread for each slot.
 __global__ void __launch_bounds__(kThreads)
     list_astray_kernel(TableView table, int64_t begin, int64_t end, int64_t* astray) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The free slots of a bucket, a bit each; the same answer in all lanes of a warp.
+// The free slots of a bucket, one bit each; the same result in all lanes of a warp.
 __device__ __forceinline__ uint64_t free_positions(const TableView& table, uint32_t bucket) {
   const uint16_t* line = digest_line(table, bucket);
   const int lane = threadIdx.x % kWarp;
@@ -117,8 +117,8 @@ __device__ __forceinline__ uint64_t free_positions(const TableView& table, uint3
   return high << 32 | low;
 }
 
-// One warp, one entry after the other, as a CPU does it: they are few, and where they go must not
-// depend on chance. grow.h says why each finds a free slot.
+// One warp moves one entry after the other, as on a CPU: they are few, and their slots must be
+// deterministic. grow.h explains why each finds a free slot.
 __global__ void __launch_bounds__(kWarp)
     settle_kernel(TableView table, const int64_t* __restrict__ astray, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -190,7 +190,7 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
   };
   for (int64_t begin = 0, end = doubled.num_slots; begin < doubled.num_slots;) {
     const int64_t number = list_between(begin, end);
-    if (number > kAstrayRoom) {  // so many slots have room
+    if (number > kAstrayRoom) {  // number of slots that have memory
       end = begin + (end - begin) / 2;
       continue;
     }
@@ -200,7 +200,7 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
                                      cudaMemcpyHostToDevice, stream));
       settle_kernel<<<1, kWarp, 0, stream>>>(doubled, astray + 1, number);
       HKV_CUDA_CHECK_LAUNCH();
-      HKV_CUDA_CHECK(cudaStreamSynchronize(stream));  // before `slots` is written again
+      HKV_CUDA_CHECK(cudaStreamSynchronize(stream));  // before `slots` is overwritten
     }
     begin = end;
     end = doubled.num_slots;

@@ -1,4 +1,5 @@
-// Ids and last steps of a GPU's table, which lie packed, to and from arrays. A thread a slot.
+// Converts the packed ids and last steps of a GPU table to and from arrays. One thread for each
+// slot.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
     load_kernel(const __grid_constant__ TableView table, const int64_t* __restrict__ ids,
                 const uint32_t* __restrict__ last_steps) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  // A bucket has a slot at least.
+  // A bucket has at least one slot.
   if (slot < table.num_buckets) reinterpret_cast<uint4*>(table.oldest)[slot] = uint4{0, 0, 0, 0};
   if (slot >= table.num_slots) return;
   const Entry entry = entry_of(table, slot);

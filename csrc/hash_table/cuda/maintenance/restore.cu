@@ -1,11 +1,10 @@
-// Entries of a file back into a table, on the GPU: one warp an entry.
+// Restores entries of a file to a table on the GPU, one warp for each entry.
 //
-// Entries that go where a new id would go are placed in two launches. The first fills free slots,
-// claimed by compare-and-swap on their digests. The second has only full buckets left to look at,
-// whose entries are whole. A victim is claimed by compare-and-swap on its last step, which then
-// says that the slot is busy. An entry that is lower than all it sees, but does not see a busy
-// slot, is handed back as displaced, so that it is tried again: it may be higher than what the slot
-// gets.
+// Entries that are inserted as new ids are placed in two launches. The first fills free slots,
+// claimed by compare-and-swap on their digests. The second only finds full buckets with complete
+// entries. It claims a victim by compare-and-swap on its last step, which then marks the slot as
+// busy. If an entry ranks below all entries that it can read but does not see a busy one, it is
+// returned as displaced and tried again, because it may rank above the new entry of the busy slot.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
@@ -17,7 +16,7 @@ namespace {
 
 constexpr uint32_t kBusyStep = 0xffffffffu;
 
-// What a displaced entry leaves behind.
+// Copies a displaced entry.
 struct Source {
   int64_t id;
   uint64_t score;
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
                   : static_cast<int32_t>(owner_bucket(id_of_slot(table, slot)));
 }
 
-// Claims a free slot; all lanes get the answer.
+// Claims a free slot; all lanes get the result.
 __device__ __forceinline__ bool claim_free(const TableView& table, int64_t slot, uint16_t digest) {
   static_assert(sizeof(unsigned short) == sizeof(uint16_t));
   int mine = 0;
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slot = slots[i];
   const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
   const int64_t bucket = slot < 0 ? -1 : slot / table.bucket_slots;
-  // Two entries may name one slot: the first to claim it has it.
+  // Two entries may have the same slot; the first to claim it gets it.
   const bool mine =
       (bucket == choice.first || bucket == choice.second) && claim_free(table, slot, choice.digest);
   if (mine) write_entry(table, slot, entries, i);
@@ -91,14 +90,14 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= entries.n) return;
   const int64_t slot = slots[i];
   if (slot < 0 || slot >= table.num_slots) return;
-  // Ids of free slots mean nothing.
+  // Ids of free slots have no meaning.
   if (*digest_of_slot(table, slot) == kEmptyDigest) return;
   if (id_of_slot(table, slot) != entries.ids[i]) return;
   write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) restore_step(table, slot, entries.last_steps[i]);
 }
 
-// The free positions of a bucket; the same answer in all lanes.
+// The free positions of a bucket; the same result in all lanes.
 struct FreePositions {
   unsigned even;  // bit k: position 2 k
   unsigned odd;   // bit k: position 2 k + 1
@@ -138,12 +137,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct Victim {
-  int64_t slot;  // kNoSlot: none
+  int64_t slot;  // kNoSlot: no victim
   Rank rank;
   bool busy;  // whether a slot did not take part
 };
 
-// The slot of the lowest rank in two full buckets; the same answer in all lanes.
+// The slot of the lowest rank in two full buckets; the same result in all lanes.
 __device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice) {
   Victim lowest{kNoSlot, {~0ull, kBusyStep}, false};
   for (int b = 0; b < 2; ++b) {
@@ -174,8 +173,8 @@ __device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice
   return lowest;
 }
 
-// Makes a victim's slot busy; all lanes get the answer. Between the look and the claim another
-// entry of the same last step may have come: then its score tells.
+// Marks a victim's slot as busy; all lanes get the result. Between the read and the claim another
+// entry with the same last step may have taken the slot; the score distinguishes them.
 __device__ bool claim_victim(const TableView& table, const Victim& victim) {
   int mine = 0;
   if (threadIdx.x % kWarp == 0) {
@@ -190,7 +189,7 @@ __device__ bool claim_victim(const TableView& table, const Victim& victim) {
     }
   }
   mine = __shfl_sync(kAllLanes, mine, 0);
-  __syncwarp();  // the other lanes read what lane 0's fence has made visible
+  __syncwarp();  // the other lanes see what lane 0's fence has made visible
   return mine != 0;
 }
 

@@ -1,4 +1,4 @@
-// What the kernels that put entries of a file back share.
+// Functions that the restore kernels share.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// In pieces that rows of every type and dim are aligned to.
+// Copies in pieces to which rows of every type and dim are aligned.
 __device__ __forceinline__ void copy_vector(char* to, const char* from, int32_t bytes) {
   for (int32_t b = threadIdx.x % kWarp * 2; b < bytes; b += kWarp * 2) {
     *reinterpret_cast<uint16_t*>(to + b) = *reinterpret_cast<const uint16_t*>(from + b);
@@ -26,7 +26,7 @@ struct Widths {
         state(table.states.width * static_cast<int32_t>(sizeof(float))) {}
 };
 
-// Gives an entry of a file its last step, which may be older than any of its bucket.
+// Writes the last step of a restored entry, which may be older than any of its bucket.
 __device__ __forceinline__ void restore_step(const TableView& table, int64_t slot, uint32_t step) {
   if (is_packed(table)) {
     const int64_t bucket = table.entries.bucket_of(slot);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void restore_step(const TableView& table, int64_t slo
   store_l2(step_of(table, slot), step);
 }
 
-// All but the digest and the last step.
+// Writes all but the digest and the last step.
 __device__ inline void write_entry(const TableView& table, int64_t slot, const Entries& entries,
                                    int64_t i) {
   if (threadIdx.x % kWarp == 0) {

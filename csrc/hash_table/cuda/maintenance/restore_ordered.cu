@@ -1,7 +1,7 @@
-// Entries of a file put where a new id would go, one after the other as a CPU does it, where the
-// result must not depend on chance. Only entries that share a bucket wait for each other: each
-// stands in the queues of its two buckets, and a warp that has it in hand waits for its turn in
-// both. Warps take entries in order, so that the first in hand never waits.
+// Inserts entries of a file as new ids, one after the other as on a CPU, if the result must be
+// deterministic. Only entries that share a bucket wait for each other: each is in the queues of its
+// two buckets, and its warp waits for its turn in both. Warps take entries in order, so that the
+// first one that a warp processes never waits.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   buckets[2 * i + 1] = choice.second;
 }
 
-// Tells each entry its places in the queues, and each queue who is its first.
+// Stores the places of each entry in the queues, and the first entry of each queue.
 __global__ void __launch_bounds__(kThreads)
     deal_kernel(const int64_t* __restrict__ buckets, const int64_t* __restrict__ places, int64_t n,
                 const RestoreOrder order) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i == 0 || buckets[i - 1] != buckets[i]) order.turns[buckets[i]] = static_cast<uint32_t>(i);
 }
 
-// The free slots of a bucket, a bit each; all lanes get the answer.
+// The free slots of a bucket, one bit each; all lanes get the result.
 __device__ __forceinline__ uint64_t free_slots_of_warp(const TableView& table, uint32_t bucket) {
   const auto* pairs = reinterpret_cast<const uint32_t*>(digest_line(table, bucket));
   const uint32_t pair = load_l2(pairs + threadIdx.x % kWarp);
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint64_t free_slots_of_warp(const TableView& table, u
   return free;
 }
 
-// A free slot of an id's buckets, or kNoSlot. cpu::free_slot chooses alike.
+// A free slot of an id's buckets, or kNoSlot; as cpu::free_slot.
 __device__ __forceinline__ int64_t free_slot(const TableView& table, const BucketChoice& choice) {
   const uint64_t free_first = free_slots_of_warp(table, choice.first);
   const uint64_t free_second = free_slots_of_warp(table, choice.second);
@@ -60,11 +60,11 @@ __device__ __forceinline__ int64_t free_slot(const TableView& table, const Bucke
 }
 
 struct Victim {
-  int64_t slot;  // kNoSlot: none
+  int64_t slot;  // kNoSlot: no victim
   Rank rank;
 };
 
-// The slot of the lowest rank in two full buckets, among equals the first.
+// The slot of the lowest rank in two full buckets; the first of equal ones.
 __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice& choice) {
   Rank lowest{~0ull, kFreeStep};
   uint32_t place = 2 * kBucketDigests;
@@ -91,7 +91,7 @@ __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice
   return Victim{starts[place / kBucketDigests] + place % kBucketDigests, lowest};
 }
 
-// What entry i takes the place of goes to place i.
+// The entry that entry i replaces goes to place i.
 __device__ void note_displaced(const TableView& table, const Victim& victim,
                                const Displaced& displaced, int64_t i) {
   const Widths widths(table);
@@ -103,7 +103,7 @@ __device__ void note_displaced(const TableView& table, const Victim& victim,
   copy_vector(displaced.rows + i * widths.row, table.row(victim.slot), widths.row);
   copy_vector(reinterpret_cast<char*>(displaced.states) + i * widths.state,
               reinterpret_cast<const char*>(table.state(victim.slot)), widths.state);
-  __syncwarp();  // what was read may be written
+  __syncwarp();  // the data that was read may be overwritten
 }
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
     const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
     const uint32_t first_ticket = order.tickets[2 * i], second_ticket = order.tickets[2 * i + 1];
     const bool one_bucket = choice.first == choice.second;
-    // Every lane sees for itself that it is its turn, and so all that came before.
+    // Every lane itself reads that it is the entry's turn, so it sees all earlier writes.
     while (!__all_sync(kAllLanes, load_acquire(&order.turns[choice.first]) == first_ticket &&
                                       (one_bucket || load_acquire(&order.turns[choice.second]) ==
                                                          second_ticket))) {

@@ -1,4 +1,4 @@
-// Looks for what changed in a table, on the GPU.
+// Finds the changed slots of a table, on the GPU.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"

@@ -1,4 +1,4 @@
-// Rows and states of entries into a matrix and out of it, on the GPU: eight lanes an entry.
+// Copies rows and states of entries to a matrix and back, on the GPU, eight lanes for each entry.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
