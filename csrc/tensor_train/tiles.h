@@ -1,4 +1,5 @@
-// Lookup and gradients of tiles by class of tables: one file a rank, as they are slow to compile.
+// Lookup and gradients of tiles, by class of tables. One source file for each rank, because they
+// are slow to compile.
 #pragma once
 
 #include "tensor_train/cuda/kernels.h"
@@ -8,17 +9,18 @@ namespace torchrec_hkv::tensor_train::cuda {
 struct TileInput;
 
 struct TileRun {
-  KernelClass kernel;  // vectors and exact: only where places are in units of 4
+  KernelClass kernel;  // vectors and exact: only if places count in units of 4
   Precision precision;
   bool backward;
   bool few;     // prefixes: many small tiles
   bool shares;  // equal shares of the prefixes for all blocks instead of tiles
-  // So many ids that kernels for many ids a prefix pay, where the device finds there to be many.
+  // The batch is large enough for kernels for many ids a prefix; the device decides whether
+  // prefixes have many.
   bool may_be_dense;
   bool deterministic;  // of gradients: TileInput has sums in fixed point
   int64_t most_prefixes;
   int32_t blocks;      // of columns, at most
-  int64_t only_lasts;  // slices of the last core, where the group is one table; otherwise 0
+  int64_t only_lasts;  // slices of the last core if the group is one table; otherwise 0
   int32_t multiprocessors;
   cudaStream_t stream;
 };

@@ -86,7 +86,7 @@ inline void gemm_panel(int64_t rows, int64_t depth, Strided a, const float* b, i
   if (rows == 1) gemm_block<1, kVectors>(depth, a, b, ldb, c, ldc, add);
 }
 
-// C [rows][columns] = A B, added to where `add`. columns is a multiple of kLanes.
+// C [rows][columns] = A B, or C += A B if `add`. columns is a multiple of kLanes.
 inline void gemm(int64_t rows, int64_t columns, int64_t depth, const Strided& a, const float* b,
                  int64_t ldb, float* c, int64_t ldc, bool add) {
   int64_t j = 0;

@@ -16,8 +16,8 @@ constexpr int64_t kTogether = 8;
 constexpr int64_t kBlock = 64;
 
 // Slices of the first and last core are touched from many middle slices. Each part of the work has
-// sums of its own for them, added up in the end in the order of parts. How many parts there are
-// follows from the work alone, not from the threads: so does the result, to the bit.
+// its own sums for them, which are added at the end in the order of parts. The number of parts
+// depends on the work only, not on the threads, so the result is the same bit for bit.
 int64_t number_of_parts(int64_t work, int64_t private_floats) {
   constexpr int64_t kMostParts = 16, kMostFloats = int64_t{1} << 26;
   const int64_t floats = std::max<int64_t>(private_floats, 1);
@@ -26,12 +26,12 @@ int64_t number_of_parts(int64_t work, int64_t private_floats) {
 
 std::vector<uint8_t> group_begins(const Step& step, const std::vector<int64_t>& middles) {
   std::vector<uint8_t> begins(middles.size(), 1);
-  if (step.middles == nullptr) return begins;  // no group shares anything
+  if (step.middles == nullptr) return begins;  // groups share nothing
   for (size_t i = 1; i < middles.size(); ++i) begins[i] = middles[i] != middles[i - 1];
   return begins;
 }
 
-// out[slice] += the parts' sums, in their order, where touched.
+// out[slice] += the sums of the parts, in order, for touched slices.
 void add_parts(const std::vector<Zeros>& parts, const uint8_t* touched, int64_t slices,
                int64_t rows, int64_t row, int64_t row_stride, float* out, int threads) {
   const int64_t grain = std::max<int64_t>(1, 16384 / (rows * row));
@@ -130,8 +130,9 @@ class IdGradients {
   }
 
  private:
-  // The gradient of a row that occurs at these places of the order. Many are summed in blocks whose
-  // sums are added in double: an id may occur in every bag, and single precision would lose digits.
+  // The gradient of a row that occurs at these places of the order. Many gradients are summed in
+  // blocks whose sums are added in double, because an id may occur in every bag, and single
+  // precision would lose digits.
   void sum_up(int64_t begin, int64_t end) {
     if (end - begin <= kBlock) return sum_block(begin, end);
     std::fill(total_.begin(), total_.end(), 0.0);
@@ -171,7 +172,7 @@ class IdGradients {
   const int32_t q_;
   const int32_t r_padded_;
   std::vector<float> sum_;     // [columns][q]
-  std::vector<double> total_;  // likewise
+  std::vector<double> total_;  // the same shape
   std::vector<float> sums_;    // [columns][kTogether * q]
   std::vector<float> slices_;  // [kTogether * q][padded(r)], the padding stays zero
 };
@@ -228,7 +229,8 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
       table.cores == 4 ? static_cast<int64_t>(pairs.firsts.size()) : table.p[0];
   const Step step = last_step(table, products.data());
 
-  // A prefix costs its product and two gradients, an id its part of two gradients and the sums.
+  // The cost of a prefix is its product and two gradients; that of an id its part of two gradients
+  // and the sums.
   const int64_t prefix_cost = step.middles == nullptr ? 0 : 3 * step.head_q * step.middle_size();
   const int64_t id_cost = 2 * static_cast<int64_t>(table.dim()) * table.last_r();
   std::vector<int64_t> costs(heads.size());

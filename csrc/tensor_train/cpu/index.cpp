@@ -23,7 +23,7 @@ uint64_t key_of(const TableCpu& table, int64_t id) {
                                id % table.lasts());
 }
 
-// Stable, by least significant digits first.
+// A stable sort, least significant digit first.
 void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& scratch) {
   constexpr int kBits = 11;
   constexpr uint64_t kBuckets = uint64_t{1} << kBits;
@@ -143,7 +143,7 @@ std::vector<int64_t> split_evenly(const std::vector<int64_t>& costs,
   std::vector<int64_t> bounds{0};
   int64_t sum = 0;
   for (int64_t i = 0; i < size; ++i) {
-    // The next part begins where the parts so far have had their share.
+    // The next part begins after the share of the previous parts.
     if (i > bounds.back() && may_begin[i] && static_cast<int64_t>(bounds.size()) < parts &&
         sum >= total / parts * static_cast<int64_t>(bounds.size())) {
       bounds.push_back(i);

@@ -1,4 +1,4 @@
-// Which distinct ids and prefixes a batch has: an order of positions, and where runs in it begin.
+// The distinct ids and prefixes of a batch: an order of positions, and the begins of runs in it.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::tensor_train::cpu {
 
-// Of each position its bag: feature * batch_size + sample. Of each table its part of `order`.
+// The bag of each position, feature * batch_size + sample, and the part of `order` of each table.
 struct Places {
   std::vector<int64_t> bags;          // [n]
   std::vector<int64_t> table_starts;  // [tables + 1]
@@ -17,7 +17,7 @@ struct Places {
 };
 Places places_of(const TableCpu* tables, const BatchCpu& batch);
 
-// What multiplies the row of a position in the output.
+// The factor of the row of a position in the output.
 inline float factor_of(const BatchCpu& batch, const Places& places, int64_t position) {
   float factor = batch.weights != nullptr ? batch.weights[position] : 1.0f;
   if (batch.mean && batch.pooled) {
@@ -27,7 +27,7 @@ inline float factor_of(const BatchCpu& batch, const Places& places, int64_t posi
   return factor;
 }
 
-// Where the row of a position goes in the output.
+// The place of the row of a position in the output.
 inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t position) {
   if (!batch.pooled) return position * places.stride;
   const int64_t bag = places.bags[position];
@@ -36,9 +36,9 @@ inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t po
 
 // The distinct ids of one table, in order of (middle, head, last).
 struct Directory {
-  std::vector<int64_t> starts;    // of each distinct id, its first place in `order`; one more
+  std::vector<int64_t> starts;    // first place of each distinct id in `order`; one more at the end
   std::vector<int64_t> lasts;     // of each distinct id, the slice of the last core
-  std::vector<int64_t> prefixes;  // of each prefix, its first distinct id; one more
+  std::vector<int64_t> prefixes;  // of each prefix, its first distinct id; one more at the end
   std::vector<int64_t> heads;     // of each prefix
   std::vector<int64_t> middles;   // of each prefix, not decreasing
   int64_t ids() const { return static_cast<int64_t>(lasts.size()); }
@@ -53,8 +53,8 @@ struct Tile {
 };
 std::vector<Tile> tiles_of(const std::vector<int64_t>& middles, int64_t most);
 
-// Splits [0, costs.size()) into at most `parts` ranges of about equal cost, which begin only where
-// may_begin says so. The result depends on nothing else.
+// Splits [0, costs.size()) into at most `parts` ranges of about equal cost, which begin only at
+// indices that may_begin accepts. The result depends on nothing else.
 std::vector<int64_t> split_evenly(const std::vector<int64_t>& costs,
                                   const std::vector<uint8_t>& may_begin, int64_t parts);
 

@@ -1,6 +1,6 @@
 // Lookup, gradients and update of groups of Tensor-Train tables on a CPU.
 //
-// All results are the same bits for any number of threads.
+// All results are equal bit for bit for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,24 @@
 
 namespace torchrec_hkv::tensor_train::cpu {
 
-// The first position whose id is outside of its table, -1 where there is none.
+// The first position whose id is outside of its table, or -1.
 int64_t first_bad_id(const TableCpu* tables, const BatchCpu& batch);
 
-// Sorts the batch's positions by (table, middle, head, last), equal ids by position: what lookup
-// and gradients need, made once. Checked ids only. order: [n].
+// Sorts the positions of a batch by (table, middle, head, last), equal ids by position, once for
+// lookup and gradients. Ids must be valid. order: [n].
 void sort_ids(const TableCpu* tables, const BatchCpu& batch, int64_t* order);
 
-// Pooled: out is [batch_size][sum of the features' dims]. Otherwise [n][dim], where all tables have
+// Pooled: out is [batch_size][sum of the features' dims]. Otherwise [n][dim], and all tables have
 // the same dim. Each distinct id's row is computed once, and each prefix once.
 void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order, float* out,
             int threads);
 
-// Gradients of the cores. grad is of lookup's output; gradients of equal ids are summed first.
-// cores[table * kMaxCores + k] is added to: fp32 in the core's layout. touched[...][i] is set to 1
-// where slice i took part.
+// Gradients of the cores. grad is of lookup's output; gradients of equal ids are summed first. Adds
+// to cores[table * kMaxCores + k], fp32 in the core's layout. Sets touched[...][i] to 1 if slice i
+// has a gradient.
 struct CoreGradients {
   float* const* cores;
-  uint8_t* const* touched;  // null where nobody asks
+  uint8_t* const* touched;  // null: not wanted
 };
 void gradients(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                const float* grad, const CoreGradients& out, int threads);

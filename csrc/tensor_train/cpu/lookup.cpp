@@ -52,7 +52,7 @@ class RowMaker {
 
  private:
   const TableCpu& table_;
-  const int32_t columns_;  // of the row that the cores before the last give
+  const int32_t columns_;  // of the product of the cores before the last
   const int32_t columns_padded_;
   const int64_t last_size_;
   std::vector<float> transposed_;  // [last_r][columns_padded]
@@ -103,7 +103,7 @@ void for_each_table(const TableCpu* tables, const BatchCpu& batch, const Places&
   }
 }
 
-// numbers[position]: which distinct id of its table.
+// numbers[position]: the number of the distinct id in its table.
 void number_positions(const Directory& directory, const int64_t* order, int threads,
                       std::vector<int64_t>& numbers) {
   parallel_for(directory.ids(), 4096, threads, [&](int64_t begin, int64_t end) {

@@ -4,7 +4,7 @@
 // of slice i_k of each core. Core k lies in memory as [p_k][r_k][q_k][r_{k+1}], the last one as
 // [p_d][q_d][r_d], with r_1 = r_{d+1} = 1 counted from 1: the same as on the GPU.
 //
-// Whatever d is, kernels see three parts of a table. The head are the cores before the middle one,
+// For any d, kernels see three parts of a table. The head are the cores before the middle one,
 // multiplied: core 1 of two or three cores, cores 1 and 2 of four. The middle is the core before
 // the last; two cores have none. So id = (head * middles + middle) * lasts + last. A pair (head,
 // middle) is a prefix.

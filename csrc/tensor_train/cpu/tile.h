@@ -12,7 +12,7 @@
 
 namespace torchrec_hkv::tensor_train::cpu {
 
-// Zeros that take memory only where they are touched.
+// Zeroed memory whose pages are allocated when they are touched.
 class Zeros {
  public:
   explicit Zeros(int64_t size)
@@ -39,7 +39,7 @@ struct Step {
   int32_t head_q;
   int32_t head_r;
   RowType middle_type;
-  const char* middles;  // null: there is none, a prefix is its head
+  const char* middles;  // null: no middle; a prefix is its head
   int32_t middle_q;     // 1 without a middle
   int32_t middle_r;     // head_r without a middle
 
@@ -48,7 +48,7 @@ struct Step {
   int64_t product_size() const { return static_cast<int64_t>(head_q) * middle_q * middle_r; }
   // Floats of a row of products, middle_q times the padded rank.
   int64_t width() const { return static_cast<int64_t>(middle_q) * padded(middle_r); }
-  // Prefixes that are worth taking together: their products stay in the cache.
+  // Number of prefixes of a tile, such that their products stay in the cache.
   int64_t tile_prefixes() const { return std::clamp<int64_t>(65536 / (head_q * width()), 1, 16); }
 };
 
@@ -67,14 +67,14 @@ class PrefixTile {
   // their gradients.
   void load(const int64_t* heads, int64_t count, int64_t middle);
 
-  // Of prefix i of the tile: [head_q * middle_q][padded(middle_r)], contiguous.
+  // The product of prefix i of the tile: [head_q * middle_q][padded(middle_r)], contiguous.
   const float* product(int64_t i) const { return products_.data() + i * step_.head_q * width_; }
   float* gradient(int64_t i) { return gradients_.data() + i * step_.head_q * width_; }
 
-  // From the gradients of the products: adds those of the heads to head_gradients, by number, and
-  // gathers those of the middle slice, which add_middle adds.
+  // From the gradients of the products: adds the gradients of the heads to head_gradients, by
+  // number, and accumulates that of the middle slice for add_middle.
   void finish(const int64_t* heads, float* head_gradients);
-  // Adds what has gathered since the last call to a middle slice's gradient.
+  // Adds the gradient that was accumulated since the last call to that of a middle slice.
   void add_middle(float* middle_gradient);
 
  private:
@@ -90,7 +90,7 @@ class PrefixTile {
   std::vector<float> slice_;            // [head_r][width]
   std::vector<float> transposed_;       // [width][padded(head_r)]
   std::vector<float> products_;         // [count * head_q][width]
-  std::vector<float> gradients_;        // likewise
+  std::vector<float> gradients_;        // the same shape
   std::vector<float> head_gradients_;   // [count * head_q][padded(head_r)]
   std::vector<float> middle_gradient_;  // [head_r][width]
 };

@@ -23,7 +23,7 @@ float vector_sum(int64_t n, const Term& term) {
   return total;
 }
 
-// A slice is what the formulas call a row, its elements are the columns.
+// A slice is a row of the formulas, and its elements are the columns.
 class SliceUpdater {
  public:
   SliceUpdater(const OptimizerConfig& config, float learning_rate, int64_t step, int64_t size)
@@ -47,7 +47,7 @@ class SliceUpdater {
       case Optimizer::kFtrl:
         return elements<Optimizer::kFtrl>(values, grad, state, terms);
       case Optimizer::kNone:
-      case Optimizer::kLamb:  // refused where groups are made
+      case Optimizer::kLamb:  // refused when a group is created
         return;
     }
   }
@@ -79,7 +79,7 @@ class SliceUpdater {
     return terms;
   }
 
-  // Config and terms are passed by value: the compiler sees that no store changes them.
+  // Config and terms are passed by value, so the compiler knows that no store changes them.
   template <Optimizer kKind>
   void elements(float* __restrict__ values, const float* __restrict__ grad,
                 float* __restrict__ state, const RowTerms terms) const {

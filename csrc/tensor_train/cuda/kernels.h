@@ -1,21 +1,21 @@
 // Lookup, gradients and update of groups of Tensor-Train tables on a GPU.
 //
-// Nothing here allocates or waits for the device; all calls may be captured in a CUDA graph. The
-// caller gives memory, whose size a function says.
+// Nothing here allocates or waits for the device, and all calls may be captured in a CUDA graph.
+// The caller passes memory, of the size that a function returns.
 //
 // A step:
 //   index_batch   sorts the ids of all tables by (table, middle, head, last) and finds the distinct
 //                 ids and prefixes (pairs of middle and head); may run a batch ahead
 //   lookup        rows of distinct ids, pooled into the output
 //   gradients     of the cores, added to buffers
-//   update_cores  the optimizer, on the slices that took part; clears the gradients behind it
+//   update_cores  the optimizer, on slices with a gradient; clears the gradients after it
 //
 // Core k of a table lies in memory as [p_k][r_k][q_k][r_{k+1}], the last one as [p_d][q_d][r_d].
 // Kernels see three parts of a table (cpu/tables.h says how cores of two and four become three):
 // the head [heads][head_q][head_r], the middle [middles][head_r][middle_q][last_r] and the last
 // [lasts][last_q][last_r]; id = (head * middles + middle) * lasts + last.
 //
-// An id outside of [0, rows) has a row of zeros and no gradient, and is counted.
+// Ids outside of [0, rows) are counted, read as rows of zeros, and have no gradient.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,7 +35,7 @@ enum class Precision : int32_t {
   kFp32 = 1,  // three products of operands split in two, in tf32 or half precision: within 1e-5
 };
 
-// Which kernel runs a table; plan_tables says it.
+// The class of kernels for a table, which plan_tables selects.
 struct KernelClass {
   int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
   // Cores are float32, ranks multiples of 4 and the last q even: cores are read 4 values at a time,
@@ -58,11 +58,10 @@ struct TableView {
   const void* head;
   const void* middle;  // null: a table of two cores, whose prefixes are slices of the head
   const void* last;
-  float* head_grad;  // gradients are added here; null where none is wanted
+  float* head_grad;  // gradients are added here; null: not wanted
   float* middle_grad;
   float* last_grad;
-  // [heads], set to 1 where a slice took part; null where nobody asks. May be read by aligned
-  // words.
+  // [heads], set to 1 if a slice has a gradient; null: not wanted. Kernels may read aligned words.
   uint8_t* head_touched;
   uint8_t* middle_touched;
   uint8_t* last_touched;
@@ -71,7 +70,7 @@ struct TableView {
   RowType last_type;
   int32_t head_q, middle_q, last_q;
   int32_t head_r, last_r;  // a table of two cores has head_r = last_r, middles = middle_q = 1,
-                           // of which plan_tables makes head_q and middle_q whose product is its q
+                           // and plan_tables splits its q into head_q * middle_q
   int64_t rows;
   int64_t heads, middles, lasts;
   // Filled in by plan_tables.
@@ -86,28 +85,28 @@ struct TableView {
 
 constexpr int kMaxClasses = 36;
 
-// What launches need to know of a group of tables, on the host.
+// Properties of a group of tables for launches, on the host.
 struct Plan {
-  const TableView* tables = nullptr;  // on the device, as plan_tables left them
+  const TableView* tables = nullptr;  // on the device, with the values of plan_tables
   int32_t num_tables = 0;
   uint64_t num_keys = 0;
-  int64_t num_prefixes = 0;  // that all tables have
+  int64_t num_prefixes = 0;  // common to all tables
   int32_t dim = 0;           // of the first table
   int32_t widest = 0;        // largest dim, rounded up to a multiple of 4
-  int64_t only_lasts = 0;    // slices of the last core, where there is one table
+  int64_t only_lasts = 0;    // slices of the last core, if there is one table
   bool one_dim = true;       // all tables have the same dim
   bool vectors = true;       // all dims are multiples of 4
   bool clusters = false;     // the device has clusters of blocks
-  bool cooperative = false;  // and launches whose blocks wait for each other
+  bool cooperative = false;  // the device has launches whose blocks wait for each other
   int32_t multiprocessors = 1;
   int32_t num_classes = 0;
   KernelClass classes[kMaxClasses];
-  int32_t blocks[kMaxClasses] = {};  // the most that a table of the class has
+  int32_t blocks[kMaxClasses] = {};  // the most of a table of the class
 };
 
-// Sorts out how tables are run: fills in what TableView says and a plan without the device pointer.
-// Tables keep their plan as long as their shapes, types and the alignment of their cores stay.
-// Throws std::invalid_argument where ranks exceed 256 or ids 2^63.
+// Selects the kernels of tables: fills in the rest of the TableViews, and a plan without the device
+// pointer. A plan is valid as long as shapes, types and the alignment of cores stay the same.
+// Throws std::invalid_argument if ranks exceed 256 or ids 2^63.
 Plan plan_tables(TableView* tables, int32_t num_tables);
 
 // The ids of one call: feature-major bags.
@@ -116,16 +115,16 @@ struct Batch {
   const int64_t* offsets = nullptr;          // [num_features * batch_size + 1], nondecreasing
   const float* weights = nullptr;            // [num_ids], or null
   const int32_t* feature_tables = nullptr;   // [num_features], on the device
-  const int32_t* feature_columns = nullptr;  // [num_features] first column in the output, likewise
+  const int32_t* feature_columns = nullptr;  // [num_features] first columns, on the device
   int32_t num_features = 0;
   int64_t batch_size = 0;
   int64_t num_ids = 0;  // below 2^31
   bool mean = false;    // pooled rows are divided by the length of the bag
-  bool pooled = true;   // a row of output a bag; otherwise a row an id, at its position
-  int64_t stride = 0;   // columns of the output
+  bool pooled = true;  // one row of output for each bag; otherwise one for each id, at its position
+  int64_t stride = 0;  // columns of the output
   // Whether the output's address, its stride and all feature_columns are multiples of 4 values.
   bool aligned = true;
-  // Lookups and gradients are the same bits in every run; slower.
+  // Lookups and gradients are equal bit for bit in every run; slower.
   bool deterministic = false;
 
   HKV_HOST_DEVICE int64_t num_bags() const { return num_features * batch_size; }
@@ -134,32 +133,31 @@ struct Batch {
   }  // of the output
 };
 
-// Bytes of the memory that index_batch fills and the others read: `index` lives until the gradients
-// of its batch are done, `scratch` only during the call.
+// Bytes of memory that index_batch fills and the other functions read. `index` must live until the
+// gradients of the batch are done, `scratch` during the call only.
 size_t index_bytes(const Plan& plan, const Batch& batch);
 size_t index_scratch_bytes(const Plan& plan, const Batch& batch);
-// invalid: counts ids outside of their tables, added to; may be null. out: the output of the lookup
-// if it is at hand; it is set to zero on the way.
+// invalid: adds the number of ids outside of their tables; may be null. out: the output of the
+// lookup, if it exists already; it is zeroed in passing.
 void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratch, int64_t* invalid,
                  float* out, cudaStream_t stream);
 
-// out: [num_rows][stride]; all of it is written. cleared: index_batch had it.
+// out: [num_rows][stride]; all of it is written. cleared: whether index_batch has zeroed it.
 size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch);
 void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream);
 
-// Where batch.deterministic adds gradients up, as integers: that of the value at grads + i is
-// sums[i] over the scale of its part. A scale times a sum of sizes must stay below 2^62.
+// Integer sums of gradients for batch.deterministic: the gradient of the value at grads + i is
+// sums[i] / scale of its part. A scale times the sum of absolute values must be below 2^62.
 struct FixedPointSums {
-  const float* grads = nullptr;    // before the gradients that the views of the tables point to
+  const float* grads = nullptr;    // before all gradients of the tables' views
   int64_t* sums = nullptr;         // zero before
   const double* scales = nullptr;  // on the device: [tables][3] of heads, middles and lasts
 };
 
 // grad: of lookup's output, [num_rows][stride], aligned to 16 bytes where batch.aligned. Adds to
-// the gradients of the tables and sets what was touched. steps: one is added, for an update that
-// follows; null: none, and none where there are no ids. sums: where batch.deterministic, what is
-// added to in the place of the gradients.
+// the gradients of the tables and sets touched flags. steps: incremented for the following update,
+// unless there are no ids; may be null. sums: with batch.deterministic, replaces the gradients.
 size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch);
 void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
                void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
@@ -169,7 +167,7 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
 struct CoreView {
   void* values;
   float* grad;       // [slices][slice_size], set to zero after use
-  uint8_t* touched;  // [slices], likewise
+  uint8_t* touched;  // [slices], set to zero after use
   float* state;      // [slices][state_width(config, slice_size)]
   RowType type;
   int32_t slice_size;
@@ -177,22 +175,23 @@ struct CoreView {
   uint64_t seed;        // of stochastic rounding
 };
 
-// Applies the optimizer to the touched slices of a list of cores, in the memory of the device. A
-// slice is what common/optimizers.h calls a row. learning_rate and step, which counts this update,
-// are read on the device. Not LAMB.
+// Applies the optimizer to the touched slices of a list of cores in device memory. A slice is a row
+// of common/optimizers.h. learning_rate and step, which counts this update, are read on the device.
+// Not LAMB.
 void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
                   const OptimizerConfig& config, const float* learning_rate, const int64_t* step,
                   cudaStream_t stream);
 
-// Heads of a table of four cores: [p_0 p_1][q_0 q_1][r_2], the product of its first two cores, made
-// before a lookup; and their gradients from the heads' gradient, which is cleared.
+// The heads of a table of four cores, [p_0 p_1][q_0 q_1][r_2], are the products of its first two
+// cores. They are computed before a lookup; the gradients of the cores follow from that of the
+// heads, which is then cleared.
 struct HeadView {
   const void* first;   // [p_0][q_0][r_1]
   const void* second;  // [p_1][r_1][q_1][r_2]
   RowType type;
   float* heads;
   float* heads_grad;       // these four may be null in make_heads
-  uint8_t* heads_touched;  // [p_0 p_1], likewise cleared
+  uint8_t* heads_touched;  // [p_0 p_1], cleared too
   float* first_grad;
   float* second_grad;
   uint8_t* first_touched;

@@ -10,17 +10,18 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-// Below, a launch that finds the batch not to be dense costs more than one that does could save.
+// Below this number, a launch that finds the batch not to be dense costs more than a dense one
+// saves.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Up to so many ids of several tables equal shares of the prefixes pay: the most they were measured
-// with.
+// Largest number of ids of several tables with equal shares of the prefixes: the largest for which
+// they were measured.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
 // Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
 bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
-  // Where ranks are known but q is not, tiles of known ranks are as fast.
+  // For known ranks but unknown q, tiles of known ranks are as fast.
   const bool faster = kernel.fours || kernel.narrow || !kernel.ranks;
   const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;

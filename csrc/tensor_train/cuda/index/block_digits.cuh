@@ -1,5 +1,5 @@
-// How often each digit occurs in a block of threads, an item a thread: what both index_small.cu and
-// index_medium.cu sort by.
+// Counts each digit in a block of threads, one item for each thread. index_small.cu and
+// index_medium.cu sort by these counts.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ constexpr int kDigits = 256;
 constexpr int kMostWarps = 32;
 
 struct BlockDigits {
-  uint16_t before[kMostWarps][kDigits];  // of earlier warps, so many items have the digit
+  uint16_t before[kMostWarps][kDigits];  // number of items of earlier warps with the digit
   int32_t all[kDigits];
 };
 
-// Counts the digits of the items that are here, of several kinds at once, each in memory of its
-// own; ranks: how many lanes before this one have its digit. The counts are there after the next
-// barrier. At least kDigits threads.
+// Counts the digits of present items, of several kinds at once, each in its own memory. ranks:
+// number of earlier lanes with the digit. The counts are valid after the next barrier. Needs at
+// least kDigits threads.
 template <int kKinds>
 __device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t (&digits)[kKinds],
                                              bool here, int (&ranks)[kKinds]) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t
 #pragma unroll
   for (int kind = 0; kind < kKinds; ++kind) {
     const uint32_t digit = digits[kind];
-    // Which lanes of the warp have the same digit.
+    // The lanes of the warp with the same digit.
     unsigned same = __ballot_sync(kAllLanes, here);
 #pragma unroll
     for (int bit = 0; bit < 8; ++bit) {

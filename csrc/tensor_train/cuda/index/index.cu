@@ -1,4 +1,4 @@
-// How a group of tables is run, and the index of a batch.
+// The plan of a group of tables, and the index of a batch.
 #include <algorithm>
 #include <stdexcept>
 #include <string>

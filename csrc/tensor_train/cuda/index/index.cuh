@@ -1,4 +1,4 @@
-// What index_batch leaves for lookup and gradients, and what its kernels share.
+// The result of index_batch for lookup and gradients, and functions that its kernels share.
 #pragma once
 
 #include <cstddef>
@@ -8,18 +8,18 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Sorted positions that one warp walks to add up repeated ids.
+// Number of sorted positions in which one warp sums repeated ids.
 constexpr int kChunk = 32;
 
 // Positions are sorted by (table, middle, head, last). Ids that occur once are read from and
-// written to the batch's rows; of those that occur more often the gradients are added up first, and
-// their rows spread afterwards, by a slot each: at most num_ids / 2.
+// written to the batch's rows. Ids that occur more often have a slot each, at most num_ids / 2, in
+// which their gradients are summed first and from which their rows are distributed.
 constexpr uint32_t kSlotBit = 0x80000000u;
 constexpr int32_t kNoSlot = -1;   // occurs once
 constexpr int32_t kOutside = -2;  // of its table
 
-// Ids that occur so many times may be taken as as many ids that occur once: at rank 32, sums of two
-// gradients and rows that are added twice would pass through memory once more for less work.
+// Ids that occur this many times may be processed as several ids that occur once: at rank 32, a sum
+// of two gradients would pass through memory once more and save little work.
 constexpr int kShortRun = 2;
 
 // Distinct ids a prefix from which on gradients of the last core are summed in shared memory.
@@ -29,7 +29,7 @@ struct Counts {
   int32_t distinct;
   int32_t prefixes;
   int32_t slots;
-  int32_t gather;  // so many repeats that bags gather the rows of distinct ids
+  int32_t gather;  // enough repeats that bags gather the rows of distinct ids
   int32_t dense;   // many distinct ids a prefix
 };
 
@@ -46,7 +46,7 @@ struct Index {
   int32_t* slot_dims;    // of each slot, where dims differ
 };
 
-// Takes pieces of a buffer, or only counts their bytes where it is null.
+// Allocates pieces of a buffer, or only counts their bytes if it is null.
 struct Carver {
   char* base;
   size_t used = 0;
@@ -63,7 +63,7 @@ struct Carver {
 inline bool is_scaled(const Batch& batch) {
   return batch.weights != nullptr || (batch.mean && batch.pooled);
 }
-// Places count in units of so many values.
+// Places count in units of this number of values.
 inline int32_t unit_of(const Plan& plan, const Batch& batch) {
   return plan.vectors && batch.aligned ? 4 : 1;
 }
@@ -71,20 +71,20 @@ inline int64_t most_prefixes(const Plan& plan, const Batch& batch) {
   return plan.num_prefixes < batch.num_ids ? plan.num_prefixes : batch.num_ids;
 }
 inline int64_t most_slots(const Batch& batch) { return batch.num_ids / 2 + 1; }
-// Up to here one cluster sorts, and rows that repeat are always spread by slots.
+// Up to this number one cluster sorts, and repeated rows are always distributed by slots.
 constexpr int64_t kSmallBatch = 16384;
 inline bool is_small(const Plan& plan, const Batch& batch) {
   return plan.clusters && batch.num_ids <= kSmallBatch && plan.num_keys < 0xffffffffu;
 }
 // Whether bags may gather the rows of distinct ids; the device decides by the number of repeats.
 inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(plan, batch); }
-// Whether they do so whatever that number is: in a small batch launches cost more than traffic, and
-// the output need not be cleared; and where results are to be the same bits in every run.
+// Whether they do so for any number of repeats: in a small batch, in which launches cost more than
+// traffic and the output then need not be cleared, and in deterministic mode.
 inline bool always_gathers(const Batch& batch) {
   return batch.num_ids <= kSmallBatch || batch.deterministic;
 }
 
-// Takes the pieces out of memory, or counts their bytes.
+// Allocates the pieces, or counts their bytes.
 inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, size_t* bytes) {
   Carver carver{static_cast<char*>(memory)};
   const int64_t n = batch.num_ids;
@@ -104,7 +104,7 @@ inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, siz
   return index;
 }
 
-// A batch as index kernels see it.
+// A batch for index kernels.
 struct IndexInput {
   Batch batch;
   const TableView* tables;
@@ -114,11 +114,11 @@ struct IndexInput {
   bool splits_short;  // runs, of up to kShortRun positions; only large batches
   uint64_t num_keys;  // also the key of ids outside of their tables, which sorts last
   unsigned long long* invalid;
-  float* cleared;  // set to zero on the way; null: nothing
+  float* cleared;  // zeroed in passing; null: nothing
   int64_t cleared_values;
 };
 
-// By all threads of the grid.
+// Called by all threads of the grid.
 __device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
   if (in.cleared == nullptr) return;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
   }
 }
 
-// Where the row of a position goes, and what multiplies it there.
+// The place of the row of a position, and its factor.
 struct Place {
   uint32_t row;
   float factor;
@@ -164,8 +164,8 @@ __device__ __forceinline__ Place place_of(const IndexInput& in, int64_t at, int6
   return place;
 }
 
-// number / by in fewer instructions than a division. inverse: 2^32 / by, rounded down, of which no
-// more than one is missing in the product.
+// number / by in fewer instructions than a division. inverse: 2^32 / by, rounded down; the product
+// is at most one too small.
 __device__ __forceinline__ uint32_t quotient(uint32_t number, int64_t by, uint32_t inverse) {
   const uint32_t low = __umulhi(number, inverse);
   const auto of = static_cast<uint32_t>(by);
@@ -193,7 +193,7 @@ __device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int
   return table.first_key + number * table.lasts + (id - prefix * table.lasts);
 }
 
-// What a key says: its table, and (middle * heads + head) there. Number: uint32_t where all keys
+// The parts of a key: its table, and (middle * heads + head) in it. Number: uint32_t if all keys
 // are below 2^32.
 template <typename Number>
 struct KeyParts {
@@ -206,7 +206,7 @@ struct KeyParts {
   }
 };
 
-// The quotient, in 32 bits where that is all there is. by: slices of a core.
+// The quotient, in 32 bits if keys have 32 bits. by: slices of a core.
 template <typename Number>
 __device__ __forceinline__ Number divided(Number number, int64_t by, uint32_t inverse) {
   if (sizeof(Number) == 4 || number <= 0xffffffffull) {
@@ -247,7 +247,7 @@ __device__ __forceinline__ int64_t bag_between(const int64_t* __restrict__ offse
   return low;
 }
 
-// One sorted position, with what is known of its neighbours and of those before it.
+// One sorted position, with data of its neighbours and of earlier positions.
 struct Sorted {
   int64_t at;        // among the sorted
   int32_t position;  // in the batch
@@ -259,12 +259,12 @@ struct Sorted {
   bool repeats;
 };
 
-// Where the row of a distinct id goes, or its slot.
+// The place of the row of a distinct id, or its slot.
 __device__ __forceinline__ uint32_t source_of(const Sorted& s, uint32_t place) {
   return s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
 }
 
-// What the first position of an id says, but for its last core and its source.
+// Writes the data of an id from its first position, except for its last core and its source.
 template <typename Number>
 __device__ __forceinline__ void write_first(const IndexInput& in, const Index& index,
                                             const Sorted& s, const KeyParts<Number>& parts,

@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = kThreads * kItems;
 
-// Blocks of a multiprocessor: keys of 32 bits leave registers for more.
+// Blocks of a multiprocessor; keys of 32 bits leave registers for more.
 template <typename Key>
 constexpr int kFindBlocks = sizeof(Key) == 4 ? 4 : 3;
 
@@ -75,8 +75,8 @@ size_t carve(uint64_t num_keys, int64_t n, bool scaled, void* memory, Scratch<Ke
   return carver.used;
 }
 
-// The bags of a tile of positions in shared memory. Bags that begin in the tile are marked where
-// they do, and marks are carried on.
+// The bags of a tile of positions, in shared memory. Marks the begins of bags in the tile, and
+// propagates the marks.
 __device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int64_t end,
                                           int32_t (&bags)[kTile], int32_t (&warp_bags)[kWarps]) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   clear_on_the_way(in);
   const int64_t n = in.batch.num_ids;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
-  int64_t ids[kItems];  // on their way while bags are found
+  int64_t ids[kItems];  // loaded while bags are found
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     const int64_t at = begin + k * kThreads + threadIdx.x;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
   __shared__ uint32_t ticket;
   __shared__ uint32_t of_warps[kWarps];
   __shared__ Begins earlier;  // tiles
-  // The distinct ids of each warp, from where they go to memory side by side.
+  // The distinct ids of each warp, from which they are written to memory contiguously.
   __shared__ int32_t lasts[kWarps][32 * kItems];
   __shared__ uint32_t sources[kWarps][32 * kItems];
   enter_chain();
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
   load_items(scratch.sorted_positions, begin, n, -1, positions);
   SortedKeys<Key> sorted;
   sorted.load(scratch.sorted_keys, begin, n, outside);
-  uint32_t places[kItems];  // on their way while ids are counted
+  uint32_t places[kItems];  // loaded while ids are counted
   float factors[kItems];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {

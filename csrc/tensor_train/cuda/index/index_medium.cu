@@ -1,7 +1,7 @@
-// The index of a batch of so many ids that there is one for each thread of the device: one launch,
-// whose blocks all run at the same time and wait for each other. Sorts least significant digits
-// first, through memory, then numbers distinct ids and prefixes. Below the size at which a radix
-// sort is bound by memory, launches are most of its time.
+// The index of a batch with at most one id for each thread of the device: one launch, whose blocks
+// all run at the same time and wait for each other. Sorts through memory, least significant digit
+// first, then numbers distinct ids and prefixes. For smaller batches than those for which memory
+// bounds a radix sort, launches are most of its time.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -18,13 +18,13 @@ namespace cg = cooperative_groups;
 
 constexpr int kMostThreads = 1024;
 
-// What blocks tell each other. All of it is read past the first-level cache, which is not coherent.
+// Data that blocks exchange. Reads bypass L1, which is not coherent.
 struct Exchange {
   uint64_t* pairs[2];  // [n] key << 32 | position, of this pass and the next
   int32_t* counts;     // [digits][stride] of blocks
   int32_t* heads;      // [3][stride] distinct ids, prefixes and slots that begin in a block
   uint32_t* places;    // [n] by position
-  float* factors;      // likewise; null where rows are not scaled
+  float* factors;      // [n] by position; null if rows are not scaled
   int32_t stride;      // blocks, rounded up to a multiple of 4
 };
 
@@ -42,8 +42,8 @@ size_t carve(const Plan& plan, const Batch& batch, void* memory, Exchange* excha
 struct Shared {
   BlockDigits digits;
   int32_t totals[kDigits];   // of all blocks
-  int32_t earlier[kDigits];  // of those before this one
-  int32_t starts[kDigits];   // where this block's ids of a digit go
+  int32_t earlier[kDigits];  // of earlier blocks
+  int32_t starts[kDigits];   // place of this block's ids with a digit
   int32_t warp_sums[kDigits / 32];
   int32_t warp_heads[3][kMostWarps];
   int32_t heads_before[3];
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint64_t read_pair(const uint64_t* pair) {
   return __ldcg(reinterpret_cast<const unsigned long long*>(pair));
 }
 
-// The sums of a row of [stride] counts over all blocks and those before this one, by four lanes.
+// The sums of a row of [stride] counts over all blocks and over earlier blocks, by four lanes.
 __device__ __forceinline__ void sum_blocks(const int32_t* row, int blocks, int* all, int* before) {
   const int block = blockIdx.x;
   *all = *before = 0;

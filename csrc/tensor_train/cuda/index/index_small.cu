@@ -1,7 +1,7 @@
 // The index of a small batch in one launch: a cluster of 16 blocks sorts in distributed shared
-// memory, one id a thread, then numbers distinct ids and prefixes. Where ids are spread evenly they
-// are put into buckets of equal ranges of keys, and a bucket is ordered by comparing its items:
-// fewer waits for the whole cluster than by digits, which otherwise sort, least significant first.
+// memory, one id for each thread, then numbers distinct ids and prefixes. Evenly spread ids are
+// sorted into buckets of equal ranges of keys, and the items of a bucket by comparison, which needs
+// fewer barriers of the cluster. Otherwise a radix sort is used, least significant digit first.
 #include <cooperative_groups.h>
 
 #include <climits>
@@ -26,12 +26,12 @@ struct Shared {
   uint64_t pairs[2][kMostThreads];  // key << 32 | position, of this pass and the next
   BlockDigits digits;
   int32_t buckets[kDigits];  // items of this block in each bucket
-  int32_t starts[kDigits];   // where this block's ids of a digit go,
+  int32_t starts[kDigits];   // place of this block's ids with a digit,
   int32_t firsts[kDigits];   // the first place of the digit
   int32_t sizes[kDigits];    // and how many places it has
   int32_t warp_sums[kDigits / 32];
   int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block,
-  int32_t heads_before[3];  // in those before it,
+  int32_t heads_before[3];  // in earlier blocks,
   int32_t heads_all[3];     // and in all
   int32_t warp_heads[3][kMostWarps];
   int32_t offsets[kMostOffsets + 1];
@@ -40,14 +40,14 @@ struct Shared {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A thread's id on its way through the sort.
+// A thread's id during the sort.
 struct Item {
   uint32_t key;
   int32_t position;
 };
 
-// Where the items of each digit or bucket go, once all blocks have counted. Whether some digit has
-// more than `most` items, to all threads of the cluster.
+// Computes the places of the items of each digit or bucket, after all blocks have counted. Returns
+// to all threads of the cluster whether some digit has more than `most` items.
 __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t* counted,
                              int32_t most) {
   const int block = static_cast<int>(cluster.block_rank());
@@ -91,8 +91,8 @@ __device__ __forceinline__ Item item_of(uint64_t pair) {
   return {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
 }
 
-// Orders items that lie in buckets in pairs[0], each by comparing it with all of its bucket, which
-// has at most kMostBucket; into pairs[1].
+// Orders the items in the buckets of pairs[0] into pairs[1], by comparing each with all items of
+// its bucket, at most kMostBucket.
 __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int per, int n,
                               uint32_t scale, bool here) {
   const int block = static_cast<int>(cluster.block_rank());
@@ -124,13 +124,13 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
 
 // Sorts the items of the cluster by key, equal ones by position. Item `at` of the order belongs to
 // thread at % per of block at / per; it exists where `here`. bits: that keys have. scale: 2^40 by
-// the number of keys, or 0. Returns which pairs are the order.
+// the number of keys, or 0. Returns the index of the sorted pairs.
 __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
                           uint32_t scale, bool here, Item& item) {
   static_assert(2 * kMostBucket <= kDigits);
   BlockDigits& digits = shared.digits;
   if (scale != 0) {
-    // In any order: they are put into it when they are there.
+    // In any order; they are ordered after they have arrived.
     const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
     const int rank = here ? atomicAdd(shared.buckets + bucket, 1) : 0;
     cluster.sync();
@@ -156,7 +156,7 @@ __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, i
   return pass;
 }
 
-// The key of a sorted place of this block, or of the last and first of its neighbours.
+// The key of a sorted place of this block, or of the adjacent place of a neighbouring block.
 __device__ __forceinline__ uint32_t key_at(cg::cluster_group& cluster, Shared& shared, int pass,
                                            int per, int thread) {
   const int block = static_cast<int>(cluster.block_rank());
@@ -202,7 +202,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
     shared.warp_heads[warp][lane] = sum - count;
     if (lane == 31) shared.heads[warp] = sum;
   }
-  // Where rows go is looked up while other blocks come to the same place.
+  // The places of rows are looked up while the other blocks arrive.
   cluster.barrier_arrive();
   int64_t bag = 0;
   if (here && in.batch.pooled) {
@@ -225,13 +225,13 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   const Place place = here ? place_of(in, item.position, bag) : Place{0, 0.0f};
   __syncwarp();
   cluster.barrier_wait();
-  if (warp < 3) {  // what begins in all blocks, and in those before this one
+  if (warp < 3) {  // numbers of all blocks, and of earlier blocks
     const int32_t count = lane < kBlocks ? cluster.map_shared_rank(shared.heads, lane)[warp] : 0;
     const int32_t sum = inclusive_scan(count);
     if (lane == block) shared.heads_before[warp] = sum - count;
     if (lane == 31) shared.heads_all[warp] = sum;
   }
-  cluster.barrier_arrive();  // this block has read what others have
+  cluster.barrier_arrive();  // this block has read the memory of others
   __syncthreads();
   const int32_t* const before = shared.heads_before;
   const unsigned up_to = lane == 31 ? kAllLanes : (2u << lane) - 1;
@@ -252,7 +252,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   }
 }
 
-// What is read a little later is on its way from here on.
+// Loads for a later use begin here.
 __device__ __forceinline__ void fetch_inputs(const IndexInput& in, int at, bool here) {
   auto fetch = [](const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); };
   constexpr unsigned kStep = 64;
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (here) {
     int64_t bag;
     if (in.batch.num_features == 1) {
-      bag = 0;  // as good as any: only its table is asked for
+      bag = 0;  // any id serves: only its table is needed
     } else if (keeps) {
       int32_t low = 0, high = static_cast<int32_t>(num_bags);
       while (high - low > 1) {

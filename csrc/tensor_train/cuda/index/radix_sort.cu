@@ -1,4 +1,4 @@
-// The launches of radix_sort.cuh: one sets counts to zero, one a digit moves the keys.
+// The launches of radix_sort.cuh: one zeroes counts, and one for each digit moves the keys.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/block_digits.cuh"
@@ -12,12 +12,12 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocks = 1;  // of a multiprocessor
 constexpr int kItems = 10;  // of a thread
 constexpr int kTile = kThreads * kItems;
-constexpr int kAhead = 8;  // predecessors that are looked at at once
+constexpr int kAhead = 8;  // predecessors that are read at once
 static_assert(kRadix == kDigits && kThreads >= kRadix);
 
-// A state: what it says in the upper two bits.
+// A state; its kind is in the upper two bits.
 constexpr uint32_t kOwnCount = 1u << 30;    // keys of this tile
-constexpr uint32_t kTotalCount = 2u << 30;  // and of all before it
+constexpr uint32_t kTotalCount = 2u << 30;  // keys of this and all earlier tiles
 constexpr uint32_t kCount = kOwnCount - 1;
 
 struct Shared {
@@ -25,7 +25,7 @@ struct Shared {
   int32_t positions[kTile];
   uint16_t of_warps[kWarps][kRadix];  // keys of a digit in this warp, then in those before it
   uint32_t starts[kRadix];            // first place of a digit in the tile
-  uint32_t to[kRadix];                // the same in memory, less that in the tile
+  uint32_t to[kRadix];                // the same in memory, minus that in the tile
   uint32_t warp_sums[2][kRadix / 32];
   int32_t tile;
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t read_state(const uint32_t* state) {
   return *const_cast<const volatile uint32_t*>(state);
 }
 
-// Keys of a digit in all tiles before this one: its states of the digit are kRadix apart.
+// Number of keys with a digit in all earlier tiles. The states of a digit are kRadix apart.
 __device__ __forceinline__ uint32_t count_before(const uint32_t* states, int64_t tile) {
   uint32_t sum = 0;
   for (int64_t end = tile; end > 0; end -= kAhead) {

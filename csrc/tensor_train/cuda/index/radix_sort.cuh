@@ -1,10 +1,10 @@
-// A radix sort of pairs of a 32-bit key and a position, least significant digits first: a launch
-// for each digit of eight bits, whose tiles find out where their keys go by decoupled look-back
-// (Adinets and Merrill, Onesweep, 2022). All digits are counted where the keys are made.
+// A radix sort of pairs of a 32-bit key and a position, least significant digit first: one launch
+// for each digit of eight bits, whose tiles find the places of their keys by decoupled look-back
+// (Adinets and Merrill, Onesweep, 2022). All digits are counted by the kernel that creates the
+// keys.
 //
-// Beside a library's sort it has no launches for counting, which are most of the difference, tiles
-// of such a size that those of a million keys all run at the same time, and kernels that are
-// launched one behind the other.
+// Compared with CUB's sort, it has no launches for counting (most of the difference), tiles of such
+// a size that those of a million keys all run at the same time, and chained launches.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr int kRadix = 256;
 constexpr int kMostPasses = 4;
-// Counts of a tile's state have so many bits.
+// Bits of the count in a tile's state.
 constexpr int64_t kMostSorted = int64_t{1} << 30;
 
 struct RadixSort {
@@ -23,19 +23,19 @@ struct RadixSort {
   int64_t num_tiles;
   uint32_t* counts;       // [kMostPasses][kRadix] keys that have a digit
   uint32_t* tickets;      // [kMostPasses]
-  uint32_t* states;       // [passes][num_tiles][kRadix] what tiles have told their successors
+  uint32_t* states;       // [passes][num_tiles][kRadix] states of tiles for their successors
   uint32_t* keys[2];      // the first are sorted, both are written
   int32_t* positions[2];  // of sorted keys
 
   __device__ __forceinline__ int64_t num_states() const { return passes * num_tiles * kRadix; }
-  int last() const { return passes % 2; }  // which of the two are the order
+  int last() const { return passes % 2; }  // index of the sorted pairs
 };
 
 // bits: that keys have.
 RadixSort carve_radix_sort(Carver& carver, int64_t n, int bits);
 
-// Before the kernel that makes the keys. That counts their digits, in shared memory that is zero
-// before and then goes to `counts`, and sets the states to zero.
+// Launched before the kernel that creates the keys. That kernel counts their digits in zeroed
+// shared memory, adds these to `counts`, and zeroes the states.
 void begin_radix_sort(const RadixSort& sort, cudaStream_t stream);
 void radix_sort(const RadixSort& sort, int64_t n, cudaStream_t stream);
 

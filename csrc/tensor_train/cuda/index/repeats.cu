@@ -1,5 +1,5 @@
-// What kernels know of repeated ids, and what lookups set to zero: outputs that rows are added to,
-// and the rows of ids outside of their tables.
+// Arguments of kernels for repeated ids, and zeroing of outputs to which rows are added and of the
+// rows of ids outside of their tables.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/repeats.cuh"
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, 
   for (int column = 0; column < in.dim; ++column) to[column] = 0.0f;
 }
 
-// Zeros for an output that rows are added to. Where bags gather they write all of it.
+// Zeroes an output to which rows are added. If bags gather, they write all of it.
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(const Counts* counts, int64_t values, float* out) {
   wait_for_kernel_before();

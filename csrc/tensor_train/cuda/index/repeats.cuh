@@ -21,24 +21,24 @@ struct RepeatsInput {
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
-// slot_grads[slot] = sum of the gradients of the slot's positions, the same bits in every run: at
-// most 32 are added up in single precision, and what that gives in double. partials: of
-// partial_grads_bytes. steps: counted on where it is not null. touch: flags of slices are set
-// beside it. The next kernel of the stream may read the index before it waits for the sums.
+// slot_grads[slot] = sum of the gradients of the slot's positions, equal bit for bit in every run:
+// at most 32 are summed in single precision, and these sums in double. partials: of
+// partial_grads_bytes. steps: incremented; may be null. touch: flags of slices, which are set
+// concurrently. The next kernel of the stream may read the index before it waits for the sums.
 size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
                         void* partials, int64_t* steps, const TouchInput& touch,
                         cudaStream_t stream);
-// Sets an output of pooled rows to zero where rows will be added to it. The next kernel of the
-// stream may read the index before it waits.
+// Zeroes an output of pooled rows if rows will be added to it. The next kernel of the stream may
+// read the index before it waits.
 void clear_output(const Index& index, int64_t values, int32_t multiprocessors, float* out,
                   cudaStream_t stream);
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 
-// out from rows in scratch. always: bags gather the rows of distinct ids, whatever the number of
-// repeats; otherwise they do where the index says so, and elsewhere the row of each slot is added
-// to the places of its positions, or stored there where nothing is pooled. The index is read before
-// the kernel before this one has ended.
+// Computes out from rows in scratch. always: bags gather the rows of distinct ids, for any number
+// of repeats. Otherwise they do so if the index has enough repeats; if not, the row of each slot is
+// added to the places of its positions (without pooling: stored there). The index is read before
+// the previous kernel has ended.
 void pool_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
                bool always, float* out, cudaStream_t stream);
 

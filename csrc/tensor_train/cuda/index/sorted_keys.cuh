@@ -1,6 +1,6 @@
-// What the pass over sorted keys in index_large.cu is made of: the keys of a thread with those
-// around them, what begins at each of them, and a scan over tiles with decoupled look-back (Merrill
-// and Garland, 2016).
+// Parts of the pass over sorted keys in index_large.cu: the keys of a thread with their neighbours,
+// what begins at each key, and a scan over tiles with decoupled look-back (Merrill and Garland,
+// 2016).
 #pragma once
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -10,7 +10,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr int kItems = 4;  // of a thread
 
-// What a tile has told its successors: two words, each with how far it is in its upper bits.
+// The state of a tile for its successors: two words, each with its progress in the upper bits.
 struct TileState {
   unsigned long long ids;    // state << 62 | prefixes << 31 | distinct
   unsigned long long slots;  // state << 62 | slots
@@ -19,7 +19,7 @@ constexpr unsigned long long kOwn = 1ull << 62;    // the sum of this tile alone
 constexpr unsigned long long kTotal = 2ull << 62;  // the sum up to this tile
 constexpr unsigned long long kValue = kOwn - 1;
 
-// How many distinct ids, prefixes and slots begin in some sorted positions.
+// The numbers of distinct ids, prefixes and slots that begin in some sorted positions.
 struct Begins {
   int32_t ids = 0;
   int32_t prefixes = 0;
@@ -31,7 +31,7 @@ struct Begins {
     slots += other.slots;
   }
 };
-// The same of so few positions that each has 10 bits.
+// The same for few positions, with 10 bits for each number.
 __device__ __forceinline__ Begins unpacked(uint32_t packed) {
   constexpr uint32_t kMask = (1u << 10) - 1;
   return {static_cast<int32_t>(packed & kMask), static_cast<int32_t>(packed >> 10 & kMask),
@@ -42,7 +42,7 @@ __device__ __forceinline__ unsigned long long read_state(const unsigned long lon
   return *const_cast<const volatile unsigned long long*>(state);
 }
 
-// The sums of all tiles before this one, by one warp; tells the successors.
+// The sums of all earlier tiles, by one warp. Publishes the tile's own for its successors.
 __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileState own) {
   const int lane = threadIdx.x % 32;
   TileState before = {0, 0};
@@ -63,7 +63,7 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
           slots = read_state(&tiles[other].slots);
         } while (ids >> 62 == 0 || ids >> 62 != slots >> 62);
       }
-      // Lane 0 has the nearest tile. All up to the first total count.
+      // Lane 0 has the nearest tile. All tiles up to the first total are added.
       const unsigned totals = __ballot_sync(kAllLanes, (ids & kTotal) != 0);
       const int first = totals != 0 ? __ffs(totals) - 1 : 31;
       unsigned long long sum_ids = lane <= first ? ids & kValue : 0;
@@ -85,7 +85,7 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
   return before;
 }
 
-// Four neighbouring values of an array of `n` from `begin` on; those behind its end are `missing`.
+// Four neighbouring values of an array of `n` from `begin` on; `missing` for those after its end.
 template <typename Value>
 __device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
                                            Value missing, Value (&values)[kItems]) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_items(Value* to, int64_t begin, int64_t n,
   }
 }
 
-// The sorted keys of a thread, with those around them.
+// The sorted keys of a thread, with their neighbours.
 template <typename Key>
 struct SortedKeys {
   Key keys[kItems];
@@ -158,7 +158,7 @@ struct SortedKeys {
   }
 };
 
-// What the sorted positions of a thread are, as bits.
+// Properties of the sorted positions of a thread, as bits.
 template <typename Key>
 struct Firsts {
   unsigned ids = 0;

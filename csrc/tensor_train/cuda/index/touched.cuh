@@ -1,4 +1,4 @@
-// Which slices of the cores take part in the gradients of a batch.
+// Flags of the slices of cores that have a gradient in a batch.
 #pragma once
 
 #include "tensor_train/cuda/index/index.cuh"
@@ -10,12 +10,12 @@ struct TouchInput {
   const Counts* counts;
   const int4* prefixes;
   const int32_t* lasts;
-  bool leaves_dense;  // batches with many ids a prefix to the kernel of their gradients
+  bool leaves_dense;  // leaves batches with many ids a prefix to the kernel of their gradients
 };
 
-// Sets flags of slices, which lie in a few sectors of memory: a block marks those of its part of
-// the prefixes in shared memory first. Were they written for every prefix and id where gradients
-// are made, all multiprocessors would wait for these sectors.
+// Sets flags of slices. These are in a few sectors of memory, so a block first marks those of its
+// part of the prefixes in shared memory. If every prefix and id wrote its flags, all
+// multiprocessors would wait for these sectors.
 class TouchedSlices {
  public:
   // By all threads of `block` of `blocks`.
@@ -41,7 +41,7 @@ class TouchedSlices {
     uint8_t* const of_lasts = table.last_touched;
     const int heads = of_heads == nullptr ? 0 : static_cast<int>(table.heads);
     const int lasts = of_lasts == nullptr ? 0 : static_cast<int>(table.lasts);
-    __syncthreads();  // the one before is done
+    __syncthreads();  // the previous one is done
     if (threadIdx.x == 0) behind_ = end;
     __syncthreads();
     for (int at = first + static_cast<int>(threadIdx.x); at < end;
@@ -75,7 +75,7 @@ class TouchedSlices {
       marks[slice] = 1;
     }
   }
-  // To memory, and back to none.
+  // Writes marks to memory, and clears them.
   static __device__ __forceinline__ void flush(uint8_t* marks, uint8_t* flags, int slices) {
     if (slices > kMost) return;
     for (int i = threadIdx.x; i < slices; i += static_cast<int>(blockDim.x)) {

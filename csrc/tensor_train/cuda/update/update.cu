@@ -1,5 +1,5 @@
-// The optimizer on the slices of cores that took part, a block a slice: the formulas of
-// common/optimizers.h with a slice as their row.
+// The optimizer on slices of cores with a gradient, one block for each slice: the formulas of
+// common/optimizers.h with a slice as row.
 #include "common/cuda_check.h"
 #include "common/rounding.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -9,7 +9,8 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostAhead = 2048;  // slices, up to which those that did not occur are read too
+// Up to this number of slices, those without a gradient are read too.
+constexpr int64_t kMostAhead = 2048;
 
 // The same sum to all threads of the block.
 __device__ __forceinline__ float block_sum(float value) {
@@ -45,7 +46,7 @@ struct Slice {
   }
 };
 
-// The sum of squares over the slice of what `value_of` says of an element.
+// The sum of value_of(element)^2 over the slice.
 template <typename Value>
 __device__ __forceinline__ float squares_of(const Slice& slice, const Value& value_of) {
   float squares = 0.0f;
@@ -63,7 +64,7 @@ __device__ __forceinline__ RowTerms terms_of(const Slice& slice, const Optimizer
   if (config.own_steps) {
     float* own = slice.state + own_step_column(config.kind, slice.size);
     step = *own + 1.0f;
-    __syncthreads();  // all have read it
+    __syncthreads();  // all threads have read it
     if (threadIdx.x == 0) *own = step;
   }
   RowTerms terms = begin_row(config, learning_rate, step);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void update_element(const Slice& slice, const Optimiz
   slice.grad[i] = 0.0f;
 }
 
-// Four elements of fp32 without rounding by chance.
+// Four elements of fp32, without stochastic rounding.
 template <Optimizer kKind>
 __device__ __forceinline__ void update_four(const Slice& slice, const OptimizerConfig& config,
                                             const RowTerms& terms, int32_t i) {
@@ -127,7 +128,8 @@ __device__ __forceinline__ bool quads(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// A slice of fp32 for an optimizer without states, read before it is known whether it took part.
+// A slice of fp32 for an optimizer without states, read before it is known whether it has a
+// gradient.
 struct SliceAhead {
   static constexpr int kMine = 4;  // fours of a thread
   float4 values[kMine], grads[kMine];
@@ -136,7 +138,7 @@ struct SliceAhead {
     return core.type == RowType::kFloat32 && core.slice_size % 4 == 0 &&
            core.slice_size <= 4 * kMine * kThreads && quads(core.values) && quads(core.grad);
   }
-  // Runs `use` on the fours of this thread: use(k, where it is in the slice).
+  // Calls use(k, offset in the slice) for the fours of this thread.
   template <typename Use>
   static __device__ __forceinline__ void each(const CoreView& core, const Use& use) {
 #pragma unroll
@@ -173,7 +175,7 @@ struct SliceAhead {
   }
 };
 
-// kAhead: slices are read before it is known whether they took part.
+// kAhead: slices are read before it is known whether they have a gradient.
 template <Optimizer kKind, bool kAhead>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const CoreView* __restrict__ cores, int32_t num_cores, OptimizerConfig config,
@@ -195,13 +197,13 @@ __global__ void __launch_bounds__(kThreads)
   [[maybe_unused]] SliceAhead ahead;
   const bool is_ahead = kAhead && SliceAhead::fits(core);
   let_next_kernel_start();
-  // Only updates write values, and the one before ended before the gradients of this one began. So
-  // they are read while gradients are made, and these beside the flag.
+  // Only updates write values, and the previous one ended before the gradients of this one began.
+  // So values are read while gradients are computed, and gradients together with the flag.
   if (is_ahead) ahead.read_values(core, first);
   wait_for_kernel_before();
   if (is_ahead) ahead.read_grads(core, first);
   if (core.touched[at] == 0) return;
-  __syncthreads();  // all have read it
+  __syncthreads();  // all threads have read it
   if (threadIdx.x == 0) core.touched[at] = 0;
   Slice slice;
   slice.type = core.type;
