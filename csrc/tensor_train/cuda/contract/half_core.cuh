@@ -1,4 +1,4 @@
-// Products of single precision from three on tensor cores in half precision, of values that are
+// Single-precision products from three half-precision products on tensor cores, of values that are
 // scaled by powers of two.
 //
 // A value x is split as x 2^e = high + low, both in half precision: 22 bits. e is of many values:
@@ -12,7 +12,7 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The exponent for values of which the largest has the bits `most`, without its sign.
+// The exponent for values whose largest magnitude has the bits `most`.
 __device__ __forceinline__ int exponent_for(uint32_t most) {
   return min(141 - static_cast<int>(most >> 23), 127);
 }
@@ -21,7 +21,7 @@ __device__ __forceinline__ float power_of_two(int e) {
   return __uint_as_float(static_cast<uint32_t>(max(0, min(e + 127, 254))) << 23);
 }
 
-// The largest of a warp, as bits. No value has a sign.
+// The largest value of a warp, as bits. Values must not be negative.
 __device__ __forceinline__ uint32_t largest_of_warp(float mine) {
   return __reduce_max_sync(kAllLanes, __float_as_uint(mine));
 }
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_halves(const __half* row, uint32_t (&to)[4]
                  : "memory");
   }
 }
-// The other way: from[i] to where load_halves reads to[i].
+// The inverse: stores from[i] where load_halves reads to[i].
 __device__ __forceinline__ void store_halves(__half* row, const uint32_t (&from)[4]) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
 #if __CUDA_ARCH__ >= 900
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_halves(__half* row, const uint32_t (&from)
 #endif
 }
 
-// Where the low parts of 32 values lie behind their high parts in shared memory.
+// Offset of the low parts of 32 values from their high parts in shared memory.
 constexpr int kLow = 32;
 
 }  // namespace torchrec_hkv::tensor_train::cuda

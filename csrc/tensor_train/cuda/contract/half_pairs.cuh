@@ -1,6 +1,6 @@
-// The distinct ids of one prefix, by one warp, two at a time, as pair_ids.cuh has them, in three
-// products of half precision. What is split is scaled by each id's own exponent, so that a row is
-// as exact as others whatever is multiplied beside it.
+// The distinct ids of one prefix, by one warp, two at a time, as in pair_ids.cuh, by three products
+// of half precision. Split values are scaled by the exponent of their id, so that the precision of
+// a row does not depend on the other row.
 #pragma once
 
 #include "tensor_train/cuda/contract/half_tile.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
       for (int i = 0; i < 4; ++i) {
         b[i] = half_pair(part(values.low, i) * scale, part(values.high, i) * scale);
       }
-      float sums[3][4] = {};  // fewer products wait for each other
+      float sums[3][4] = {};  // shorter chains of dependent products
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         mma_half(sums[0], low[s], b[2 * s].high, b[2 * s + 1].high);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
   }
 }
 
-// Sums of the gradient of a prefix, scaled by one exponent: the least that any of its ids had.
+// Sums of the gradient of a prefix, scaled by one exponent: the lowest of its ids so far.
 struct ScaledSums {
   static constexpr int kNone = 1024;
   float sums[4][4] = {};
@@ -134,7 +134,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
       }
       grad.lower(least);
       const float scales[2] = {power_of_two(of_grads[0]), power_of_two(of_grads[1])};
-      {  // depth (id, last column): the two exponents of an id come to that of the sums
+      {  // depth (id, last column): the two exponents of an id add up to that of the sums
         const float rest[2] = {power_of_two(least - of_grads[0]),
                                power_of_two(least - of_grads[1])};
         const HalfPair a0 = half_pair(two.low[0] * scales[0], two.low[1] * scales[1]);
@@ -170,7 +170,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
       if (mine < limit) add_last_pair(piece, slice, 4 * row, d);
     }
   }
-  // What two ids give has a bound.
+  // The sum of two ids is bounded.
   const int shift =
       end - begin <= 2 ? Tile::kGradShift : exponent_for(largest_of_warp(grad.most()));
   __syncwarp();  // all lanes have read the prefix

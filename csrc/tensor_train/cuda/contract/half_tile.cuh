@@ -1,5 +1,5 @@
-// The products of a tile as tile_gemm.cuh has them, in three of half precision: of ranks up to 32,
-// where each q is at most 4, eight prefixes and as many warps.
+// The products of a tile as in tile_gemm.cuh, by three products of half precision: for ranks up to
+// 32, each q at most 4, eight prefixes and as many warps.
 //
 // Matrices lie in shared memory as halves, high parts and then low ones of 32 values at a time.
 // Heads are [prefix, head column][32]; the middle is [r_1][middle column][32], prefixes and their
@@ -39,7 +39,7 @@ struct HalfTile {
     int grads[Config::kPrefixes];
   };
 
-  // By all threads, which are done with what was there. Returns its exponent.
+  // Called by all threads, after they have used the previous contents. Returns the exponent.
   static __device__ __forceinline__ int load_middle(int thread, const Piece<Config>& piece,
                                                     Scales& scales, __half* to) {
     constexpr int kLines = Config::kRank * 4 / (Config::kThreads / 4);  // of this thread
@@ -173,8 +173,8 @@ struct HalfTile {
       }
     }
 
-    // Adds what `count` prefixes have. Their exponents differ: heads of those that add less are
-    // lowered to what they are beside the largest.
+    // Adds the gradients of `count` prefixes. Their exponents differ, so heads of prefixes with
+    // smaller gradients are scaled down to the largest exponent.
     __device__ __forceinline__ void add(int thread, const Scales& scales, const __half* heads,
                                         const __half* grads, int count) {
       const int warp = thread / 32, lane = thread % 32, column = lane % 4;
@@ -270,7 +270,7 @@ struct HalfTile {
     const int row_tile = warp % 2, first = warp / 2 * 8;
     const int32_t head_r = piece.head_r();
     if (row_tile * 4 >= count || first >= head_r) return;
-    float sums[3][4] = {};  // fewer products wait for each other
+    float sums[3][4] = {};  // shorter chains of dependent products
     const __half* const its_grads = grads + (row_tile * 16 + lane % 16) * kRowStep + lane / 16 * 8;
     const __half* const its_middle = middle + (first + lane % 8) * kRowStep + lane / 8 * 8;
 #pragma unroll 2

@@ -1,5 +1,5 @@
-// Tables of four cores: their first two, multiplied, are the head of the three parts that kernels
-// see. Work grows with the number of heads, p_0 p_1, not with the batch; products are in fp32.
+// Tables of four cores: the product of the first two is the head of the three parts that kernels
+// see. The work grows with the number of heads, p_0 p_1, not with the batch; products are in fp32.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/kernels.h"
@@ -8,7 +8,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRanks = 8;  // of r_1, that a thread works on at once
+constexpr int kRanks = 8;  // ranks r_1 that a thread processes at once
 
 __device__ __forceinline__ float core_element(const HeadView& view, const void* core, size_t at) {
   return load_element(view.type, static_cast<const char*>(core), static_cast<int64_t>(at));

@@ -1,6 +1,6 @@
-// The products of four distinct ids of a prefix that gradients are made of, by one warp: that of
-// the prefix, from gradients of rows and the last core, and those of the last core, from gradients
-// of rows and the prefix.
+// The gradient products of four distinct ids of a prefix, by one warp: the gradient of the prefix
+// from those of rows and the last core, and the gradients of the last core from those of rows and
+// the prefix.
 #pragma once
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void add_prefix_grad(float (&sums)[4][4], const float
   }
 }
 
-// It replaces the prefix in shared memory.
+// The gradient replaces the prefix in shared memory.
 template <typename Config>
 __device__ __forceinline__ void store_prefix_grad(const float (&sums)[4][4], float* prefix) {
   const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;

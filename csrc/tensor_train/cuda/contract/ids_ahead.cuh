@@ -1,30 +1,29 @@
-// The distinct ids of one prefix, by one warp, where each q is at most 4: four at a time, of which
-// the next four are on their way from memory while results are put where they belong. tile_ids.cuh
-// has the same products for tables of any shape.
+// The distinct ids of one prefix, by one warp, for q of at most 4: four at a time. The next four
+// are loaded while results are stored. tile_ids.cuh has the same products for tables of any shape.
 //
-// What is read stays in the registers that it was read into until it is used: a copy, or a product
-// with a factor, would wait for it where it was to be on its way.
+// Loaded values stay in the registers of the load until they are used: a copy, or a product with a
+// factor, would wait for the load too early.
 #pragma once
 
 #include "tensor_train/cuda/contract/tile_ids.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The first 32 ids of each warp's next prefix, on their way to shared memory while this one is
-// worked on. A lane reads what it copied itself.
+// The first 32 ids of each warp's next prefix, which are copied to shared memory during the present
+// one. A lane reads only what it has copied.
 template <int kWarps>
 struct NextIds {
   int32_t lasts[kWarps][32];
   uint32_t sources[kWarps][32];
 
-  // Of a prefix whose distinct ids are [begin, end).
+  // For a prefix with the distinct ids [begin, end).
   __device__ __forceinline__ void start(const TileInput& in, int warp, int32_t begin, int32_t end) {
     const int lane = threadIdx.x % 32;
     if (begin + lane >= end) return;
     start_copy(&lasts[warp][lane], in.lasts + begin + lane);
     start_copy(&sources[warp][lane], in.sources + begin + lane);
   }
-  // After wait_for_copies. What lanes without an id have is not used.
+  // Called after wait_for_copies. Values of lanes without an id are not used.
   __device__ __forceinline__ IdLane get(int warp) const {
     IdLane id;
     id.last = lasts[warp][threadIdx.x % 32];
@@ -33,7 +32,7 @@ struct NextIds {
   }
 };
 
-// The gradient of the row of a distinct id where places count in units of four values.
+// The gradient of the row of a distinct id if places count in units of four values.
 __device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
   const char* const base = reinterpret_cast<const char*>(slot ? in.slot_grads : in.grad);
@@ -49,8 +48,7 @@ struct FourIds {
   float2 other[4];   // of the id of row / 2: two columns; middle column by column
   float4 lasts[4];   // of the id of column: four ranks by row
 
-  // Of the ids from `from` on among the `limit` that lanes have. The last one stands for those
-  // behind it.
+  // The ids from `from` on of the `limit` in the lanes; the last one repeats for those after it.
   __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -82,7 +80,7 @@ struct FourIds {
     }
   }
 
-  // Zeros for those of the four that do not exist: from `left` on.
+  // Zeroes those of the four that do not exist: from `left` on.
   __device__ __forceinline__ void cut(int left) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     if (column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -108,7 +106,7 @@ struct FourIds {
 };
 
 // As lookup_ids, for a prefix whose first 32 ids are in `id`, and whose first four slices of the
-// last core are in `values` already.
+// last core are already in `values`.
 template <typename Config, typename Last>
 __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
                                                  const Piece<Config>& piece, const float* prefix,
@@ -123,7 +121,7 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
   for (int base = begin; base < end; base += 32) {
     const int limit = min(32, end - base);
     auto read = [&](int from) {
-      const int at = min(from + row / 2, limit - 1);  // the last one stands for those behind it
+      const int at = min(from + row / 2, limit - 1);  // the last one repeats for those after it
       last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, at), 0, 0, &values);
     };
     if (base > begin) {
@@ -143,9 +141,9 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
   }
 }
 
-// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks, whose first 32 are in
-// `id` and whose first four have been read: that of the prefix replaces it in shared memory, those
-// of slices of the last core go to last_grad.
+// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks. The first 32 are in
+// `id`, and the first four have been loaded. The gradient of the prefix replaces it in shared
+// memory; those of slices of the last core go to last_grad.
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Piece<Config>& piece,
                                                    IdLane id, float* prefix, int begin, int end,

@@ -1,6 +1,6 @@
-// The distinct ids of one prefix, by one warp, two at a time: where most prefixes have one or two,
-// half of what four at a time read and multiply would be of ids that do not exist. Of ranks up to
-// 32 and where each q is at most 4. half_pairs.cuh has the same for products in single precision.
+// The distinct ids of one prefix, by one warp, two at a time. If most prefixes have one or two ids,
+// half of the work of four at a time would be wasted. For ranks up to 32 and q of at most 4.
+// half_pairs.cuh has the same for products in single precision.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
@@ -12,8 +12,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 struct LastPair {
   float4 low, high;
 
-  // Of the ids from `from` on among the `limit` that lanes have. The last one stands for those
-  // behind it.
+  // The ids from `from` on of the `limit` in the lanes; the last one repeats for those after it.
   template <typename Config>
   __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id, int from,
                                        int limit) {
@@ -158,8 +157,8 @@ struct TwoIds {
     }
   }
 
-  // Of the ids from distinct id `first` on, `left` exist: the product that sums over ids takes
-  // zeros for the second where it does not.
+  // Of the ids from distinct id `first` on, `left` exist. If the second does not, the product that
+  // sums over ids has zeros for it.
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
     if (left == 1) low[1] = high[1] = 0.0f;
     if (factors == nullptr) return;

@@ -1,6 +1,6 @@
-// The output of a lookup from rows in scratch: where most ids repeat, bags gather the rows of their
-// distinct ids; elsewhere the rows of ids that repeat are spread over what ids that occur once have
-// added already. Which of it is to be done is known on the device, so that one kernel does both.
+// The output of a lookup from rows in scratch. If most ids repeat, bags gather the rows of their
+// distinct ids. Otherwise the rows of repeated ids are added to the output, which already has the
+// rows of ids that occur once. Only the device knows which applies, so one kernel does both.
 #include <algorithm>
 
 #include "common/scan.cuh"
@@ -12,11 +12,11 @@ namespace {
 
 constexpr int kMostThreads = 256;
 constexpr int kMostRunning = 2048;  // threads of a multiprocessor
-constexpr int kBlocks = 5;          // of a multiprocessor: rows to gather are waited for
-constexpr int kSpan = 128;          // sorted positions that a warp looks at at once
+constexpr int kBlocks = 5;          // blocks of a multiprocessor; gathering waits for rows
+constexpr int kSpan = 128;          // sorted positions that a warp processes at once
 
-// Which of the kSpan positions from `first` on are repeats, in their order, into a list of the
-// warp. How many there are.
+// Lists those of the kSpan positions from `first` on that are repeats, in order, for the warp.
+// Returns their number.
 __device__ __forceinline__ int list_repeats(const RepeatsInput& in, int64_t first, uint8_t* list) {
   static_assert(kSpan == 4 * 32, "four positions a lane");
   const int lane = threadIdx.x % 32;
@@ -54,7 +54,7 @@ struct GatherInput {
   int64_t num_bags;  // or positions
 };
 
-// kLanes threads a row, kWidth columns a thread; kGroups rows of a bag at once.
+// kLanes threads for each row, kWidth columns for each thread; kGroups rows of a bag at once.
 template <int kLanes, int kWidth, int kGroups, bool kWeighted>
 __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   constexpr int kTeam = kLanes * kGroups;  // threads of a bag
@@ -75,7 +75,8 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     const uint32_t feature = feature_of(batch, bag);
     const int64_t from = batch.offsets[bag];
     begin = static_cast<uint32_t>(from);
-    // Compared before it is cut to 32 bits: an offset below 0 must not become a large one.
+    // Compared before the conversion to 32 bits, because an offset below 0 must not become a large
+    // one.
     end = static_cast<uint32_t>(max(from, batch.offsets[bag + 1]));
     const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
     to = out + sample * batch.stride + batch.feature_columns[feature];
@@ -84,7 +85,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   } else {
     dim = in.tables[0].dim;
   }
-  // The first ids are read before rows are waited for.
+  // Loads the first ids before it waits for rows.
   auto read = [&](uint32_t at, int32_t* row, float* weight) {
     *row = -1;
     *weight = scale;  // of rows with weights
@@ -149,14 +150,14 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   }
 }
 
-// kLanes lanes a row, kWidth columns a lane.
+// kLanes lanes for each row, kWidth columns for each lane.
 template <int kLanes, int kWidth>
 __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
                                             const float* __restrict__ slot_rows, bool store,
                                             float* out) {
   constexpr int kAtOnce = 32 / kLanes;  // rows of a warp
   constexpr int kAhead = 4;             // rows of a lane that are read before the first is used
-  // Small, as what shared memory leaves is the cache that bags gather from.
+  // Small, because the rest of shared memory is the L1 cache from which bags gather.
   __shared__ uint8_t lists[kMostThreads / 32][kSpan];
   const int lane = threadIdx.x % 32;
   uint8_t* const list = lists[threadIdx.x / 32];
@@ -195,13 +196,13 @@ __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
         }
       }
     }
-    __syncwarp();  // the list is done with
+    __syncwarp();  // the list has been used
   }
   if (waits) wait_for_kernel_before();
 }
 
-// kAlways: bags gather, whatever the number of repeats. The kernels before let this one start when
-// the index is there, so that only rows are waited for.
+// kAlways: bags gather for any number of repeats. The previous kernels let this one start when the
+// index is complete, so that it waits for rows only.
 template <int kLanes, int kWidth, int kGroups, bool kAlways>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     pool_kernel(GatherInput in, RepeatsInput repeats, bool store, float* out) {
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   }
 }
 
-// Few bags are spread over the device in small blocks, and over the lanes of a warp.
+// Few bags are distributed over the device in small blocks, and over the lanes of a warp.
 template <int kLanes, int kWidth>
 void launch(const GatherInput& in, const RepeatsInput& repeats, bool always, bool store, float* out,
             cudaStream_t stream) {

@@ -1,14 +1,14 @@
-// The distinct ids of one prefix where each block keeps the last core, or its gradient, in shared
+// The distinct ids of one prefix if each block keeps the last core, or its gradient, in shared
 // memory: gradients of the prefix from those of rows and the last core, and gradients of the last
-// core from those of rows and the prefix. Four ids at a time; eight further are on their way.
+// core from those of rows and the prefix. Four ids at a time; eight more are in flight.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Gradients of the rows of four distinct ids, of which those behind `limit` are the last one's.
-// (head column, middle column) by row, of the id of this lane's column.
+// Gradients of the rows of four distinct ids; the last one repeats after `limit`. (head column,
+// middle column) by row, of the id of this lane's column.
 struct FourRowsByColumn {
   float4 low, high;
 
@@ -68,7 +68,7 @@ struct FourRowsByRow {
   }
 };
 
-// The first eight distinct ids of a prefix on their way, and those behind them.
+// The loads of the first eight distinct ids of a prefix, and of those after them.
 template <typename Config, typename Rows>
 struct RowsAhead {
   const Piece<Config>& piece;
@@ -83,8 +83,8 @@ struct RowsAhead {
     if (limit > 4) second.read(in, piece, id, 4, limit);
   }
 
-  // Runs `use` on the distinct ids [begin, end), four at a time, after start.
-  // use(rows, ids, from, limit): the four are those from `from` on among the `limit` of `ids`.
+  // Calls use(rows, ids, from, limit) for the distinct ids [begin, end), four at a time, after
+  // start. The four are those from `from` on of the `limit` in `ids`.
   template <typename Use>
   __device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
                                             const Use& use) {
@@ -137,7 +137,7 @@ struct LastSlice {
   }
 };
 
-// v[e ^ column] in the place of v[e].
+// Moves v[e ^ column] to v[e].
 __device__ __forceinline__ float4 by_column(float4 v) {
   const int column = threadIdx.x % 4;
   if (column % 2 != 0) v = make_float4(v.y, v.x, v.w, v.z);

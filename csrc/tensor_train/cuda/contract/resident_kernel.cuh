@@ -1,7 +1,7 @@
-// Gradients of one table where prefixes have many ids: each block keeps the last core, and then its
-// gradient, for a slice of ranks, in shared memory, and the one of a middle slice in registers, so
-// that none of them goes through memory for each id or tile. Blocks have equal shares of the sorted
-// prefixes.
+// Gradients of one table whose prefixes have many ids. Each block keeps the last core, and then its
+// gradient, for a slice of ranks in shared memory, and the gradient of a middle slice in registers,
+// so that none of them goes through memory for each id or tile. Blocks have equal shares of the
+// sorted prefixes.
 #pragma once
 
 #include "tensor_train/cuda/contract/resident_ids.cuh"
@@ -9,10 +9,10 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Of shared memory, less what is static.
+// Of shared memory, minus static shared memory.
 constexpr size_t kMostResidentBytes = (227 - 11) * 1024;
 
-// What a prefix costs beside its ids, in ids.
+// The cost of a prefix besides its ids, in ids.
 constexpr int kPrefixCost = 12;
 
 // The first prefix at which `target` of the work is done, by one warp.
@@ -34,8 +34,8 @@ __device__ __forceinline__ int range_start(const int4* __restrict__ prefixes, in
   return low;
 }
 
-// How many of the prefixes right before `at` are of its middle slice, modulo kPrefixes, by one
-// warp; 0 where they are many.
+// The number of prefixes right before `at` with the same middle slice, modulo kPrefixes, by one
+// warp; 0 if they are many.
 template <int kPrefixes>
 __device__ __forceinline__ int behind_a_tile(const int4* __restrict__ prefixes, int at) {
   constexpr int kLooks = 8;  // of 32 prefixes
@@ -70,12 +70,12 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
   const int bound = share + thread / 32;
   int at;
   if (in.one_table && few_a_prefix(counts)) {
-    // Equal numbers of prefixes are as good, and nothing is to be searched for. Prefixes of small
-    // tables have more ids than those of large ones.
+    // Equal numbers of prefixes balance as well and need no search. Prefixes of small tables have
+    // more ids than those of large ones.
     at = static_cast<int>(static_cast<int64_t>(counts.prefixes) * bound / shares);
   } else {
     const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
-    // What the last share leaves over by rounding is none: its target is all of the work.
+    // The target of the last share is all of the work, so rounding leaves nothing over.
     at = bound == shares ? counts.prefixes
                          : range_start(in.prefixes, counts.prefixes, work * bound / shares);
   }
@@ -97,8 +97,8 @@ struct LastGradInBlock {
   int* locks;
   int32_t count;  // ranks of the slice
 
-  // A word is taken with acquire and given back with release. Fences would be slower: they wait for
-  // what is being read of the next ids too.
+  // A word is taken with acquire and released with release. Fences would be slower, because they
+  // also wait for loads of the next ids.
   __device__ __forceinline__ void add(bool exists, int32_t slice, int32_t last_column,
                                       const float (&d)[4][4]) const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -154,8 +154,8 @@ struct LastGradInBlock {
 };
 
 // Two passes over the prefixes of a block: gradients of heads and middles with the last core in
-// shared memory, then those of the last core with them there. Each reads the gradients of the rows;
-// with both at once the last core would be read from memory, which is more.
+// shared memory, then gradients of the last core, which are in shared memory. Both read the
+// gradients of the rows; a single pass would read the last core from memory, which is more.
 //
 // kSubs groups of Config::kThreads work on prefixes of their own; groups share the last core and
 // its gradient. Block b has slice b % kSlices of ranks.
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
   float* const product = products + thread / 32 * Config::kPrefixStep;  // of the warp
-  __syncthreads();                                                      // the view is there
+  __syncthreads();                                                      // the view has arrived
   const int32_t lasts = static_cast<int32_t>(table.lasts);
   float4* const last_units = memory + kSubs * kSubValues / 4;
   int* const locks = reinterpret_cast<int*>(last_units + lasts * Config::kSlice);
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   piece.find_row_width(in.unit);
   const int32_t last_q = piece.last_q(), last_r = piece.last_r();
   const int32_t ranks = min(last_r - slice * Config::kSlice, Config::kSlice);
-  // Where unit i of shared memory, (slice of the core, last column, unit), lies in the last core
-  // and in its gradient, in units; negative where it does not exist.
+  // The offset of unit i of shared memory, (slice of the core, last column, unit), in the last core
+  // and in its gradient, in units; negative if it does not exist.
   auto unit_in_core = [&](int i) -> int64_t {
     const int line = i / kLine, unit = i % kLine;
     if constexpr (Config::kExact) {
@@ -256,13 +256,13 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       walk.move_on(0);
       middle_grad.add(thread, 0, heads, products, run);
       add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
-      wait();  // shared memory is done with
+      wait();  // shared memory has been used
       walk.refill(0, wait);
     }
     if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
   }
 
-  __syncthreads();  // the last core is done with
+  __syncthreads();  // the last core has been used
   const LastGradInBlock<Config> last_grad = {reinterpret_cast<float*>(last_units), locks, ranks};
   for (int i = threadIdx.x; i < units; i += kThreads) {
     last_units[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         load_middle<Config>(thread, piece, slice, middle);
       }
       walk.head_load.store(thread, heads);
-      wait();  // all warps are done with the products
+      wait();  // all warps have used the products
       multiply_prefixes<Config>(thread, piece, heads, middle, products, Config::kPrefixes);
       wait();
       walk.move_on(0);
@@ -320,7 +320,7 @@ size_t resident_bytes(int64_t lasts) {
          static_cast<size_t>(lasts) * (4 * Config::kSlice + 1) * sizeof(float);
 }
 
-// Whether the kernel may be run for a table with so many slices of the last core.
+// Whether the kernel can run for a table with this number of slices of the last core.
 template <typename Config, int kSubs>
 bool fits_resident(int64_t lasts) {
   return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;

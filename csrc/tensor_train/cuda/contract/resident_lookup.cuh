@@ -1,6 +1,5 @@
-// Lookup of one table where prefixes have many ids: each block keeps the last core in shared
-// memory, as its slices are what is read for each id. Blocks have equal shares of the sorted
-// prefixes.
+// Lookup of one table whose prefixes have many ids. Each block keeps the last core in shared
+// memory, because its slices are read for each id. Blocks have equal shares of the sorted prefixes.
 #pragma once
 
 #include "tensor_train/cuda/contract/resident_kernel.cuh"
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   float* middle = reinterpret_cast<float*>(memory) + sub * kSubValues;
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
-  __syncthreads();  // the view is there
+  __syncthreads();  // the view has arrived
   float4* const last_units = memory + kSubs * kSubValues / 4;
   const LastInBlock<Config> last = {reinterpret_cast<const float*>(last_units)};
   const int units = static_cast<int>(table.lasts) * LastInBlock<Config>::kUnits;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
     const IdLane id = walk.next_ids.get(walk.warp());
     const bool mine = walk.mine();
     const int begin = walk.begin(), stop = walk.stop();
-    wait();  // all warps are done with the products
+    wait();  // all warps have used the products
     multiply_prefixes<Config>(thread, piece, heads, middle, products, Config::kPrefixes);
     wait();
     walk.move_on(0);
@@ -129,7 +128,7 @@ size_t resident_lookup_bytes(int64_t lasts) {
          static_cast<size_t>(lasts) * 4 * Config::kRank * sizeof(float);
 }
 
-// Launches it where it fits; whether it does.
+// Launches the kernel if it fits. Returns whether it does.
 template <typename Config, int kSubs>
 bool launch_resident_lookup(const TileRun& run, const TileInput& in) {
   const size_t bytes = resident_lookup_bytes<Config, kSubs>(run.only_lasts);

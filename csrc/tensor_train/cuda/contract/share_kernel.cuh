@@ -1,8 +1,8 @@
-// Lookup and gradients where prefixes have few ids: each block has an equal share of the sorted
-// prefixes, so that all blocks run at the same time and a middle slice is read, and its gradient
-// added in memory, once for each block that has it. A warp has a prefix of a tile. What the next
-// tile needs is read while this one is worked on: what takes the time of a tile is a chain of reads
-// and products, not their number.
+// Lookup and gradients for prefixes with few ids. Each block has an equal share of the sorted
+// prefixes, so that all blocks run at the same time, and a middle slice is read, and its gradient
+// added in memory, once for each of its blocks. A warp has a prefix of a tile. The data of the next
+// tile is loaded during the present one, because the time of a tile is that of a chain of loads and
+// products, not of their number.
 #pragma once
 
 #include <type_traits>
@@ -13,13 +13,13 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// In single precision all products are of halves: half_tile.cuh.
+// In single precision all products are in halves: half_tile.cuh.
 template <typename Config>
 constexpr bool kOfHalves = Config::kProducts == 3;
 
 // All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
-// index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
-// kPairs: distinct ids are taken two at a time instead of four.
+// index is complete; they wait for sums of repeated ids after their first prefixes are multiplied.
+// kPairs: distinct ids are processed two at a time instead of four.
 template <typename Config, bool kBackward, bool kPairs>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
   static_assert(Config::kVectors && Config::kRank == 32 && Config::kSlices == 1);
@@ -71,13 +71,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
-  int number = 0;  // of the table whose view is here
+  int number = 0;  // of the table whose view is loaded
   walk.start(bounds[0], bounds[1], false, number, wait);
 #pragma unroll 1
   while (walk.run > 0) {
     const int4* const prefixes = walk.prefixes();
     const int run = walk.run;
-    if (prefixes[0].y != number) {  // the same in all threads, as what follows
+    if (prefixes[0].y != number) {  // the same in all threads, like the following ones
       if constexpr (kBackward) {
         if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
         middle_grad.clear();

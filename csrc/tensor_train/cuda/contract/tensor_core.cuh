@@ -12,8 +12,8 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Products of one multiply-add: 1 is plain tf32, 3 splits each operand in its tf32 value and what
-// is left of it.
+// Products of one multiply-add: 1 is plain tf32, 3 splits each operand into its tf32 value and the
+// remainder.
 template <int kProducts>
 struct Operand;
 template <>
@@ -31,7 +31,7 @@ __device__ __forceinline__ float round_tf32(float x) {
   return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 
-// What is kept in shared memory: rounded values, or exact ones where they are split later.
+// The value for shared memory: rounded, or exact if it is split later.
 template <int kProducts>
 __device__ __forceinline__ float prepared(float x) {
   return kProducts == 1 ? round_tf32(x) : x;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const Operand<kProdu
   mma_tf32(c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
 }
 
-// The same; what the lower parts of split operands add goes to sums of its own, so that fewer
-// products wait for each other.
+// The same, with separate sums for the lower parts of split operands, so that chains of dependent
+// products are shorter.
 template <int kProducts>
 __device__ __forceinline__ void multiply_add(
     float (&c)[4], float (&low)[4], const Operand<kProducts>& a0, const Operand<kProducts>& a1,
@@ -148,8 +148,8 @@ __device__ __forceinline__ void load_neighbours(const float* from, float (&to)[k
   }
 }
 
-// A value of 4 or 16 bytes from global into shared memory, where this thread sees it after
-// wait_for_copies. It takes no registers on its way.
+// Copies 4 or 16 bytes from global to shared memory asynchronously. This thread can read them after
+// wait_for_copies.
 template <typename Value>
 __device__ __forceinline__ void start_copy(Value* to, const Value* from) {
   static_assert(sizeof(Value) == 4 || sizeof(Value) == 16);

@@ -1,9 +1,9 @@
-// How a block of threads is laid out that works on a tile: prefixes of one middle slice.
+// The layout of a block of threads for a tile, which is a number of prefixes of one middle slice.
 //
 // The columns of a row are cut into blocks of 4 x 4 x 4, of head, middle and last columns; a block
 // of threads has one block of head and middle columns and all of the last ones. A prefix is then a
-// matrix of 16 rows, (head column, middle column), and last_r columns. Ranks are padded to kRank;
-// where last_r is large it is cut into slices of kSlice.
+// matrix of 16 rows, (head column, middle column), and last_r columns. Ranks are padded to kRank; a
+// large last_r is cut into slices of kSlice.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// What a kernel takes for granted. kAny: nothing. kVectors: cores are float32 and ranks are
-// multiples of 4, at most kRank, so that cores are read 4 values at a time. kRanks: also head_r =
-// last_r = kRank, the last q is a multiple of 4 and rows are aligned. kNarrow: as kRanks, and q =
-// 4, 2, 4, which 32 columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of
-// type kType, so that there are no bounds to check. kFours: as kWhole, and all q are 4. Known
-// shapes save registers.
+// Assumptions of a kernel. kAny: none. kVectors: cores are float32 and ranks are multiples of 4, at
+// most kRank, so that cores are read 4 values at a time. kRanks: also head_r = last_r = kRank, the
+// last q is a multiple of 4 and rows are aligned. kNarrow: as kRanks, and q = 4, 2, 4, which 32
+// columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of type kType, so
+// that there are no bounds to check. kFours: as kWhole, and all q are 4. Known shapes save
+// registers.
 enum class Fit { kAny, kVectors, kRanks, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
@@ -41,14 +41,14 @@ struct TileConfig {
   static constexpr int kMiddleQ = kNarrow ? 2 : 4;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
-  // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
+  // Gradients are summed as integers, which gives the same bits in any order: see FixedPoint.
   static constexpr bool kFixedPoint = kFixedPoint_;
 
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSlices = kRank / kSlice;
   static constexpr int kRows = kPrefixes * 4;  // (prefix, head column)
   static constexpr int kColumns = 4 * kSlice;  // (middle column, r) of a slice
-  // Steps in shared memory, in values: chosen so that fragments touch different banks.
+  // Strides in shared memory, in values, such that fragments touch different banks.
   static constexpr int kMiddleStep = kColumns + 4;  // of r_1 in the middle
   static constexpr int kHeadStep = kRank + 4;       // of a row of heads
   static constexpr int kColumnStep = kSlice + 4;    // of a middle column
@@ -81,18 +81,18 @@ struct TileInput {
   int32_t kernel;  // class whose tables are run
   const Counts* counts;
   const int4* prefixes;
-  int64_t most_prefixes;  // room is for one more
+  int64_t most_prefixes;  // with room for one more
   const int32_t* lasts;
   const uint32_t* sources;
   const float* factors;  // null: all 1
   int32_t unit;
-  int32_t widest;           // step of slots
-  bool store;               // rows into the output, which has a row an id, instead of adding them
-  float* out;               // of a lookup: output,
-  float* slot_rows;         // and rows of slots, or of distinct ids
+  int32_t widest;    // step of slots
+  bool store;        // store rows in the output instead of adding them; it has one row for each id
+  float* out;        // of a lookup: output,
+  float* slot_rows;  // and rows of slots, or of distinct ids
   bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
-  bool early;               // the index is there before the kernel before has ended
-  bool leaves_dense;        // batches with many ids a prefix to a resident kernel
+  bool early;               // the index is complete before the previous kernel has ended
+  bool leaves_dense;        // leaves batches with many ids a prefix to a resident kernel
   const float* grad;        // of gradients: of the output,
   const float* slot_grads;  // and of slots
   FixedPoint fixed_point;
@@ -102,12 +102,12 @@ struct TileInput {
 template <typename Config>
 struct Piece {
   const TableView* table;
-  const FixedPoint* fixed_point;  // of a configuration that adds so,
+  const FixedPoint* fixed_point;  // for fixed-point configurations,
   int32_t number;                 // with the table's number
   int32_t middle;
   int32_t first_head_column;    // of 4
   int32_t first_middle_column;  // likewise
-  // How many neighbouring values of a row are aligned to their size: 4, 2 or 1.
+  // The number of neighbouring values of a row that are aligned to their size: 4, 2 or 1.
   int32_t row_width;
 
   // rows_unit: TileInput::unit.
@@ -126,7 +126,7 @@ struct Piece {
   __device__ __forceinline__ int32_t last_r() const {
     return Config::kKnownRanks ? Config::kRank : table->last_r;
   }
-  // Ranks up to the next multiple of 8: behind them, heads and the middle are not read.
+  // Ranks up to the next multiple of 8; beyond them, heads and the middle are not read.
   __device__ __forceinline__ int32_t head_depth() const {
     return Config::kKnownRanks ? Config::kRank : (table->head_r + 7) / 8 * 8;
   }

@@ -14,8 +14,8 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   constexpr int kQuads = Config::kRank * Config::kSlice;  // of 4 values
   constexpr int kMine = kQuads / Config::kThreads;
   static_assert(kQuads % Config::kThreads == 0);
-  // Read before the first is stored: a loop of reads and stores would wait for each read, as the
-  // compiler cannot know that what is stored is not what says where to read.
+  // All loads come before the first store: in a loop of loads and stores each load would wait,
+  // because the compiler cannot know that the stores do not change the addresses of the loads.
   constexpr int kTogether = kMine < 4 ? kMine : 4;
   static_assert(kMine % kTogether == 0);
   const TableView& table = *piece.table;
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   }
 }
 
-// Heads of `count` prefixes on their way to shared memory, [prefix][4 head columns][kRank]; rows of
-// others are 0. Read and stored apart, so that other loads are waited for at the same time.
+// Heads of `count` prefixes for shared memory, [prefix][4 head columns][kRank]; other rows are 0.
+// Loads and stores are separate, so that other loads overlap.
 template <typename Config>
 struct HeadLoad {
   static constexpr int kQuads = Config::kPrefixes * Config::kRank;  // of 4 values
@@ -85,7 +85,7 @@ struct HeadLoad {
     }
   }
 
-  // Of eight neighbouring ranks the even ones come first: see multiply_prefixes.
+  // Of eight neighbouring ranks the even ones come first, see multiply_prefixes.
   __device__ __forceinline__ void store(int thread, float* to) const {
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
@@ -105,8 +105,7 @@ struct HeadLoad {
 // Of eight ranks the even ones are the first four of the depth of a product, the odd ones the other
 // four, and a lane's columns of kVector products are neighbours: so a fragment of the heads is one
 // load of matrices, those of the middle and what is stored are vectors, and no two lanes of a load
-// want different lines of one bank.
-// Of `count` prefixes; what is left of others is not used.
+// want different lines of one bank. For `count` prefixes; results of others are not used.
 template <typename Config>
 __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config>& piece,
                                                   const float* heads, const float* middle,
@@ -117,7 +116,7 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
   constexpr int kMine = kRowTiles / kRowGroups;
   constexpr int kMyColumns = Config::kColumns / (Config::kWarps / kRowGroups) / 8;
   static_assert(kMyColumns >= 1 && kMine >= 1);
-  // Vectors of operands that are not split would have to be moved to registers that are neighbours.
+  // Vectors of operands that are not split would have to be moved to adjacent registers.
   constexpr int kVector = kProducts == 1 ? 1 : kMyColumns < 4 ? kMyColumns : 4;
   static_assert(kMyColumns % kVector == 0);
   const int warp = thread / 32 / kRowGroups;
@@ -185,14 +184,14 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
   }
 }
 
-// Prefixes of a table of two cores: its head slices.
+// The prefixes of a table of two cores, which are its head slices.
 template <typename Config>
 struct HeadPrefixes {
   static constexpr int kLine = Config::kSlice / 4;  // units of 4 values
   static constexpr int kUnits = 16 * kLine;         // of a prefix
 
-  // Runs `use` on the units of `count` prefixes: use(element of the head, where it is among the
-  // prefixes in shared memory, how many values exist).
+  // Calls use(element of the head, offset in the prefixes in shared memory, number of existing
+  // values) for the units of `count` prefixes.
   template <typename Use>
   static __device__ __forceinline__ void each(int thread, const Piece<Config>& piece, int slice,
                                               const int4* prefixes, int count, const Use& use) {
@@ -256,7 +255,7 @@ struct MiddleGrad {
     }
   }
 
-  // Adds what `count` prefixes have.
+  // Adds the gradients of `count` prefixes.
   __device__ __forceinline__ void add(int thread, int first_row, const float* heads,
                                       const float* grads, int count) {
     constexpr int kProducts = Config::kProducts;
@@ -358,7 +357,7 @@ __device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>&
 }
 
 // head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, of `count` prefixes. kChains:
-// sums that a value is made of, so that as many products need not wait for each other.
+// independent sums of a value, so that as many products do not depend on each other.
 template <typename Config, int kChains = 1>
 __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
                                               const int4* prefixes, int count, const float* middle,

@@ -10,8 +10,8 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The first distinct ids of a tile in shared memory, where they are read while other things are: a
-// warp that read them when it comes to its prefix would wait for memory once more for each.
+// The first distinct ids of a tile, which are loaded to shared memory together with other data.
+// Otherwise each warp would wait for memory once more for its prefix.
 struct StagedIds {
   const int2* ids;  // [count] (last, source)
   int32_t first;
@@ -24,14 +24,14 @@ struct StagedIds {
   }
 };
 
-// Where nothing is staged: a tile of few ids would wait for them before anything else.
+// Without staging: a tile of few ids would wait for them before anything else.
 struct UnstagedIds {
   __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
     return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
   }
 };
 
-// What a warp reads of 32 distinct ids at once, an id a lane.
+// Data of 32 distinct ids that a warp loads at once, one id for each lane.
 struct IdLane {
   int32_t last = 0;
   uint32_t source = 0;
@@ -131,8 +131,8 @@ __device__ __forceinline__ void add_rows(float (&sums)[2][4],
   }
 }
 
-// Where the four values of a lane lie in a row: those of row (head column, middle column) of the
-// lane, and those two head columns further.
+// The offsets of a lane's four values in a row: those of the lane's (head column, middle column),
+// and those two head columns further.
 template <typename Config>
 struct RowPlace {
   int32_t first;
@@ -186,8 +186,8 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
   }
 }
 
-// Rows of distinct ids [begin, end) of a prefix: those that occur once are added to the output,
-// others are stored by slot, or all by number where bags gather. chunks: of 32 ranks.
+// Rows of distinct ids [begin, end) of a prefix. Those of ids that occur once are added to the
+// output, and others stored by slot; if bags gather, all are stored by number. chunks: of 32 ranks.
 template <typename Config, typename Ids, typename Last>
 __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
                                            const Piece<Config>& piece, const float* prefix,
@@ -195,7 +195,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
                                            const Last& last) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kChunks = Config::kRank / 32;
-  // The prefix, and the last values of the next four ids, are held in registers where they fit.
+  // The prefix, and the last values of the next four ids, are kept in registers if they fit.
   constexpr bool kHolds = kChunks <= 2;
   constexpr int kHeld = kHolds ? kChunks : 1;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -350,8 +350,8 @@ struct FourLasts {
   }
 };
 
-// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks: that of the prefix
-// replaces it in shared memory, those of slices of the last core go to last_grad.
+// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks. The gradient of the
+// prefix replaces it in shared memory; those of slices of the last core go to last_grad.
 template <typename Config, typename Ids, typename LastGrad>
 __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids,
                                              const Piece<Config>& piece, int slice, float* prefix,
@@ -377,7 +377,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
         grads.read(in, piece, place, id, last_column, base, from, limit);
         lasts.read(piece, id, last_column, first_r, from);
         add_prefix_grad<kProducts>(sums, grads.low, grads.high, lasts.b);
-        // The prefix is read again for each four ids: registers are short.
+        // The prefix is reloaded for every four ids, to save registers.
         float4 values[4];
         read_columns<Config>(prefix, values);
         float d[4][4] = {};

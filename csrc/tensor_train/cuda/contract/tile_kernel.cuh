@@ -1,5 +1,4 @@
-// Lookup and gradients of tiles. Prefix products are computed here each time, and nothing of a
-// prefix goes through memory.
+// Lookup and gradients of tiles. Prefix products are recomputed here and do not go through memory.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +10,7 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Whole words of a table's view into shared memory.
+// Copies a table's view to shared memory, in whole words.
 __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) {
   static_assert(sizeof(TableView) % 4 == 0);
   constexpr int kWords = sizeof(TableView) / 4;
@@ -20,8 +19,8 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
   }
 }
 
-// Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes, whatever their middle slices,
-// which are worked on one after the other; block y is the block of head and middle columns. kFew: a
+// Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes. Their middle slices may differ
+// and are processed one after the other. Block y is the block of head and middle columns. kFew: a
 // batch of few ids, most of which have a prefix of their own.
 template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   float* products = heads + Config::kHeadValues;
 
   copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
-  bool waits = in.early;            // as late as there is need
+  bool waits = in.early;            // as late as possible
   if (!waits) wait_for_kernel_before();
   let_next_kernel_start();  // which may read the index
   const int thread = threadIdx.x;
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     }
     return prefix;
   };
-  // Read beside the counts; what is behind them is not used.
+  // Loaded together with the counts; values after these are not used.
   int4 prefix = read_prefix(blockIdx.x * Config::kPrefixes);
   const Counts counts = *in.counts;
   const bool gather = in.always_gather || counts.gather != 0;
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     const int count = min(Config::kPrefixes, all - first_prefix);
     if (tile != blockIdx.x) {
       prefix = read_prefix(first_prefix);
-      __syncthreads();  // what was in shared memory is done with
+      __syncthreads();  // the previous contents of shared memory have been used
     }
     if (thread <= count) prefixes[thread] = prefix;
     __syncthreads();
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
                                              : (table.last_r + Config::kSlice - 1) / Config::kSlice;
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) {
-        __syncthreads();  // what was in shared memory is done with
+        __syncthreads();  // the previous contents of shared memory have been used
         float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
         if (thread == 0) next = 0;
         if (has_middle) {
@@ -155,14 +154,14 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
   int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
-  // Where they may all have nothing to do, there are fewer blocks, with several tiles each.
+  // If all blocks may be idle, there are fewer blocks, with several tiles each.
   const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
   if (in.leaves_dense && tiles > most) tiles = most;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
 }
 
-// Gradients that are the same bits in every run; of any shape.
+// Gradients that are equal bit for bit in every run, for any shape.
 template <template <int> typename Config>
 void run_fixed_point(const TileRun& run, const TileInput& in) {
   if (run.precision == Precision::kTf32) {

@@ -1,8 +1,8 @@
 // The tiles of a share of the sorted prefixes, one after the other: prefixes of one middle slice,
 // of which a warp has one.
 //
-// Warps of a tile wait for each other, so its prefixes should have about as many ids: those of one
-// middle slice are taken by their number of ids, most first.
+// Warps of a tile wait for each other, so its prefixes should have similar numbers of ids: those of
+// one middle slice are sorted by their number of ids, most first.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
@@ -10,8 +10,8 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// How many prefixes from `first` on are of the same table and middle slice, out of `count`; to all
-// lanes of a warp.
+// The number of prefixes from `first` on, out of `count`, with the same table and middle slice; to
+// all lanes of a warp.
 __device__ __forceinline__ int run_length(const int4* prefixes, int first, int count) {
   const int at = first + threadIdx.x % 32;
   const bool same =
@@ -28,13 +28,14 @@ struct PrefixList {
     int32_t ends[kMost];               // behind the last of their distinct ids
     alignas(16) uint32_t keys[kMost];  // while they are ordered
   };
-  unsigned starts[kWarps];  // where another middle slice begins
+  unsigned starts[kWarps];  // begins of middle slices
   int32_t first, count;     // of the list,
-  int32_t end;              // and of all that it goes through
+  int32_t end;              // and of the share
   bool ordered;
 
-  // Prefixes from `from` on, as many as there is room for, by a group of threads that `wait` waits
-  // for. by_ids: those of a middle slice by their number of ids. The list was done with before.
+  // Loads prefixes from `from` on, as many as fit, by a group of threads that `wait` synchronises.
+  // by_ids: sorts those of a middle slice by their number of ids. The previous list must have been
+  // used.
   template <typename Wait>
   __device__ __forceinline__ void load(const int4* prefixes, int from, int to, int thread,
                                        bool by_ids, const Wait& wait) {
@@ -93,8 +94,8 @@ struct PrefixList {
   }
 };
 
-// Of one group of threads, whose `wait` waits for all of it. The heads and ids of the next tile are
-// read while this one is worked on.
+// For one group of threads, which `wait` synchronises. The heads and ids of the next tile are
+// loaded during the present one.
 template <typename Config>
 struct TileWalk {
   const TileInput& in;
@@ -108,18 +109,18 @@ struct TileWalk {
   __device__ __forceinline__ const int4* prefixes() const { return list.items + at; }
   __device__ __forceinline__ int warp() const { return thread / 32; }
   __device__ __forceinline__ bool mine() const { return warp() < run; }
-  // Of the ids of this warp's prefix; none where it has none.
+  // The ids of this warp's prefix; empty if it has no prefix.
   __device__ __forceinline__ int begin() const { return mine() ? prefixes()[warp()].x : 0; }
   __device__ __forceinline__ int stop() const { return mine() ? list.ends[at + warp()] : 0; }
 
-  // number: of the table whose view is there; heads of others are not read.
+  // number: of the table whose view is loaded; heads of others are not read.
   __device__ __forceinline__ void read_heads() { head_load.read(thread, piece, prefixes(), run); }
   __device__ __forceinline__ void read_tile(int number) {
     run = run_length(list.items, at, min(list.count, at + Config::kPrefixes));
     if (prefixes()[0].y == number) read_heads();
     if (mine()) next_ids.start(in, warp(), begin(), stop());
   }
-  // The prefixes [first, end), and the first tile of them; none where there are none.
+  // The prefixes [first, end), and their first tile; empty if there are none.
   template <typename Wait>
   __device__ __forceinline__ void start(int first, int end, bool ordered, int number,
                                         const Wait& wait) {
@@ -128,8 +129,8 @@ struct TileWalk {
     list.load(in.prefixes, first, end, thread, ordered, wait);
     read_tile(number);
   }
-  // To the next tile of the list, if there is one: otherwise the run is 0, and `refill` goes on
-  // when what is read of this tile's prefixes is read.
+  // Advances to the next tile of the list, if there is one. Otherwise the run is 0, and `refill`
+  // continues after the data of this tile's prefixes has been read.
   __device__ __forceinline__ void move_on(int number) {
     at += run;
     run = 0;
@@ -146,7 +147,7 @@ struct TileWalk {
   }
 };
 
-// Whether prefixes have so few ids that their order is all the same.
+// Whether prefixes have so few ids that their order does not matter.
 __device__ __forceinline__ bool few_a_prefix(const Counts& counts) {
   return counts.distinct <= 2 * int64_t{counts.prefixes};
 }

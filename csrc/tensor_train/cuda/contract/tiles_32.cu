@@ -20,7 +20,7 @@ struct Shapes32 {
 template <int kProducts, Fit kFit>
 using Resident32 = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 1>;
 
-// Launches the kernel for many ids a prefix, if there is one for the table; whether it did.
+// Launches the kernel for many ids a prefix, if there is one for the table. Returns whether it did.
 template <int kProducts, Fit kFit>
 bool launch_dense(const TileRun& run, const TileInput& in) {
   return run.backward ? launch_resident<Resident32<kProducts, kFit>, 2>(run, in)
@@ -30,8 +30,8 @@ bool launch_dense(const TileRun& run, const TileInput& in) {
 template <int kProducts>
 using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
-// Ids are taken in pairs where they are few, and always in single precision. Lookups have registers
-// for three blocks a multiprocessor.
+// Few ids, and all ids in single precision, are processed in pairs. Lookups have registers for
+// three blocks a multiprocessor.
 template <int kProducts, Fit kFit>
 void run_shares(const TileRun& run, const TileInput& in) {
   using Lookup = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 3>;
@@ -71,8 +71,8 @@ void run_tiles_32(const TileRun& run, const TileInput& input) {
   }
   if (!run.shares) {
     TileRun tiles = run;
-    // Few ids a prefix whose rows are read 2 values at a time: kernels of any shape were measured
-    // to be faster, except where ranks are padded.
+    // For few ids a prefix whose rows are read 2 values at a time, kernels of any shape were
+    // measured to be faster, except for padded ranks.
     if (!run.may_be_dense && run.kernel.whole && !run.kernel.ranks) tiles.kernel.vectors = false;
     return run_rank<Shapes32>(tiles, in);
   }

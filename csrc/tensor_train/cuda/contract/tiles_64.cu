@@ -5,7 +5,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-// As many values of a tile as fit twice on a multiprocessor.
+// Tiles of which two fit on a multiprocessor.
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes64 {
   static constexpr int kBlocks = kFit == Fit::kAny ? 1 : 2;
