@@ -23,7 +23,7 @@ void expire(at::Tensor counters, int64_t handle) {
   const hash_table::Aging& aging = group.aging();
   if (aging.expire_after == nullptr) return;
 #ifdef TORCHREC_HKV_CUDA
-  int64_t most_buckets = 0;  // when they have grown: a CUDA graph may be replayed then
+  int64_t most_buckets = 0;  // after their growth, because a CUDA graph may be replayed then
   for (int64_t t = 0; t < group.num_tables(); ++t) {
     most_buckets = std::max(most_buckets, group.full_slots(t) / group.view(t).bucket_slots);
   }

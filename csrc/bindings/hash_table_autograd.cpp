@@ -60,7 +60,7 @@ bool is_traced(const at::Tensor& ids) {
 }
 
 // Whether the forward also groups positions for its backward. In traces the backward groups them
-// itself, so that a trace holds no sizes that only a run knows.
+// itself, so that a trace has no data-dependent sizes.
 bool groups_ahead(const TableGroup& group, const at::Tensor& ids) {
   return ids.is_cuda() && group.optimizer().kind != Optimizer::kNone && !is_traced(ids);
 }
@@ -206,7 +206,7 @@ struct TrainLookup : torch::autograd::Function<TrainLookup> {
     recording->pin = group->pin();
     const at::Tensor slots =
         insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin, scores);
-    // Another thread may grow a table meanwhile.
+    // Another thread may have grown a table meanwhile.
     recording->growths = recording->pin->growths();
     const bool found = recording->growths == group->growths();
     recording->ahead =
@@ -247,7 +247,7 @@ at::Tensor train_lookup_autograd(at::Tensor counters, const at::Tensor& anchor, 
                                  at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype,
                                  const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
-  if (is_traced(ids)) {  // the ops that it is made of
+  if (is_traced(ids)) {  // the ops that it consists of
     static const auto find_or_insert =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::find_or_insert", "")

@@ -91,7 +91,7 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   const Batch batch = make_batch(group, ids, offsets, layout);
   check_slots(group, slots, ids);
   const Output<const char> from = make_grad(group, grad, layout);
-  // Where offsets turn out to be wrong on a GPU, not all of it is written.
+  // If offsets are invalid on a GPU, only a part of it is written.
   const auto options = grad.options().dtype(at::kFloat);
   at::Tensor result = group.device().is_cuda() ? at::zeros({ids.numel()}, options)
                                                : at::empty({ids.numel()}, options);
@@ -105,7 +105,7 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
 }
 
 #ifdef TORCHREC_HKV_CUDA
-// How many bytes it takes to group the positions of a batch, and to update rows by it.
+// Bytes of scratch to group the positions of a batch and to update rows.
 int64_t grouping_bytes(const TableGroup& group, const Batch& batch, bool weighted) {
   return static_cast<int64_t>(hash_table::cuda::update_rows_scratch(
       batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), weighted));
@@ -116,12 +116,12 @@ struct Grouped {
   at::Tensor memory;
   hash_table::cuda::Grouping how;
 
-  // Room for them.
+  // Allocates memory for them.
   Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& ids)
       : how{} {
     memory = at::empty({grouping_bytes(group, batch, weighted)}, ids.options().dtype(at::kByte));
   }
-  // What pooled_lookup_grouped has given.
+  // From the results of pooled_lookup_grouped.
   Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& memory,
           const at::Tensor& ways)
       : memory(memory), how{} {
@@ -213,8 +213,8 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
 }
 
 #ifdef TORCHREC_HKV_CUDA
-// pooled_lookup, and beside it the part of its update that takes no gradients: for one update_rows
-// of the same batch, while the slots are what they are.
+// pooled_lookup, and concurrently the part of its update that needs no gradients. For one
+// update_rows of the same batch, as long as the slots do not change.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
     const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
@@ -229,7 +229,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
 }
 #endif
 
-// Below autograd, `anchor` has nothing to say; `learning_rate` is for the backward.
+// Below autograd, `anchor` is not used; `learning_rate` is for the backward.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean,
@@ -239,7 +239,7 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   learning_rate_of(*group, learning_rate);
   const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
   check_slots(*group, slots, ids);
-  // Other lookups may have made a table grow since these slots were found.
+  // A table may have grown since these slots were found.
   at::Tensor present = slots;
   if (pin && group->growths() > 0 && group->clock().find(*pin)->growths() != group->growths()) {
     present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size, bags));
@@ -247,7 +247,7 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   return pool_rows(*group, batch, present, pin ? kReadPinned : kReadRows, /*groups=*/false).rows;
 }
 
-// What autograd does in one call, where no backward is to come.
+// The forward of the autograd function, for calls without a backward.
 at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64_t handle,
                         const at::Tensor& ids, const at::Tensor& offsets,
                         const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
@@ -277,8 +277,8 @@ LookupBatch::LookupBatch(const TableGroup& group, const at::Tensor& ids, const a
       dtype(dtype.value_or(at::kFloat)),
       type(row_type_of(this->dtype, "the output")) {}
 
-// One value on the group's device: read when the rows are updated, so that it can change in
-// between, and between replays of a CUDA graph.
+// One value on the group's device. It is read when the rows are updated, so it may change until
+// then, and between replays of a CUDA graph.
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
   check_dtype(learning_rate, "learning_rate", at::kFloat);
   check_device(learning_rate, "learning_rate", group.device());
@@ -311,7 +311,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = group.deterministic();
-  // What makes room and what takes it are one, as other threads see it.
+  // For other threads, growth and insertion are one call.
   const HoldToGrow hold(group);
   if (group.growing()) group.make_room(batch, ids, offsets, layout.first_bags());
   if (pin) pin->set_growths(group.growths());
@@ -330,7 +330,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
     keep_last_scores(group, slots, given);
   };
   if (pin && group.has_frames()) {
-    // The pin holds the rows that get frames, until they have come there.
+    // The pin keeps the rows in place until they have moved to their frames.
     group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
       placement.moving.begin = [](const void* of) {
         (*static_cast<const std::function<void()>*>(of))();

@@ -26,7 +26,7 @@ void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtyp
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
 }
 
-// keys: of the entries as the table keeps them; what is returned points there.
+// keys: stored scores of the entries; the result points to them.
 hash_table::Entries check_entries(const TableGroup& group, int64_t table, const at::Tensor& ids,
                                   const at::Tensor& rows, const at::Tensor& last_steps,
                                   const at::Tensor& scores, const at::Tensor& states,
@@ -131,8 +131,8 @@ void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const a
 }
 
 #ifdef TORCHREC_HKV_CUDA
-// As cuda::restore_entries, in the order of the entries. Returns the entries that took the place of
-// others, in this order, before all others: what they displaced is at their places.
+// As cuda::restore_entries, in the order of the entries. Returns the entries that replaced others,
+// in this order, before all others; the displaced entries are at the same places.
 at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
                             const hash_table::Entries& entries,
                             const hash_table::Displaced& displaced) {
@@ -160,8 +160,8 @@ at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
 }
 #endif
 
-// (ids, rows, last steps, scores, states) of the displaced, and [how many these are, how many found
-// no place].
+// (ids, rows, last steps, scores, states) of displaced entries, and [number of these, number of
+// entries without a slot].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> restore_entries(
     at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& ids,
     const at::Tensor& rows, const at::Tensor& last_steps, const at::Tensor& scores,

@@ -1,5 +1,5 @@
-// Dispatcher ops of syncs of replicas and of deltas: what changed in a table, and rows with their
-// states as one matrix. Slots are counted from the table's first. Fakes are in
+// Dispatcher ops of syncs of replicas and of deltas: the changed slots of a table, and rows with
+// their states as one matrix. Slots are counted from the table's first. Fakes are in
 // torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
@@ -38,8 +38,8 @@ void check_range(const TableView& view, int64_t first, int64_t n, int64_t since)
 // (slots counted from the table's first, ascending; bits of SlotChange; ids, of free slots without
 // meaning) of the slots from `first` on that may have changed. counters: names the device; not
 // read. occupied: whether the slots had entries before; marked: entries that changed without a
-// lookup; since: those that were looked up in this step or later changed; moved: any may be
-// another.
+// lookup; since: entries that were looked up in this step or later have changed; moved: entries may
+// have moved.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& counters,
                                                             int64_t handle, int64_t table,
                                                             int64_t first,
@@ -87,9 +87,10 @@ at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
   return tensor;
 }
 
-// (slots, ids, whether they are touched, whether they stayed, slots whose ids are gone, these ids)
-// of what differs in the slots from `first` on; see SlotDifferences. ids and occupied: what the
-// slots held before, and then what they hold. The others are as in slot_changes.
+// (slots, ids, whether they are touched, whether they stayed, slots whose ids have left, these ids)
+// of the differences in the slots from `first` on; see SlotDifferences. ids and occupied: the
+// previous contents of the slots, which are replaced by the present ones. Other arguments are as in
+// slot_changes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> compare_slots(
     const at::Tensor& counters, int64_t handle, int64_t table, int64_t first, at::Tensor ids,
     at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved) {
@@ -128,7 +129,7 @@ void check_slots(const at::Tensor& slots, at::Device device) {
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
 }
 
-// A matrix with room for rows and, if wanted, states.
+// A matrix for rows and, if wanted, states.
 hash_table::ValueMatrix check_values(const TableGroup& group, const TableView& view, int64_t n,
                                      const at::Tensor& values, bool states) {
   TORCH_CHECK_TYPE(view.rows.type == RowType::kFloat32,
@@ -144,7 +145,7 @@ hash_table::ValueMatrix check_values(const TableGroup& group, const TableView& v
   return hash_table::ValueMatrix{values.data_ptr<float>(), values.stride(0), states};
 }
 
-// (last steps, scores or nothing); rows and states go to values.
+// Returns (last steps, scores or undefined); writes rows and states to `values`.
 std::tuple<at::Tensor, at::Tensor> read_values(int64_t handle, int64_t table,
                                                const at::Tensor& slots, at::Tensor values,
                                                bool states) {
@@ -196,7 +197,7 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
 }
 
-// Records as ReplicaRecords has them, of entries of a table.
+// ReplicaRecords of entries of a table.
 hash_table::ReplicaRecords check_records(const TableGroup& group, const TableView& view, int64_t n,
                                          const at::Tensor& records, const char* name, bool states) {
   const int64_t columns = view.dim() + (states ? view.states.width : 0);
@@ -208,7 +209,7 @@ hash_table::ReplicaRecords check_records(const TableGroup& group, const TableVie
   return hash_table::ReplicaRecords{records.data_ptr<float>(), columns, states};
 }
 
-// On a CPU.
+// CPU only.
 void check_bounds(const TableView& view, const at::Tensor& slots) {
   const int64_t* const at = slots.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < slots.numel(); ++i) {
@@ -217,7 +218,7 @@ void check_bounds(const TableView& view, const at::Tensor& slots) {
   }
 }
 
-// Scores or nothing; records are written.
+// Returns scores or undefined; writes records.
 at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
                         const at::Tensor& is_new, at::Tensor records, bool states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
@@ -275,7 +276,7 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
   });
 }
 
-// (distinct ids in the order in which they come first, the places of all ids among them).
+// (distinct ids in the order of first occurrence, the index of each id in them).
 std::tuple<at::Tensor, at::Tensor> distinct_ids(const at::Tensor& ids) {
   check_dtype(ids, "ids", at::kLong);
   check_device(ids, "ids", at::kCPU);
@@ -307,7 +308,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "write_values(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
       "Tensor values, Tensor last_steps, Tensor scores, bool states) -> ()");
-  // Of groups on a CPU only.
+  // For groups on a CPU only.
   m.def(
       "compare_slots(Tensor counters, int group, int table, int first, Tensor(a!) ids, "
       "Tensor(b!) occupied, Tensor? marked, int since, bool moved) "

@@ -1,6 +1,6 @@
 // Dispatcher ops on the entries of a group's tables. Slots are numbered through the tables.
-// `offsets` and `batch_size` say which id is of which feature, and so of which table; a group of
-// one feature needs none. Rows of all tables are one matrix (hash_table/row_matrix.h). Fakes are in
+// `offsets` and `batch_size` assign ids to features, and so to tables; a group of one feature needs
+// none. Rows of all tables are one matrix (hash_table/row_matrix.h). Fakes are in
 // torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
@@ -29,7 +29,8 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
   check_vector(slots, "slots");
   check_device(slots, "slots", group.device());
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
-  if (group.device().is_cuda() || slots.numel() == 0) return;  // looking would wait for the device
+  // On a GPU, reading them would wait for the device.
+  if (group.device().is_cuda() || slots.numel() == 0) return;
   const auto tables = static_cast<int32_t>(group.num_tables());
   const int64_t end = tables == 1 ? group.present_slots(0) : group.num_slots();
   const int64_t highest = slots.max().item<int64_t>(), lowest = slots.min().item<int64_t>();
@@ -45,7 +46,7 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
   }
 }
 
-// Undefined where none are given.
+// Undefined without scores.
 at::Tensor check_scores(const TableGroup& group, const std::optional<at::Tensor>& scores, int64_t n,
                         const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
   if (!scores) {
@@ -61,8 +62,8 @@ at::Tensor check_scores(const TableGroup& group, const std::optional<at::Tensor>
   return keys_of_given(group, *scores, offsets, first_bags);
 }
 
-// Ids of bags of the group's features or, without offsets, of one bag of its only one; with what
-// says so on the device.
+// The ids of bags of the group's features or, without offsets, of one bag of its only feature, and
+// the layout of the bags on the device.
 struct GivenIds {
   GivenIds(const TableGroup& group, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
            int64_t batch_size) {
@@ -82,7 +83,7 @@ RowMatrix matrix_of(const at::Tensor& rows, RowType type) {
   return RowMatrix{static_cast<char*>(rows.data_ptr()), static_cast<int32_t>(rows.size(1)), type};
 }
 
-// Rows that were given, where kernels can read them: these take 16 bytes at a time.
+// Given rows, aligned for kernels, which read 16 bytes at a time.
 at::Tensor check_rows(const TableGroup& group, const at::Tensor& rows, int64_t n) {
   const int64_t width = group.shape().widest;
   check_dtype(rows, "rows", group.matrix_dtype());
@@ -95,16 +96,16 @@ at::Tensor check_rows(const TableGroup& group, const at::Tensor& rows, int64_t n
   return aligned ? rows : rows.clone();
 }
 
-// Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
-// slot; without it the first to come; the last, where the group is deterministic, as on a CPU. In
-// the turn of a call that writes rows.
+// Writes rows to slots, in the turn of a call that writes rows. writer (CUDA, bool, by position):
+// selects one of several rows for a slot. Without it, one of them is written; the last one if the
+// group is deterministic, as on a CPU.
 void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& rows, bool add,
            [[maybe_unused]] const at::Tensor& writer) {
   const int64_t n = slots.numel();
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const auto tables = static_cast<int32_t>(group.num_tables());
 #ifdef TORCHREC_HKV_CUDA
-  // Columns of 8 bits share a scale, so that rows are added to them as a whole, in their order.
+  // The columns of a row of 8 bits share a scale, so rows are added as a whole, in order.
   const bool in_order = group.deterministic() || (add && group.shape().int8_rows);
   if (group.device().is_cuda() && in_order) {
     const SortedSlots sorted(slots);
@@ -131,9 +132,9 @@ void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& ro
 using Inserted =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// (slots, found, ids, rows and scores of what left or was refused, their number, their tables where
-// the group has several). With rows and `assign`, each id's row becomes one that came with it.
-// believed: see Placement; ids that are skipped have slot -1.
+// (slots, found, ids, rows and scores of evicted and refused entries, their number, and their
+// tables if the group has several). With rows and `assign`, assigns one of the given rows to each
+// id. believed: see Placement; skipped ids have slot -1.
 Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
                 const std::optional<at::Tensor>& believed, bool initialize, bool assign,
@@ -158,7 +159,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
-  // What makes room and what takes it are one, as other threads see it.
+  // For other threads, growth and insertion are one call.
   const HoldToGrow hold(*owner);
   owner->make_room(batch, ids, offsets, given_ids.first_bags());
   at::Tensor slots = at::empty_like(ids);
@@ -252,7 +253,7 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
-// Touches the ids that are there, as a hit does; returns their slots.
+// Touches present ids, as a hit does. Returns their slots.
 at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                  const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& offsets,
                  int64_t batch_size) {
@@ -295,8 +296,8 @@ void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
       hash_table::cuda::erase_slots(group.views(), group.only_table(), tables, at, n, stream));
 }
 
-// Of the slots that the given tables have at present, one table after the other, which hold entries
-// that are meant. Scores are the bits of unsigned numbers.
+// Whether each present slot of the given tables, one table after the other, holds a selected entry.
+// Scores are the bits of unsigned numbers.
 at::Tensor select_slots(const at::Tensor& counters, int64_t handle, at::IntArrayRef tables,
                         int64_t score_at_least, int64_t score_at_most, int64_t touched_before) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);

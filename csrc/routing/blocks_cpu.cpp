@@ -43,7 +43,7 @@ void count_ids(const void* lengths, bool narrow, const Counts& out, int threads)
 void merge_blocks(const Blocks& blocks, MergedBatch out, int threads) {
   const int64_t segments = blocks.num_segments(), features = blocks.num_features;
   const auto count = [&](int64_t s) { return blocks.counts[s + s / features]; };
-  // First id of a segment: in the blocks, and in the batch.
+  // First id of a segment, in the blocks and in the batch.
   std::vector<int64_t> from(segments), to(segments);
   int64_t arrived = 0, placed = 0;
   for (int64_t s = 0; s < segments; ++s) {

@@ -12,7 +12,7 @@ constexpr int kBagsOfThread = 4;
 constexpr int64_t kIdsOfBlock = 4096;
 using Scan = BlockScan<int64_t, kThreads>;
 
-// A block a feature, and one more for the numbers of samples.
+// One block for each feature, and one for the numbers of samples.
 template <typename Length>
 __global__ void __launch_bounds__(kThreads) count_kernel(const Length* lengths, Counts out) {
   __shared__ Scan::Storage storage;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const Length* lengths, 
   if (threadIdx.x == 0) out.counts[out.at[feature]] = all;
 }
 
-// Where the ids of a segment begin: in the blocks' ids, by segment, and in the batch, in order.
+// Begins of the ids of a segment: in the ids of the blocks, by segment, and in the batch, in order.
 struct Starts {
   int64_t* from;
   int64_t* to;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) segment_starts(Blocks blocks, Starts
     int64_t sum = Scan::before(storage, valid ? count_of(blocks, s) : 0, total);
     if (valid) starts.from[s] = arrived + sum;
     arrived += total;
-    __syncthreads();  // the storage is used again
+    __syncthreads();  // the storage is reused
     sum = Scan::before(storage, valid ? count_of(blocks, blocks.order[s]) : 0, total);
     if (valid) starts.to[s] = placed + sum;
     placed += total;
@@ -83,7 +83,7 @@ __device__ void copy_lengths(const int64_t* from, int64_t n, int64_t first_id, L
       at += sums[i];
     }
     first_id += total;
-    __syncthreads();  // the storage is used again
+    __syncthreads();  // the storage is reused
   }
 }
 

@@ -1,4 +1,4 @@
-// What Python says of a table.
+// The config of a table, as Python passes it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace torchrec_hkv::runtime {
 struct TableConfig {
   std::string name;
   int64_t capacity;
-  int64_t initial_capacity;  // the table grows from this to the capacity
+  int64_t initial_capacity;  // the table grows from this number of rows to the capacity
   int64_t dim;
   int64_t column_offset;
   Eviction eviction;
@@ -25,26 +25,25 @@ struct TableConfig {
   RowType row_type;
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;
-  int64_t hbm_slots;       // rows and states that are in HBM; where there are more slots, these are
+  int64_t hbm_slots;       // rows and states in HBM; if there are more slots, these are
                            // frames (hash_table/frames.h), or 0. CUDA only
-  bool all_states_in_hbm;  // the states of all slots are, though the rows are not
+  bool all_states_in_hbm;  // all states are in HBM, although the rows are not
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
-  bool restore_counts;       // halves of the counts of these, too; given back to those that return
-  bool deterministic;        // results follow from the calls alone, on a GPU too
+  bool restore_counts;       // remembers half of their counts, and restores them to ids that return
+  bool deterministic;        // results depend on the calls only, on a GPU too
 };
 
-// Throws ValueError, naming the table, for a config that makes no sense. cuda: whether it is on a
-// GPU.
+// Throws ValueError with the name of the table for an invalid config. cuda: whether it is on a GPU.
 void check_config(const TableConfig& config, bool cuda);
 
 // Whether the ids and last steps of a GPU's group of these tables are packed
-// (hash_table/packed_entries.h): of one large table under LRU that does not grow. Kernels of
-// several tables and plain finds in tables that may grow know nothing of it; there, and where
-// scores decide, it would be slower.
+// (hash_table/packed_entries.h): of one large table under LRU that does not grow. Kernels for
+// several tables and plain finds in tables that may grow do not support packing; for these, and
+// with scores, it would be slower.
 bool can_be_packed(const std::vector<TableConfig>& configs);
-// For tests: how many slots are large. Returns the number before.
+// For tests: sets the number of slots from which on a table is large. Returns the previous number.
 int64_t set_packed_from(int64_t slots);
 
 // Bytes of the marks that remember evicted ids, and of the miniatures.

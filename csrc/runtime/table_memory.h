@@ -1,4 +1,4 @@
-// The arrays of one table, of as many slots as it has at present.
+// The arrays of one table, for its present number of slots.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,11 @@ namespace torchrec_hkv::runtime {
 
 class HostAddresses;
 
-// An array by slot (or bucket). Where it grows, its address stays.
+// An array by slot (or bucket). Its address stays the same when it grows.
 class SlotArray {
  public:
-  // Of shape [n, row...], n up to `most`. place: none for PyTorch's memory, which does not grow.
+  // Of shape [n, row...], n up to `most`. place: empty for memory of PyTorch's allocator, which
+  // does not grow.
   SlotArray(at::ScalarType dtype, std::vector<int64_t> row, int64_t most,
             std::shared_ptr<GrowingMemory> memory);
   explicit SlotArray(at::Tensor whole) : tensor(std::move(whole)), most_(tensor.size(0)) {}
@@ -28,9 +29,9 @@ class SlotArray {
   void resize(int64_t n);
   char* data() const;
   int64_t most() const { return most_; }
-  // What it takes.
+  // Bytes that the array takes.
   int64_t bytes() const;
-  // Where it grows, otherwise null.
+  // The growing memory; null if the array does not grow.
   const std::shared_ptr<GrowingMemory>& memory() const { return memory_; }
 
   at::Tensor tensor;
@@ -44,17 +45,17 @@ class SlotArray {
   std::shared_ptr<GrowingMemory> memory_;
 };
 
-// What a table's memory follows from.
+// The parameters that determine a table's memory.
 struct TableLayout {
   hash_table::Geometry geometry;
   int64_t row_width;  // elements of a stored row
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
-  int64_t hbm_slots;  // whose rows and states fit in HBM; where there are more slots, these are
+  int64_t hbm_slots;  // slots whose rows and states fit in HBM; if there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
-  bool packed;             // ids and last steps are (hash_table/packed_entries.h). CUDA only
+  bool packed;             // ids and last steps are packed (hash_table/packed_entries.h). CUDA only
 };
 
 struct MemoryBytes {
@@ -68,13 +69,13 @@ struct MemoryBytes {
   }
 };
 
-// What a table takes when it has so many buckets, but for rounding to whole pages.
+// Bytes of a table with this number of buckets, without rounding to whole pages.
 MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device device);
 
 class TableMemory {
  public:
-  // Makes an empty table of the initial size. On a CPU pages of memory come when they are touched;
-  // on a GPU a table that grows has memory of its own, one that does not PyTorch's.
+  // Creates an empty table of the initial size. On a CPU, pages are allocated when they are
+  // touched. On a GPU, a table that grows has its own memory; other tables use PyTorch's allocator.
   TableMemory(const TableLayout& layout, at::Device device);
 
   const hash_table::Geometry& geometry() const { return layout_.geometry; }  // when it has grown
@@ -83,10 +84,9 @@ class TableMemory {
   int64_t full_slots() const { return geometry().num_slots(); }
   bool grows() const { return num_buckets_ < geometry().num_buckets; }
 
-  // Backs the memory of so many buckets. Where that fails the table stays as it is.
+  // Backs the memory of this number of buckets. On failure the table does not change.
   void back(int64_t num_buckets);
-  // The table has so many buckets, which must be backed, from now on. What they hold is up to the
-  // caller.
+  // Sets the number of buckets, which must be backed. The caller fills them.
   void resize(int64_t num_buckets);
   // Frees all slots.
   void clear();
@@ -94,7 +94,7 @@ class TableMemory {
   int64_t hbm_bytes() const;
   int64_t host_bytes() const;
 
-  // Whether the rows of the slots that there are at present lie in host memory.
+  // Whether the rows of the present slots are in host memory.
   bool rows_on_host() const { return rows_on_host(num_slots()); }
   bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
   int64_t num_sets() const { return tags.tensor.size(0); }
@@ -104,13 +104,13 @@ class TableMemory {
   const SlotArray& state_homes() const {
     return rows_on_host() && states_move() ? states_host : states;
   }
-  // Whether states are where their rows are, in HBM or in host memory.
+  // Whether states are in the same memory as their rows, HBM or host memory.
   bool states_move() const { return !layout_.all_states_in_hbm; }
-  // No frame is taken any more. step: what `crowded` of each set becomes.
+  // Frees all frames. step: the new `crowded` of each set.
   void empty_frames(int64_t step);
 
   SlotArray digests;  // int16 [num_buckets, 64]
-  // Where they are packed both lie in `entries`.
+  // If packed, both are in `entries`.
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]
   SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
@@ -118,7 +118,7 @@ class TableMemory {
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray states;      // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
   SlotArray rows;        // [slots or frames in HBM, dim]
-  SlotArray rows_host;   // [num_slots, dim] where they don't fit in HBM, otherwise empty
+  SlotArray rows_host;   // [num_slots, dim] if they don't fit in HBM, otherwise empty
   SlotArray states_host;
   SlotArray tags;     // int64 [sets of frames]
   SlotArray crowded;  // int32 [sets of frames]

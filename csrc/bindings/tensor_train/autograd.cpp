@@ -34,9 +34,9 @@ at::Tensor weights_gradient(const variable_list& cores, int64_t group, const at:
   return call.call(cores, group, grad, saved[0], saved[1], saved[2], batch_size, mean);
 }
 
-// What both lookups keep for their backward besides saved variables: in one piece, as each entry of
-// saved_data costs the host about as much as all of this. Keeps the group alive until the backward,
-// or until the graph is dropped.
+// State of both lookups for their backward, besides saved variables. It is one object, because each
+// entry of saved_data costs the host about as much as all of this. It keeps the group alive until
+// the backward, or until the graph is dropped.
 struct Kept : torch::CustomClassHolder {
   explicit Kept(int64_t handle) : hold(TensorTrainGroup::from_handle(handle)), group(handle) {}
 
@@ -47,8 +47,8 @@ struct Kept : torch::CustomClassHolder {
   bool pooled = true;
   bool weights_grad = false;
   bool cores_grad = false;
-  // Of the fused lookup. They are not among the saved variables: they may change until the
-  // backward, which takes what they are then.
+  // For the fused lookup. They are not saved variables: they may change until the backward, which
+  // uses the values at that time.
   std::vector<at::Tensor> cores, states;
   at::Tensor step, learning_rate;
 
@@ -67,14 +67,14 @@ struct Kept : torch::CustomClassHolder {
   }
 };
 
-// What needs no gradient is its own detached tensor; a detach costs the host more than the rest of
-// what is done with it here.
+// Returns a tensor that needs no gradient as it is, because a detach costs the host more than all
+// other work on it here.
 at::Tensor detached(const at::Tensor& tensor) {
   return tensor.requires_grad() ? tensor.detach() : tensor;
 }
 
-// The index of a batch that was not sorted ahead. Before the lookup is recorded, so that its
-// backward has it.
+// Sorts a batch that was not sorted ahead. Called before the lookup is recorded, so that its
+// backward has the index.
 at::Tensor index_or_sorted(const OptionalTensor& index, int64_t group, const at::Tensor& ids,
                            const at::Tensor& offsets, const OptionalTensor& weights,
                            int64_t batch_size, bool mean, bool pooled) {
@@ -117,8 +117,8 @@ struct Lookup : torch::autograd::Function<Lookup> {
     const variable_list saved = ctx->get_saved_variables();
     variable_list cores(saved.begin() + 4, saved.end());
     const auto kept = Kept::of(ctx);
-    // Under create_graph=True the gradients need a graph of their own, which the kernels don't
-    // give.
+    // With create_graph=True the gradients need a graph of their own, which the kernels don't
+    // create.
     if (at::GradMode::is_enabled()) return differentiable_gradients(cores, *kept, saved, grads[0]);
     for (Variable& core : cores) core = core.detach();
     const at::Tensor grad = detached(grads[0]).contiguous();
@@ -196,7 +196,7 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
     const float bound = kept->hold->optimizer().clip_output;
     if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     variable_list out(13);
-    // Reads the cores: before they change.
+    // Reads the cores, so it comes before their update.
     if (kept->weights_grad) {
       out[1] = once_differentiable(
           weights_gradient(kept->cores, kept->group, grad, saved, kept->batch_size, kept->mean),
@@ -231,8 +231,7 @@ at::Tensor lookup_fused(const at::Tensor& anchor, at::TensorList cores, at::Tens
   const at::Tensor out = FusedLookup::apply(
       anchor, weights, values, states.vec(), at::IValue(detached(step)), group, ids, offsets,
       sorted, batch_size, mean, pooled, at::IValue(detached(learning_rate)));
-  // An anchor without elements has stood for all it can: nothing is to be added to its gradient, so
-  // the backward need not go there.
+  // An anchor without elements has an empty gradient, so the backward need not visit it.
   if (anchor.numel() == 0 && out.grad_fn()) out.grad_fn()->set_next_edge(0, {});
   return out;
 }

@@ -1,5 +1,5 @@
-// The ops of ops.cpp for tables on a GPU. The index of a batch is what index_batch of
-// tensor_train/cuda/kernels.h fills: it depends on weights, mean and pooled.
+// The ops of ops.cpp for tables on a GPU. The index of a batch is that of index_batch in
+// tensor_train/cuda/kernels.h. It depends on weights, mean and pooled.
 #ifdef TORCHREC_HKV_CUDA
 
 #include <ATen/Context.h>
@@ -54,11 +54,11 @@ bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// Memory of the allocator, past the dispatcher, which takes the host longer than the allocator.
+// Memory directly from the allocator: the dispatcher takes the host longer than the allocator.
 at::Tensor empty_beside(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& ids) {
   return at::Tensor(at::detail::empty_cuda(shape, dtype, ids.device(), std::nullopt));
 }
-// Undefined where there is nothing to hold.
+// Undefined if empty.
 at::Tensor scratch_of(size_t bytes, const at::Tensor& ids) {
   if (bytes == 0) return {};
   return empty_beside({static_cast<int64_t>(bytes)}, at::kByte, ids);
@@ -67,7 +67,7 @@ void* address_of(const at::Tensor& scratch) {
   return scratch.defined() ? scratch.mutable_data_ptr() : nullptr;
 }
 
-// An upper bound of index_bytes that fakes can tell: in torchrec_hkv/tensor_train/ops.py too.
+// An upper bound of index_bytes that fakes can compute; also in torchrec_hkv/tensor_train/ops.py.
 int64_t index_words(const TensorTrainGroup& group, const kernels::Batch& batch) {
   const bool scaled = batch.weights != nullptr || (batch.mean && batch.pooled);
   return 2 * std::min(batch.num_ids, group.num_prefixes()) + (scaled ? 4 : 3) * batch.num_ids + 400;
@@ -93,7 +93,7 @@ at::Tensor tt_sort(int64_t group, const at::Tensor& ids, const at::Tensor& offse
   return sorted(sortable_batch(group, ids, offsets, weights, batch_size, mean, pooled), ids);
 }
 
-// The arguments of one call with what its kernels take.
+// The arguments of one call, converted for its kernels.
 struct DeviceCall {
   TensorTrainBatch checked;
   std::shared_ptr<TensorTrainPlan> plan;
@@ -131,7 +131,7 @@ at::Tensor rows_of(const DeviceCall& call, const at::Tensor& ids, const at::Tens
   at::Tensor out = empty_beside(output_shape(call.checked, ids), at::kFloat, ids);
   if (out.numel() == 0) return out;
   TensorTrainPlan& plan = *call.plan;
-  // Of tables of four cores the heads are written.
+  // Writes the heads of tables of four cores.
   plan.order.run(plan.heads.empty() ? kReadAll : kWriteAll, [&] {
     const cudaStream_t stream = current_stream(plan);
     const at::Tensor scratch =
@@ -165,7 +165,7 @@ at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
   return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
 }
 
-// Adds to the plan's gradients and flags, which are zero before. Counts a step on, if there is one.
+// Adds to the plan's gradients and flags, which must be zero. Increments the step, if there is one.
 void add_gradients(const DeviceCall& call, at::TensorList cores, const at::Tensor& grad,
                    const at::Tensor& ids, const std::optional<at::Tensor>& weights,
                    const at::Tensor& index, const std::optional<at::Tensor>& step = std::nullopt) {
@@ -298,13 +298,13 @@ void tt_apply_gradients(at::TensorList cores, at::TensorList states, at::Tensor 
     kernels::update_cores(views, static_cast<int32_t>(plan.cores.size()), plan.num_slices,
                           checked.group->optimizer(), learning_rate.const_data_ptr<float>(),
                           step.const_data_ptr<int64_t>(), current_stream(plan));
-    // Slices without a flag were left alone, with what was given for them.
+    // Slices without a flag, and their gradients, were not changed.
     plan.zeros.zero_();
   });
 }
 
-// Rows of ids, and the gradients of the outputs that they go to, both [n, columns]. Where dims
-// differ, each position is a bag of its own in every feature, empty in all but its own.
+// Rows of ids, and the gradients of their outputs, both [n, columns]. If dims differ, each position
+// is a bag of its own in every feature, and empty in all features but its own.
 at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Tensor& grad,
                                const at::Tensor& ids, const at::Tensor& offsets,
                                const at::Tensor& index, int64_t batch_size, bool mean) {

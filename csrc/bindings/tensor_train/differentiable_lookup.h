@@ -8,8 +8,8 @@
 namespace torchrec_hkv::bindings {
 using namespace runtime;
 
-// What tt_lookup returns. Autograd records each operation, so that gradients of the result can be
-// differentiated again. It takes the memory of a row and of its partial products for each id, and
+// Returns the same as tt_lookup. Autograd records each operation, so that gradients of the result
+// can be differentiated again. It needs memory for a row and its partial products for each id, and
 // waits for a GPU.
 at::Tensor differentiable_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
                                  const at::Tensor& offsets,

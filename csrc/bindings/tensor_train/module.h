@@ -1,4 +1,4 @@
-// What the extension module has of Tensor-Train tables.
+// The part of the extension module for Tensor-Train tables.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,8 +1,8 @@
 // Dispatcher ops of Tensor-Train tables. Fakes are in torchrec_hkv/tensor_train/ops.py, the
 // autograd formulas in autograd.cpp.
 //
-// The index that tt_sort makes is opaque, and of the device's own: on a CPU the positions in sorted
-// order, which weights, mean and pooled do not change. cuda_ops.cpp has the GPU's.
+// The index of tt_sort is opaque and depends on the device: on a CPU it is the positions in sorted
+// order, for any weights, mean and pooled. cuda_ops.cpp has the GPU's.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -81,7 +81,7 @@ std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const 
   return gradients;
 }
 
-// Counts the step and applies the optimizer to the touched slices of all cores.
+// Increments the step and applies the optimizer to the touched slices of all cores.
 void update_cores(const TensorTrainBatch& call, at::TensorList cores, at::TensorList states,
                   const at::Tensor& step, const std::vector<const float*>& gradients,
                   const std::vector<std::vector<uint8_t>>& touched,
@@ -128,8 +128,8 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
   update_cores(call, cores, states, step, of_cores, touched, learning_rate);
 }
 
-// The gradients of all cores, one after the other, and then for each of their slices whether it
-// took part, as 1 or 0: one tensor that ranks can sum.
+// The gradients of all cores, one after the other, and then 1 or 0 for each slice with or without a
+// gradient, as one tensor that ranks can sum.
 at::Tensor tt_flat_gradients(at::TensorList cores, int64_t group, const at::Tensor& grad,
                              const at::Tensor& ids, const at::Tensor& offsets,
                              const std::optional<at::Tensor>& weights, const at::Tensor& index,
