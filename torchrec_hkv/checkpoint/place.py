@@ -23,15 +23,15 @@ class Place:
         path: the folder of the checkpoint, or a symbolic link to it.
 
     Raises:
-        ValueError: the path has no name, so that no folder can be beside it, or it is a link that
-            leads to itself.
+        ValueError: the path has no name, so no folder can be created beside it, or it is a link to
+            itself.
     """
 
     def __init__(self, path: Path) -> None:
         if path.name in ("", ".."):
             raise ValueError(f"'{path}' is no folder with a name of its own: name a new one.")
-        # The folder that a link names is replaced, on its own disk, and the link stays. Exchanging
-        # names with the link itself would leave the old checkpoint there and stop the next save.
+        # If the path is a link, replaces its target, on the target's disk. Exchanging names with
+        # the link itself would leave the old checkpoint there and stop the next save.
         if path.is_symlink():
             try:
                 path = path.resolve()
@@ -49,7 +49,7 @@ class Place:
 
         Raises:
             ValueError: the path holds something other than a checkpoint, or a folder beside it
-                holds something other than what a save leaves.
+                holds something other than the remains of a save.
         """
         if self.path.exists() and not (self.path / RECORD).is_file():
             raise ValueError(

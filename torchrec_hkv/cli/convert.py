@@ -29,7 +29,7 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lam
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The source, what is written, and how."""
+    """Adds the arguments: source, destination and options."""
     parser.add_argument("source", help="a folder or a file to read")
     parser.add_argument(
         "into",
@@ -41,19 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="a table to convert, by its full name or its own (default: all; others stay tensors); "
-        "of a file of ids and rows the full name that its table gets",
+        "for a file of ids and rows, the full name of its table",
     )
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="what full names begin with, and what they begin with instead",
+        help="replaces the prefix OLD of full names by NEW",
     )
     parser.add_argument(
         "--optimizer",
         choices=_OPTIMIZERS,
-        help="whose states the source has (default: what these tell)",
+        help="the optimizer of the states (default: derived from their shapes)",
     )
     parser.add_argument(
         "--eviction",

@@ -311,7 +311,7 @@ class HashTable(SavedTable):
         """
         self._group.accum_or_assign(ids, None, 1, rows, accumulate, scores)
 
-    # -- changes of what is there -----------------------------------------------------------------
+    # -- changes of present entries ---------------------------------------------------------------
 
     def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets rows and scores of ids in the table; returns which were found, bool ``[n]``."""

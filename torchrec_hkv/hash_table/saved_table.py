@@ -52,13 +52,12 @@ class SavedTable:
             path: a folder; an earlier save in it is replaced.
             batch_bytes: memory the save may take, on the host and as much on the device.
             blocking: whether the call ends when all is on the disk. Otherwise it ends when all has
-                been copied, and threads write while the table changes: what is saved is of the
-                moment of the call. Another save waits for that.
+                been copied, and threads write while the table changes. The file holds the state at
+                the time of the call. Another save waits for that.
             staging_bytes: with ``blocking=False``, host memory that copies may take besides
-                ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log says
-                so.
+                ``batch_bytes``. If they don't fit, the call waits for the disk and logs that.
             device_staging_bytes: with ``blocking=False``, memory of the table's GPU that copies may
-                take before they go to host memory. None: what is free, but for a tenth of the GPU's
+                take before they go to host memory. None: free memory less a tenth of the GPU's
                 memory.
 
         Returns:

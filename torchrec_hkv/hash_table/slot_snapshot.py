@@ -11,12 +11,12 @@ from torch import Tensor
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 _ops = torch.ops.torchrec_hkv
-#: Bytes a slot that a comparison takes where all slots may differ: places, ids of now and before,
-#: and comparisons.
+#: Bytes for each slot of a comparison in which all slots may differ: places, present and previous
+#: ids, and results.
 COMPARE_BYTES = 48
-#: Slots that a CPU notes at a time: what they take stays in its caches.
+#: Slots that a CPU compares at a time, so that their data stays in its caches.
 _CPU_SLOTS = 1 << 17
-#: Bits of what ``slot_changes`` says of a slot (csrc/hash_table/slot_changes.h).
+#: Bits of a slot's result of ``slot_changes`` (csrc/hash_table/slot_changes.h).
 _IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
 
@@ -135,7 +135,7 @@ class SlotSnapshot:
         is_there, was_there = (bits & _IS_THERE).bool(), (bits & _WAS_THERE).bool()
         touched = (bits & _IS_TOUCHED).bool()
         other = (is_there != was_there) | (ids != before)
-        if not moved and not other.any():  # what is listed was looked up
+        if not moved and not other.any():  # listed entries were looked up
             nothing = slots[:0]
             return Difference(slots, ids, touched, touched, nothing, nothing)
         now, gone = is_there & (touched | other), was_there & other

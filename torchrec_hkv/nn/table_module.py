@@ -27,10 +27,10 @@ from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tables import Plan, Progress, Tables
 
-# Rows that a table has memory for at first, where nothing else is said.
+# Default of init_capacity, in rows.
 _INITIAL_CAPACITY = 1 << 16
 _MAX_DIM = 2048
-#: Of a table that memory is counted for; what is there holds fewer.
+#: Upper bound of rows in estimates of memory; every device holds fewer.
 _MOST_ROWS = 1 << 58
 _INSTEAD_OF_REPLICAS = (
     "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
@@ -287,7 +287,7 @@ class TableModule(nn.Module):
         steps = torch.stack([state["step"] for state in states])
         self._tables.replace(self._tables.plan, held, steps=steps)
 
-    # -- what it is and has -----------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -357,7 +357,7 @@ class TableModule(nn.Module):
     # -- moving, copying, saving ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
-        moved = fn(self.anchor.detach().clone())  # what it is refused for must not be done to it
+        moved = fn(self.anchor.detach().clone())  # a copy, because the call may be refused
         if moved.dtype != torch.float32:
             raise TypeError(
                 f"{type(self).__name__} has rows of float32 and can't be made {moved.dtype}: its "

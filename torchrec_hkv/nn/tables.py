@@ -303,7 +303,7 @@ class Tables:
             self._rate_value = value
         return self._rate
 
-    # -- what is held, as a whole ------------------------------------------------------------------
+    # -- state of all tables -----------------------------------------------------------------------
 
     def contents(self) -> list[Contents]:
         """The contents of each table; waits for the device."""

@@ -272,10 +272,10 @@ class TTEmbeddingBag(nn.Module):
     def cache_populate(self) -> None:
         """Fills the cache with the ids that occurred most often in training forwards.
 
-        Rows that stay are not touched. Rows that come start from what the cores give. Rows that
-        leave are put back into the cores: these change so that the expected squared error, over
-        rows that leave and rows that the cores make already, weighted by frequency, is small
-        (docs/concepts/tensor_train.md). All counts are halved then. Waits for the device.
+        Rows that stay in the cache do not change. Rows that enter start from the values of the
+        cores. When rows leave, the cores are fitted to them: the expected squared error over rows
+        that leave and rows that only the cores have, weighted by frequency, becomes small
+        (docs/concepts/tensor_train.md). Then all counts are halved. Waits for the device.
 
         Raises:
             ValueError: the module has no cache.

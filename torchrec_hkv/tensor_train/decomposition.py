@@ -43,10 +43,9 @@ def tt_svd(
     """Decomposes a dense table into cores.
 
     The unfoldings are split one after the other, by the eigenvectors of the smaller Gram matrix in
-    float64. The squared error is at most the sum of what the splits drop, which is at most
+    float64. The squared error is at most the sum of the truncated parts, which is at most
     ``cores - 1`` times that of the best cores of these ranks. Relative errors below about 1e-7
-    can't
-    be reached.
+    can't be reached.
 
     Args:
         table: ``[num_embeddings, embedding_dim]``, any float dtype. About three float64 copies are

@@ -32,8 +32,8 @@ class CountingLookup(abc.ABC):
     def counters(self, key: str) -> dict[str, int]:
         """Counters of a shard since its creation, by name. Synchronizes with the GPU.
 
-        A backend counts what it likes. Metrics show the counters that
-        :class:`torchrec_hkv.metrics.TableMetrics` has, such as ``lookups``, ``hits`` and ``size``.
+        A backend may have any counters. Metrics show those of
+        :class:`torchrec_hkv.metrics.TableMetrics`, such as ``lookups``, ``hits`` and ``size``.
         """
 
     def device_counters(self) -> DeviceCounters | None:

@@ -36,11 +36,12 @@ class FilesLookup:
         return 0
 
     def change_tracker(self, key: str) -> Any:
-        """What knows which entries of a shard changed since it was last saved with it, for
-        :meth:`save_changes`; None where the backend can't tell: the default. It has a method
-        ``forget()``, after which all entries count as changed, as they do at first, and a method
-        ``see(folder, states, row_dtype)``, for a shard that has just been loaded from a folder:
-        from there on it counts what changes. It returns False where it can't.
+        """A tracker of the entries of a shard that changed since its last save with the tracker,
+        for :meth:`save_changes`; None, the default, if the backend does not track changes.
+
+        A tracker has two methods. After ``forget()`` all entries count as changed, as they do
+        initially. ``see(folder, states, row_dtype)`` is called after a shard was loaded from a
+        folder: changes count from then on. It returns False if that is impossible.
         """
         return None
 

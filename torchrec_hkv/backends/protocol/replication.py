@@ -66,7 +66,7 @@ class ReplicatedBackend:
 
         Args:
             shard: the table's part.
-            optimizer: None where it is not trained.
+            optimizer: None if the table is not trained.
             touched: different ids of the shard that a replica looks up from one sync to the next.
             touched_anywhere: those that some replica looks up.
             replicas: how many.

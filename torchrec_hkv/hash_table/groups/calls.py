@@ -185,7 +185,7 @@ class GroupCalls(GroupStrictness):
             self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
         self.check_strict()
 
-    # -- changes of what is there -----------------------------------------------------------------
+    # -- changes of present entries ---------------------------------------------------------------
 
     def assign(
         self,
