@@ -8,7 +8,7 @@
 namespace torchrec_hkv {
 namespace {
 
-constexpr int kFreeCluster = 8;  // blocks that every kernel may have
+constexpr int kFreeCluster = 8;  // blocks of a cluster that every kernel may have
 
 }  // namespace
 

@@ -1,11 +1,10 @@
-// Kernels one after the other without the pause between them: the blocks of the next come to the
-// multiprocessors as those of the one before leave, and wait there for its end (programmatic
-// dependent launch).
+// Launches kernels one after the other without a pause between them: the blocks of the next kernel
+// start as those of the previous one leave, and wait for its end (programmatic dependent launch).
 //
-// A kernel that is launched so waits (wait_for_kernel_before) before it reads what kernels before
-// it have written, and before it writes what these may still read; all its threads, also those with
-// nothing to do, so that its own end says that those before it have ended too. Where a kernel does
-// not say that the next one may start, that starts when it ends.
+// Such a kernel calls wait_for_kernel_before before it reads data of earlier kernels, and before it
+// writes data that these may still read. All its threads call it, also idle ones, so that the end
+// of the kernel implies the end of earlier kernels. If a kernel does not call
+// let_next_kernel_start, the next one starts when it ends.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,13 +20,13 @@ __device__ __forceinline__ void wait_for_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// To be called once all that a block of the next kernel reads before it waits is written.
+// Call it after writing all data that a block of the next kernel reads before it waits.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// For a kernel whose successor reads nothing before it waits.
+// Call it if the next kernel reads nothing before it waits.
 __device__ __forceinline__ void enter_chain() {
   let_next_kernel_start();
   wait_for_kernel_before();
@@ -41,24 +40,24 @@ struct LaunchShape {
   // All blocks run at the same time, so that they may wait for each other. Such a launch is not
   // overlapped with the one before.
   bool together = false;
-  // Percent of the most that a multiprocessor can have of shared memory, the rest being cache; -1:
-  // what the driver chooses.
+  // Shared memory in percent of a multiprocessor's maximum, the rest being L1 cache; -1: the driver
+  // chooses.
   int shared_percent = -1;
 };
 
-// Of the current device. The driver is asked once for each device: every launch wants to know.
+// Of the current device. Cached for each device, because every launch needs it.
 int compute_capability();
 
-// Lets a kernel have the dynamic shared memory and the cluster that it is launched with. The driver
-// is asked once for each kernel and device, as asking takes about as long as a part of a launch.
+// Allows a kernel's dynamic shared memory and cluster. Calls the driver once for each kernel and
+// device, because such a call takes a considerable part of a launch.
 void allow_launch(const void* kernel, const LaunchShape& shape);
 
-// arguments: the addresses of the kernel's. In a source of its own: what it takes of the standard
-// library, each file with kernels would read.
+// arguments: addresses of the kernel's arguments. Not inline, because every file with kernels would
+// include its standard headers.
 void launch_chained(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
                     void** arguments);
 
-// Launches a kernel that waits for the one before it by itself.
+// Launches a kernel that calls wait_for_kernel_before itself.
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                     const Arguments&... arguments) {

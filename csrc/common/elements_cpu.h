@@ -1,4 +1,4 @@
-// Rows of elements of any type and rows of floats, into each other, on the CPU.
+// Converts rows of any type to rows of floats and back, on the CPU.
 #pragma once
 
 #include <cstdint>

@@ -62,7 +62,7 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   if (uniform && c % 4 == 0 && has_avx512())
     c += uniform_columns_avx512(init, of_id, c >> 2, n, out);
 #endif
-  // No detour over memory, where these stores would queue behind those to rows.
+  // Stays in registers: stores to memory would queue after those to rows.
   for (; uniform && c % 4 == 0 && end - c >= 16; c += 16) {
     draw_columns(of_id, c >> 2, draws[0], draws[1]);
     store_uniform(init, draws[0], out + (c - column));

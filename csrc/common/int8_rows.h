@@ -1,7 +1,6 @@
-// Rows of 8 bits: how a row of floats becomes a scale and an int8 for each column. The scale is a
-// 127th of the row's largest magnitude. Arithmetic is one operation at a time, so that both devices
-// agree bit for bit. A row with a value that is infinite or no number has no number for a scale, so
-// that all of it reads as NaN.
+// Rows of 8 bits: a scale, and an int8 for each column. The scale is a 127th of the row's largest
+// magnitude. Arithmetic is one operation at a time, so that both devices agree bit for bit. If a
+// row has an infinite value or NaN, its scale is NaN, so that all of it reads as NaN.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +11,12 @@
 
 namespace torchrec_hkv {
 
-// How large a value is, as an integer: in the order of magnitudes, and behind all numbers infinity
-// and NaN.
+// The magnitude of a value as an integer with the same order; infinity and NaN come last.
 HKV_HOST_DEVICE uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
 
 struct Int8Scale {
   float scale;
-  float inverse;  // what values are multiplied by to be rounded; 0: all are stored as 0
+  float inverse;  // factor of values before they are rounded; 0: all are stored as 0
 };
 
 constexpr uint32_t kInt8Least = 0x0d800000u;  // 2^-100: rows of smaller values become zeros
@@ -36,8 +34,8 @@ HKV_HOST_DEVICE Int8Scale int8_scale(uint32_t largest) {
 #endif
 }
 
-// Added to a value, it rounds it up or down at random (rounding_draw), so that the expected value
-// is the value. Whole numbers stay.
+// Shift for stochastic rounding: added to a value before it is rounded to nearest, it makes the
+// expected result equal to the value. Whole numbers do not change.
 HKV_HOST_DEVICE float int8_shift(uint32_t draw) {
   return (static_cast<float>(draw & 0xffffu) - 32767.5f) * (1.0f / 65536.0f);
 }

@@ -89,7 +89,7 @@ inline void store_bytes(const Ints& first, const Ints& second, char* to) {
 #endif
 }
 
-// Sixteen columns become bytes.
+// Converts sixteen columns to bytes.
 template <bool kByChance>
 inline void round_block(const float* from, float inverse, RowDraws& draws, char* to) {
   Columns shifts = {}, more_shifts = {};
@@ -149,7 +149,7 @@ inline void store_row(const float* values, int32_t n, uint64_t key, char* row) {
 
 }  // namespace int8_rows
 
-// Columns of a row of 8 bits as floats, from `column` on.
+// Converts columns of a row of 8 bits to floats, from `column` on.
 inline void widen_int8(const char* row, int32_t column, int32_t n, float* __restrict__ to) {
   float scale;
   std::memcpy(&scale, row, sizeof(scale));
@@ -157,11 +157,11 @@ inline void widen_int8(const char* row, int32_t column, int32_t n, float* __rest
   for (int32_t c = 0; c < n; ++c) to[c] = scale * static_cast<float>(from[c]);
 }
 
-// A row of n floats becomes one of 8 bits, rounded to the nearest.
+// Converts n floats to a row of 8 bits, rounded to nearest.
 inline void narrow_int8(const float* values, int32_t n, char* row) {
   int8_rows::store_row<false>(values, n, 0, row);
 }
-// The same, rounded at random: key as of rounding_key, the columns from the table's first on.
+// The same with stochastic rounding. key: of rounding_key; columns from the table's first on.
 inline void narrow_int8_by_chance(const float* values, int32_t n, uint64_t key, char* row) {
   int8_rows::store_row<true>(values, n, key, row);
 }

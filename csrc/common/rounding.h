@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv {
 
-// What the keys of a table's rows have in common in one step. table_seed: seed of its initial rows.
+// The common part of the keys of a table's rows in one step. table_seed: seed of its initial rows.
 HKV_HOST_DEVICE uint64_t rounding_step(uint64_t seed, uint64_t table_seed, int64_t step) {
   return mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
          static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull;
@@ -20,7 +20,7 @@ HKV_HOST_DEVICE uint64_t rounding_step(uint64_t seed, uint64_t table_seed, int64
 HKV_HOST_DEVICE uint64_t rounding_key(uint64_t of_step, int64_t id) {
   return mix64(mix64(of_step) ^ static_cast<uint64_t>(id));
 }
-// The same at once.
+// The same in one call.
 HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_t id,
                                       int64_t step) {
   return rounding_key(rounding_step(seed, table_seed, step), id);

@@ -16,7 +16,7 @@ struct Largest {
   }
 };
 
-// The values of this lane and those before it, combined. All lanes of a warp.
+// Combines the values of this lane and earlier lanes. Called by all lanes of a warp.
 template <typename T, typename Combine = Sum>
 __device__ __forceinline__ T inclusive_scan(T value, const Combine& combine = Combine()) {
   const unsigned lane = threadIdx.x % 32;
@@ -28,7 +28,7 @@ __device__ __forceinline__ T inclusive_scan(T value, const Combine& combine = Co
   return value;
 }
 
-// A scan by all kThreads threads of a block. Combine must leave a value as it is beside T{}.
+// A scan by all kThreads threads of a block. T{} must be the neutral element of Combine.
 template <typename T, int kThreads, typename Combine = Sum>
 class BlockScan {
   static constexpr int kWarps = kThreads / 32;
@@ -40,8 +40,8 @@ class BlockScan {
     T of_warps[kWarps];
   };
 
-  // Returns the values of the threads before this one, combined; T{} for the first thread.
-  // all: those of all threads.
+  // Returns the combined values of earlier threads; T{} for the first thread. all: those of all
+  // threads.
   __device__ static __forceinline__ T before(Storage& storage, T value, T& all) {
     constexpr Combine combine{};
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;

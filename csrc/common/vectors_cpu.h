@@ -129,7 +129,7 @@ class StoredColumns {
  public:
   StoredColumns(const char* row, int32_t column) : from_(row + column * element_size(kType)) {}
 
-  // From `column` of these on.
+  // The same from `column` on.
   template <typename Vector>
   void load(int32_t column, Vector& columns) const {
     load_columns<kType>(from_ + column * element_size(kType), columns);
@@ -160,7 +160,7 @@ class StoredColumns<RowType::kInt8> {
   float scale_;
 };
 
-// As load_columns, the other way round.
+// The inverse of load_columns.
 template <RowType kType, typename Vector>
 inline void store_columns(const Vector& columns, char* to) {
   if constexpr (sizeof(Vector) == sizeof(float)) {
@@ -174,8 +174,8 @@ inline void store_columns(const Vector& columns, char* to) {
   }
 }
 
-// Calls visit(0) to visit(n - 1), with constants: an array that is indexed by them alone can stay
-// in registers.
+// Calls visit(0) to visit(n - 1) with constants, so that an array that is indexed only by them can
+// stay in registers.
 template <int n, typename Visit>
 inline void unrolled(const Visit& visit) {
   [&]<int... k>(std::integer_sequence<int, k...>) {
@@ -183,9 +183,9 @@ inline void unrolled(const Visit& visit) {
   }(std::make_integer_sequence<int, n>());
 }
 
-// Calls visit.operator()<Vector, kVectors>(first column) so that all columns of a row are seen, as
-// many vectors at a time as stay in registers. Some columns are seen twice where their number is no
-// multiple of eight: what is computed of a column must be the same then.
+// Calls visit.operator()<Vector, kVectors>(first column) for all columns of a row, as many vectors
+// at a time as fit registers. If the number of columns is not a multiple of eight, some columns are
+// visited twice, with the same result.
 template <typename Visit>
 inline void for_vectors(int32_t dim, const Visit& visit) {
   int32_t c = 0;
@@ -207,8 +207,7 @@ inline void for_vectors(int32_t dim, const Visit& visit) {
   if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
 }
 
-// Calls visit.operator()<type>() with a type that is known when this is compiled: one of outputs
-// and gradients.
+// Calls visit.operator()<type>() with the type as a constant: a type of outputs and gradients.
 template <typename Visit>
 inline void with_type(RowType type, const Visit& visit) {
   switch (type) {
@@ -220,7 +219,7 @@ inline void with_type(RowType type, const Visit& visit) {
       return visit.template operator()<RowType::kFloat32>();
   }
 }
-// The same for types of stored rows.
+// The same for the types of stored rows.
 template <typename Visit>
 inline void with_row_type(RowType type, const Visit& visit) {
   if (type == RowType::kInt8) return visit.template operator()<RowType::kInt8>();

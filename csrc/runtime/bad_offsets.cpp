@@ -1,5 +1,5 @@
-// Offsets that a GPU could not follow. Its kernels report them in host memory, and the next call of
-// the group throws.
+// Invalid offsets on a GPU. Kernels report them in host memory, and the next call of the group
+// throws.
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <atomic>
@@ -18,7 +18,7 @@ void TableGroup::watch_offsets(hash_table::Batch* batch) const {
 void TableGroup::check_bad_offsets() const {
   const volatile hash_table::BadOffsets* const report = host_words_.bad_offsets();
   if (report == nullptr || report->found != host_words_.number()) return;
-  std::atomic_thread_fence(std::memory_order_acquire);  // the others were written before it
+  std::atomic_thread_fence(std::memory_order_acquire);  // the other words were written before it
   const int64_t bag = report->bag, from = report->from, to = report->to, ids = report->num_ids;
   host_words_.bad_offsets()->found = 0;
   order_->run(kWriteAll, [&] {

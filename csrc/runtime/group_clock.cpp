@@ -84,7 +84,7 @@ bool GroupClock::captured(const Pin& pin) {
 void GroupClock::end(const Pin& pin, bool noted) {
   std::lock_guard<std::mutex> lock(mutex_);
   Place& place = places_[pin.place_];
-  if (!place.held || place.generation != pin.generation_) return;  // has ended before
+  if (!place.held || place.generation != pin.generation_) return;  // has already ended
   place.held = false;
   if (!noted) return;
   released_ |= uint64_t{1} << pin.place_;
@@ -132,7 +132,7 @@ int64_t GroupClock::first_open_step() {
 }
 
 void GroupClock::write(int64_t word, int64_t value) {
-  const at::AutoDispatchBelowADInplaceOrView below;  // also where the clock is an inference tensor
+  const at::AutoDispatchBelowADInplaceOrView below;  // also if the clock is an inference tensor
   clock_.select(0, word).fill_(static_cast<int32_t>(static_cast<uint32_t>(value)));
 }
 

@@ -74,7 +74,7 @@ class GrowingDeviceMemory : public GrowingMemory {
  public:
   GrowingDeviceMemory(int64_t most_bytes, c10::Device device) : GrowingMemory(device) {
     const c10::OptionalDeviceGuard guard(device);
-    HKV_CUDA_CHECK(cudaFree(nullptr));  // makes the device's context, if there is none yet
+    HKV_CUDA_CHECK(cudaFree(nullptr));  // creates the device's context, if necessary
     properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     properties_.location.id = device.index();
@@ -104,11 +104,12 @@ class GrowingDeviceMemory : public GrowingMemory {
     TORCH_CHECK(wanted <= reserved_, "memory grows to ", wanted, " bytes, but ", reserved_,
                 " were reserved.");
     const c10::OptionalDeviceGuard guard(device_);
-    pieces_.reserve(pieces_.size() + 1);  // nothing may fail between mapping and noting it
+    pieces_.reserve(pieces_.size() +
+                    1);  // nothing may fail between the mapping and its registration
     Piece piece{0, static_cast<CUdeviceptr>(bytes_), static_cast<size_t>(wanted - bytes_)};
     CUresult status = driver().create(&piece.handle, piece.bytes, &properties_, 0);
     if (status == CUDA_ERROR_OUT_OF_MEMORY) {
-      c10::cuda::CUDACachingAllocator::emptyCache();  // PyTorch may hold what it does not use
+      c10::cuda::CUDACachingAllocator::emptyCache();  // PyTorch may hold unused memory
       status = driver().create(&piece.handle, piece.bytes, &properties_, 0);
     }
     driver().check(status, "get", static_cast<int64_t>(piece.bytes));

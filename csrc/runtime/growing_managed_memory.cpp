@@ -64,7 +64,7 @@ class GrowingManagedMemory : public GrowingMemory {
     TORCH_CHECK(wanted <= reserved_, "memory grows to ", wanted, " bytes, but ", reserved_,
                 " were reserved.");
     const c10::OptionalDeviceGuard guard(gpu_);
-    // Pages come when the host touches them; many threads share the time that takes.
+    // Pages are allocated when the host touches them; many threads share this work.
     const int64_t page = sysconf(_SC_PAGESIZE);
     at::parallel_for(bytes_ / kPiece, wanted / kPiece, 1, [&](int64_t begin, int64_t end) {
       for (int64_t at = begin * kPiece; at < end * kPiece; at += page) {

@@ -10,7 +10,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// From so many slots on an index is several times a GPU's second-level cache.
+// From this number of slots on, an index is several times a GPU's L2 cache.
 std::atomic<int64_t> packed_from{int64_t{1} << 24};
 
 }  // namespace

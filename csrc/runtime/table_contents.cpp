@@ -1,4 +1,4 @@
-// What the tables of a group hold: read, exported, loaded and cleared as a whole. See TableGroup.
+// Reads, exports, loads and clears the contents of the tables of a group. See TableGroup.
 #include <c10/core/DeviceGuard.h>
 
 #include <string>
@@ -144,7 +144,8 @@ TableState TableGroup::export_table(int64_t table) const {
   const TableMemory& memory = memory_[table];
   const at::Tensor there = occupied(table);
   const at::Tensor free = there.logical_not();
-  // Free slots hold whatever was there: zeros instead. Those that the table has yet to get, too.
+  // Writes zeros for free slots, whose contents are undefined, and for slots that the table does
+  // not have yet.
   const auto whole = [&](const at::Tensor& of_present) {
     std::vector<int64_t> shape = of_present.sizes().vec();
     shape[0] = memory.full_slots();
@@ -217,9 +218,9 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   admission_->clear(table);
   evicted_[table].zero_();
   growth_[table].most_entries += occupied.sum().item<int64_t>();
-  grow(table, before);  // what was reserved stays so
+  grow(table, before);  // reserved memory stays reserved
   fill_frames(table);
-  // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
+  // Steps continue from the loaded ones, so that loaded entries are not newer than later lookups.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
   clock_->set_at_least(newest);

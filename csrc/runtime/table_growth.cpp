@@ -159,7 +159,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
   const c10::OptionalDeviceGuard guard(device_);
   TORCH_CHECK(!is_capturing(device_), "table '", configs_[table].name,
               "' can't grow while a CUDA graph is being captured.");
-  wait_for(device_);  // whatever uses slots and views as they are now
+  wait_for(device_);  // calls that use the present slots and views
   try {
     memory.back(num_buckets);
   } catch (const c10::Error& error) {
@@ -184,7 +184,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
   }
   fill_frames(table);
   upload_views();
-  wait_for(device_);  // whichever stream comes next
+  wait_for(device_);  // work of any stream
   growing_ = std::any_of(memory_.begin(), memory_.end(), [](const auto& m) { return m.grows(); });
   ++growths_;
 }

@@ -6,7 +6,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Slots whose rows are at home in host memory, when the table has its full capacity.
+// Slots at the full capacity, if rows have their homes in host memory.
 int64_t most_on_host(const TableLayout& layout) {
   const int64_t slots = layout.geometry.num_slots();
   return slots > layout.hbm_slots ? slots : 0;
@@ -27,8 +27,8 @@ std::shared_ptr<HostAddresses> addresses_of(const TableLayout& layout, at::Devic
   return std::make_shared<HostAddresses>(HostAddresses::bytes_for(bytes, kArrays));
 }
 
-// One array. addresses: the table's on a CPU. In HBM it is of PyTorch's memory where the table
-// never grows.
+// Creates one array. addresses: of the table, on a CPU. In HBM, arrays of tables that never grow
+// use PyTorch's allocator.
 SlotArray make_array(const TableLayout& layout, at::Device device,
                      const std::shared_ptr<HostAddresses>& addresses, at::ScalarType dtype,
                      std::vector<int64_t> row, int64_t most, bool on_host = false) {
@@ -73,7 +73,7 @@ void SlotArray::resize(int64_t n) {
     tensor = at::empty(shape, options);
     return;
   }
-  // Whoever holds the tensor holds the memory.
+  // The tensor keeps the memory alive.
   tensor = at::from_blob(memory_->data(), shape, [memory = memory_](void*) {}, options, device);
 }
 
@@ -83,7 +83,7 @@ char* SlotArray::data() const {
 
 int64_t SlotArray::bytes() const {
   if (memory_ == nullptr) return tensor.numel() * tensor.element_size();
-  // What a host gives in pages a table takes to the byte, since it touches no more.
+  // A host allocates pages, but a table counts bytes, because it touches no more.
   return memory_->device().is_cpu() ? bytes_of(tensor.size(0)) : memory_->bytes();
 }
 
@@ -173,8 +173,8 @@ void TableMemory::resize(int64_t num_buckets) {
 void TableMemory::clear() {
   static_assert(kEmptyDigest == 0);
   if (device_.is_cpu()) {
-    // Pages that nobody has touched stay so: they read as free slots. What a free slot's last step
-    // is matters on a GPU alone.
+    // Does not touch untouched pages, which read as free slots. The last step of a free slot
+    // matters on a GPU only.
     discard_host(digests.data(), digests.memory()->bytes());
   } else {
     digests.tensor.zero_();

@@ -26,7 +26,7 @@ void run_on_torch_threads(int threads, const std::function<void()>& work) {
 }  // namespace
 
 void use_torch_threads() {
-#ifndef __SANITIZE_THREAD__  // which does not see what orders the threads of OpenMP
+#ifndef __SANITIZE_THREAD__  // which does not see the synchronisation of OpenMP threads
   run_on(run_on_torch_threads);
 #endif
 }
