@@ -2,10 +2,8 @@
 // same bits, in any order of arrival and at any world size.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "common/hashing.h"
 #include "common/inverse_normal.h"
@@ -29,35 +27,10 @@ struct InitialRows {
   double mass;
 };
 
-inline InitialRows uniform_rows(uint64_t seed, float low, float high) {
-  InitialRows init{};
-  init.seed = seed;
-  init.distribution = Distribution::kUniform;
-  init.low = low;
-  init.high = high;
-  return init;
-}
+InitialRows uniform_rows(uint64_t seed, float low, float high);
 
-// A normal distribution within [low, high]; either bound may be infinite. std must be positive. A
-// range above the mean is reflected, so that its quantiles are near 0, where doubles have the best
-// resolution.
-inline InitialRows normal_rows(uint64_t seed, double mean, double std, double low, double high) {
-  const auto below = [](double z) { return 0.5 * std::erfc(-z * 0.70710678118654752440); };
-  constexpr float kMax = std::numeric_limits<float>::max();
-  const double from = (low - mean) / std;
-  const double to = (high - mean) / std;
-  const bool reflect = from > 0.0;
-  InitialRows init{};
-  init.seed = seed;
-  init.distribution = Distribution::kNormal;
-  init.low = std::max(static_cast<float>(low), -kMax);
-  init.high = std::min(static_cast<float>(high), kMax);
-  init.mean = mean;
-  init.scale = reflect ? -std : std;
-  init.first = below(reflect ? -to : from);
-  init.mass = below(reflect ? -from : to) - init.first;
-  return init;
-}
+// A normal distribution within [low, high]; either bound may be infinite. std must be positive.
+InitialRows normal_rows(uint64_t seed, double mean, double std, double low, double high);
 
 // Product and sum are rounded separately: a fused multiply-add would differ between devices.
 HKV_HOST_DEVICE float scale_uniform(const InitialRows& init, uint32_t bits) {

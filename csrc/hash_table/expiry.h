@@ -5,7 +5,6 @@
 // sweep reads the last steps of its buckets, 4 bytes a slot.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "common/macros.h"

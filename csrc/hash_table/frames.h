@@ -3,7 +3,7 @@
 // Then only the frame is up to date, until it is written back.
 //
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
-// long for four separate bytes as for a piece of a row. See kNarrowState.
+// long for four separate bytes as for a piece of a row. See share_that_fits.
 //
 // Frames form sets of four to eight. kSetsOfRegion sets serve a *region* of neighbouring slots. A
 // set serves the slots whose position in the region, modulo the number of sets, is the set's
@@ -25,7 +25,6 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
 
 #include "common/macros.h"
 
@@ -179,35 +178,9 @@ struct Frames {
   }
 };
 
-// Whether this number of sets is possible and their tags distinguish all slots.
-inline bool sets_serve(int64_t num_slots, int64_t bucket_slots, int64_t sets, int frames_of_set) {
-  if (sets < 2 || std::gcd(sets, bucket_slots) > 1) return false;
-  const Regions regions = Regions::of(num_slots, sets);
-  return regions.sets * most_slots_of_set(frames_of_set) >= regions.slots;
-}
-
 // Frames of one set: the largest number that is possible for this number of slots, bucket_slots and
 // frames; 0 if so many frames are impossible.
-inline int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames) {
-  for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
-    if (frames % of_set == 0 && sets_serve(num_slots, bucket_slots, frames / of_set, of_set)) {
-      return of_set;
-    }
-  }
-  return 0;
-}
-
-// Number of frames in this many bytes of HBM at frame_bytes each, in the largest possible sets; 0
-// if they are too few to serve all slots.
-inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t frame_bytes,
-                               int64_t bytes) {
-  for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
-    int64_t sets = bytes <= 0 ? 0 : bytes / (of_set * frame_bytes + kSetBytes);
-    while (std::gcd(sets, bucket_slots) > 1) --sets;
-    if (sets_serve(num_slots, bucket_slots, sets, of_set)) return sets * of_set;
-  }
-  return 0;
-}
+int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames);
 
 // The rows and states of a table that are in HBM.
 struct HbmShare {
@@ -215,21 +188,10 @@ struct HbmShare {
   bool all_states;  // whether all slots have their states in HBM, but not all their rows
 };
 
-// States of at most this many bytes are narrow.
-constexpr int64_t kNarrowState = 16;
-
 // Divides this many bytes of HBM, without the index. Narrow states of all slots take at most half:
 // if they needed more, rows would be so short or frames so few that states had better move with
 // rows.
-inline HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
-                                int64_t state_bytes, int64_t bytes) {
-  if (bytes >= num_slots * (row_bytes + state_bytes)) return {num_slots, false};
-  const int64_t states = num_slots * state_bytes;
-  if (state_bytes > 0 && state_bytes <= kNarrowState && states <= bytes / 2) {
-    const int64_t frames = frames_that_fit(num_slots, bucket_slots, row_bytes, bytes - states);
-    if (frames > 0) return {frames, true};
-  }
-  return {frames_that_fit(num_slots, bucket_slots, row_bytes + state_bytes, bytes), false};
-}
+HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+                         int64_t state_bytes, int64_t bytes);
 
 }  // namespace torchrec_hkv::hash_table
