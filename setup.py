@@ -70,24 +70,39 @@ def bindings() -> list[str]:
     *shared, rest = heavy.values()
     for at in range(0, len(rest), BINDINGS_OF_FILE):
         shared.append(rest[at : at + BINDINGS_OF_FILE])
-    folder = Path("build", "bindings")
-    (ROOT / folder).mkdir(parents=True, exist_ok=True)
-    made = []
-    for number, part in enumerate(filter(None, shared), 1):
-        path = folder / f"bindings_{number}.cpp"
-        names = [source.relative_to("csrc").as_posix() for source in part]
-        text = "".join(f'#include "{name}"\n' for name in names)
-        # A file that says the same keeps its time, so that it is not compiled again.
-        if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
-            (ROOT / path).write_text(text)
-        made.append(str(path))
-    return made
+    return [
+        together(Path("bindings", f"bindings_{number}.cpp"), part)
+        for number, part in enumerate(filter(None, shared), 1)
+    ]
+
+
+def together(path: Path, parts: list[Path]) -> str:
+    """A generated file in ``build/`` that includes sources; returns its path."""
+    path = Path("build") / path
+    (ROOT / path.parent).mkdir(parents=True, exist_ok=True)
+    text = "".join(f'#include "{part.relative_to("csrc").as_posix()}"\n' for part in parts)
+    # A file that says the same keeps its time, so that it is not compiled again.
+    if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
+        (ROOT / path).write_text(text)
+    return str(path)
+
+
+def cuda_units() -> list[list[Path]]:
+    """The CUDA sources that are compiled together (``csrc/cuda_units.txt``)."""
+    lines = (ROOT / "csrc/cuda_units.txt").read_text().splitlines()
+    units = [line.split() for line in lines if line and not line.startswith("#")]
+    return [[Path("csrc", name) for name in unit] for unit in units]
 
 
 def sources(*patterns: str) -> list[str]:
     """What is compiled."""
-    found = {name for pattern in patterns for name in files(pattern)}
-    return [*bindings(), *sorted(found - set(torch_sources()))]
+    found = {name for pattern in patterns for name in files(pattern)} - set(torch_sources())
+    made = bindings()
+    if "*.cu" in patterns:
+        units = cuda_units()
+        made += [together(Path("cuda", f"unit_{n}.cu"), unit) for n, unit in enumerate(units, 1)]
+        found -= {str(source) for unit in units for source in unit}
+    return [*made, *sorted(found)]
 
 
 def wants_cuda() -> bool:
@@ -213,7 +228,14 @@ def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
     common = {
         "name": name,
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": [*files("*.h"), *files("*.cuh"), *torch_sources(), "setup.py"],
+        "depends": [
+            *files("*.h"),
+            *files("*.cuh"),
+            *files("*.cu"),
+            *torch_sources(),
+            "csrc/cuda_units.txt",
+            "setup.py",
+        ],
         "extra_link_args": ["-pthread", *shared_cpp_runtime(), *strip, *sanitizer],
     }
     if not cuda:

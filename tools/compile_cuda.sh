@@ -20,8 +20,19 @@ for sm in "${architectures[@]}"; do flags+=(-gencode "arch=compute_$sm,code=sm_$
 
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-mapfile -t sources < <(find csrc -name '*.cu' | sort)
-echo "nvcc for sm_${architectures[*]}: ${#sources[@]} files"
+# Sources that are compiled together, as in setup.py, and all others alone.
+number=0
+sources=()
+while read -ra unit; do
+  [[ ${#unit[@]} == 0 || ${unit[0]} == "#"* ]] && continue
+  number=$((number + 1))
+  printf '#include "%s"\n' "${unit[@]}" >"$out/unit_$number.cu"
+  sources+=("$out/unit_$number.cu")
+done <csrc/cuda_units.txt
+while read -r source; do
+  grep -qFw -- "${source#csrc/}" csrc/cuda_units.txt || sources+=("$source")
+done < <(find csrc -name '*.cu' | sort)
+echo "nvcc for sm_${architectures[*]}: ${#sources[@]} compilations"
 # One object name a source, for files of the same name in different folders.
 printf '%s\n' "${sources[@]}" | xargs -r -P "$(nproc)" -I{} bash -c '
   source=$1; out=$2; shift 2

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "common/scan.cuh"
@@ -150,7 +149,7 @@ void merge_blocks(const Blocks& blocks, MergedBatch out, void* scratch, cudaStre
   HKV_CUDA_CHECK_LAUNCH();
   const int64_t parts = blocks.num_ids / segments / kIdsOfBlock + 1;
   const dim3 grid(static_cast<unsigned>(segments),
-                  static_cast<unsigned>(1 + std::min<int64_t>(parts, 64)));
+                  static_cast<unsigned>(1 + min(parts, int64_t{64})));
   copy_segments<<<grid, kThreads, 0, stream>>>(blocks, out, starts);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -1,5 +1,4 @@
 // Lookups in read-only tables on a GPU.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "serving/find.cuh"
@@ -232,7 +231,7 @@ void pool(const PoolCall& call, cudaStream_t stream) {
   if (call.n > 0) {
     constexpr int64_t kMostBlocks = 2048;
     const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
-    const dim3 grid(static_cast<unsigned>(std::min(wanted, kMostBlocks)),
+    const dim3 grid(static_cast<unsigned>(min(wanted, kMostBlocks)),
                     static_cast<unsigned>(call.num_outputs));
     find_kernel<<<grid, kThreads, 0, stream>>>(call);
     HKV_CUDA_CHECK_LAUNCH();

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <utility>
 
 #include "common/chain.cuh"
@@ -90,19 +89,19 @@ __global__ void __launch_bounds__(kSortThreads)
 SmallSort SmallSort::of(int64_t most, int bits) {
   SmallSort sort{};
   sort.passes = (bits + kDigitBits - 1) / kDigitBits;
-  const int64_t chunks = std::max<int64_t>(1, (most + kChunk - 1) / kChunk);
+  const int64_t chunks = max(int64_t{1}, (most + kChunk - 1) / kChunk);
   // Counts take passes * kDigits * 2 / tile bytes for each key, at most three.
   const int64_t least = sort.passes > 3 ? (sort.passes + 2) / 3 : 1;
-  const int64_t wanted = std::max(least, (chunks + kMostTiles - 1) / kMostTiles);
-  sort.tile = static_cast<uint32_t>(std::min(wanted, kMostChunks)) * kChunk;
-  sort.tiles = static_cast<uint32_t>(std::max<int64_t>(1, (most + sort.tile - 1) / sort.tile));
+  const int64_t wanted = max(least, (chunks + kMostTiles - 1) / kMostTiles);
+  sort.tile = static_cast<uint32_t>(min(wanted, kMostChunks)) * kChunk;
+  sort.tiles = static_cast<uint32_t>(max(int64_t{1}, (most + sort.tile - 1) / sort.tile));
   return sort;
 }
 
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
                 cudaStream_t stream, unsigned most_blocks) {
   for (int pass = 0; pass < sort.passes; ++pass) {
-    launch_chained(sort_pass_kernel, std::min(sort.tiles, most_blocks), kSortThreads, stream,
+    launch_chained(sort_pass_kernel, min(sort.tiles, most_blocks), kSortThreads, stream,
                    pairs->pairs, pairs->other, number, sort, pass);
     std::swap(pairs->pairs, pairs->other);
   }

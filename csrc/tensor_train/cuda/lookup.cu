@@ -1,6 +1,4 @@
 // Lookup and gradients of a batch: which kernels run, in which order, over what memory.
-#include <algorithm>
-
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tile_config.cuh"
 #include "tensor_train/cuda/index/index.cuh"

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/hbm_cache/exchange.cuh"
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
 
 unsigned grid_for_sets(const TableView& table) {
   constexpr int64_t kMostWarps = int64_t{1} << 20;
-  return grid_for(std::min(table.frames.num_sets, kMostWarps) * kWarp);
+  return grid_for(min(table.frames.num_sets, kMostWarps) * kWarp);
 }
 
 }  // namespace
@@ -139,7 +138,7 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
                          : rows == NewRows::kInitialAny ? write_new_kernel<NewRows::kInitialAny>
                          : rows == NewRows::kUniform    ? write_new_kernel<NewRows::kUniform>
                                                         : write_new_kernel<NewRows::kUntouched>;
-  write_new<<<std::min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
+  write_new<<<min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
       tables, batch, slots, placed, moves.new_places, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -191,11 +190,11 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& vis
   const Moves& moves = layout.moves;
   HKV_CUDA_CHECK(cudaMemsetAsync(moves.stretches, 0, layout.list, stream));
   const unsigned grid = grid_for(batch.num_ids);
-  claim_kernel<<<std::min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
+  claim_kernel<<<min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
       tables, batch, visit, slots, placed, others, moves);
   HKV_CUDA_CHECK_LAUNCH();
   launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
-  launch_chained(order_kernel, std::min(grid, processors()), kThreads, stream, moves);
+  launch_chained(order_kernel, min(grid, processors()), kThreads, stream, moves);
   return moves;
 }
 
@@ -207,8 +206,8 @@ void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
   } else {
     // Blocks on half of the multiprocessors saturate the link, and leave room for kernels of other
     // streams, such as the backward of the previous batch.
-    exchange_kernel<<<std::min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0,
-                      stream>>>(tables, moves);
+    exchange_kernel<<<min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0, stream>>>(
+        tables, moves);
     HKV_CUDA_CHECK_LAUNCH();
   }
 }

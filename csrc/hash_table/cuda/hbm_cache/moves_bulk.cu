@@ -1,5 +1,4 @@
 // Moves by bulk copies through shared memory, which saturate the link with a fraction of the warps.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(kWarp)
 
 void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
                   cudaStream_t stream) {
-  const int rows = std::clamp(kStageBytes / bulk_bytes, 1, kWarp);
+  const int rows = max(1, min(kStageBytes / bulk_bytes, kWarp));
   const size_t shared = size_t{2} * kStages * rows * bulk_bytes;
   bulk_kernel<<<blocks, kWarp, shared, stream>>>(tables, moves, static_cast<uint32_t>(rows),
                                                  static_cast<uint32_t>(bulk_bytes));

@@ -1,6 +1,5 @@
 // Counting of ids that are not admitted, in the order of the batch, as a CPU does it: where all
 // cells of a set are taken, the order decides who replaces whom.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/insert/admission.cuh"
@@ -58,7 +57,7 @@ void count_in_order(const Batch& batch, const Visit& visit, const Admission* adm
   HKV_CUDA_CHECK_LAUNCH();
   TallyScratch sorted = scratch;
   sort_small(&sorted.pairs, scratch.number, scratch.sort, stream);
-  const unsigned grid = std::min(grid_for(batch.num_ids), resident_blocks(count_queues_kernel));
+  const unsigned grid = min(grid_for(batch.num_ids), resident_blocks(count_queues_kernel));
   count_queues_kernel<<<grid, kThreads, 0, stream>>>(batch, visit, admissions, slots, sorted);
   HKV_CUDA_CHECK_LAUNCH();
 }

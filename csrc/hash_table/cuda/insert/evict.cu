@@ -363,7 +363,7 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream) {
   const EvictKernel evict = choose_evict_kernel(only, placement);
-  launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
+  launch_chained(evict, min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
                  only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
                  writer, missing, deduplicated);
 }

@@ -310,7 +310,7 @@ struct ScratchLayout {
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
     bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
     // The miniatures come last, when the rest of the scratch is free.
-    if (placement.simulates) bytes = std::max(bytes, miniature_scratch(num_ids));
+    if (placement.simulates) bytes = max(bytes, miniature_scratch(num_ids));
     sampled = aligned(bytes);
     sampled_bytes = placement.simulates ? miniature_number_bytes(INT32_MAX) : 0;
     bytes = sampled + sampled_bytes;
@@ -386,13 +386,13 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
       HKV_CUDA_CHECK_LAUNCH();
     }
     const InsertKernel insert = choose_insert_kernel(placement.rows, only);
-    launch_chained(insert, std::min(grid, resident_blocks(insert)), kThreads, stream,
+    launch_chained(insert, min(grid, resident_blocks(insert)), kThreads, stream,
                    only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
                    missing, by_score);
     evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, by_score,
                       stream);
   }
-  launch_chained(resolve_kernel, std::min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
+  launch_chained(resolve_kernel, min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
                  tables, batch, visit, rest, slots, missing);
   if (placement.ordered && placement.leavers.number != nullptr) {
     write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);

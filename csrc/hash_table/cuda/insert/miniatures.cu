@@ -3,7 +3,6 @@
 // set of one miniature, two entries a lane. The block searches its table's list for the ids of the
 // set, and each warp processes them; equal ids among 32 count at once. The order of a list is
 // arbitrary and does not matter.
-#include <algorithm>
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kSimulators)
 size_t miniature_scratch(int64_t num_ids) { return static_cast<size_t>(num_ids) * sizeof(Listed); }
 
 size_t miniature_number_bytes(int32_t num_tables) {
-  return std::min(num_tables, kMostTables) * sizeof(uint32_t);
+  return min(num_tables, kMostTables) * sizeof(uint32_t);
 }
 
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
@@ -247,7 +246,7 @@ void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, c
   const int64_t of_block = int64_t{kSampleRounds} * kThreads;
   const auto blocks = static_cast<unsigned>((batch.num_ids + of_block - 1) / of_block);
   launch_chained(sample_kernel, blocks, kThreads, stream, tables, batch, visit, list, numbers);
-  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(std::min(num_tables, kMostTables)));
+  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(min(num_tables, kMostTables)));
   launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, visit, list, numbers);
 }
 

@@ -8,7 +8,6 @@
 //      so that one always goes on.
 //   4. what does not depend on the order follows: entries are completed, rows written.
 // Where nothing is missing the kernels leave at once.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -376,7 +375,7 @@ void insert_in_order(const TableView* tables, const Batch& batch, const Visit& v
   if (order->replaced != nullptr) {
     HKV_CUDA_CHECK(cudaMemsetAsync(order->replaced, 0, n * sizeof(bool), stream));
   }
-  first_positions_kernel<<<std::min(grid, resident_blocks(first_positions_kernel)), kThreads, 0,
+  first_positions_kernel<<<min(grid, resident_blocks(first_positions_kernel)), kThreads, 0,
                            stream>>>(tables, batch, slots, missing, *order);
   HKV_CUDA_CHECK_LAUNCH();
   queue_kernel<<<static_cast<unsigned>(listing_blocks(n)), kListThreads, 0, stream>>>(
@@ -387,11 +386,11 @@ void insert_in_order(const TableView* tables, const Batch& batch, const Visit& v
     HKV_CUDA_CHECK_LAUNCH();
   }
   sort_small(&order->pairs, order->places, order->sort, stream);
-  deal_kernel<<<std::min(grid_for(2 * n), resident_blocks(deal_kernel)), kThreads, 0, stream>>>(
-      missing, *order);
+  deal_kernel<<<min(grid_for(2 * n), resident_blocks(deal_kernel)), kThreads, 0, stream>>>(missing,
+                                                                                           *order);
   HKV_CUDA_CHECK_LAUNCH();
   const unsigned tiles = grid_for(n * kVictimLanes);
-  place_kernel<<<std::min(tiles, resident_blocks(place_kernel)), kThreads, 0, stream>>>(
+  place_kernel<<<min(tiles, resident_blocks(place_kernel)), kThreads, 0, stream>>>(
       tables, batch, visit, placement.refuse_lower, slots, missing, *order);
   HKV_CUDA_CHECK_LAUNCH();
   const auto complete = placement.rows == NewRows::kUntouched ? complete_kernel<NewRows::kUntouched>
@@ -399,8 +398,8 @@ void insert_in_order(const TableView* tables, const Batch& batch, const Visit& v
                         : placement.rows == NewRows::kInitial
                             ? complete_kernel<NewRows::kInitial>
                             : complete_kernel<NewRows::kInitialAny>;
-  complete<<<std::min(grid, resident_blocks(complete)), kThreads, 0, stream>>>(
-      tables, batch, visit, slots, missing, *order);
+  complete<<<min(grid, resident_blocks(complete)), kThreads, 0, stream>>>(tables, batch, visit,
+                                                                          slots, missing, *order);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

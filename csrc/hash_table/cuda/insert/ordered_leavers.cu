@@ -1,5 +1,4 @@
 // Lists evicted and refused entries of an insertion in the order of the batch.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/admission.h"
@@ -138,7 +137,7 @@ void write_leavers_in_order(const TableView* tables, const Batch& batch, const V
     list_leavers_kernel<<<static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(
         n, slots, unadmitted, placement.leavers.number, order);
     HKV_CUDA_CHECK_LAUNCH();
-    const unsigned grid = std::min(grid_for(n * kTile), resident_blocks(write_leavers_kernel));
+    const unsigned grid = min(grid_for(n * kTile), resident_blocks(write_leavers_kernel));
     write_leavers_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement, slots,
                                                         order);
     HKV_CUDA_CHECK_LAUNCH();
@@ -148,16 +147,14 @@ void write_leavers_in_order(const TableView* tables, const Batch& batch, const V
 void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
                        const InsertionOrder& order, cudaStream_t stream) {
   const unsigned grid = grid_for(batch.num_ids);
-  clear_claims_kernel<<<std::min(grid, resident_blocks(clear_claims_kernel)), kThreads, 0,
-                        stream>>>(missing);
+  clear_claims_kernel<<<min(grid, resident_blocks(clear_claims_kernel)), kThreads, 0, stream>>>(
+      missing);
   HKV_CUDA_CHECK_LAUNCH();
   const auto claim = remember_kernel<true>;
-  claim<<<std::min(grid, resident_blocks(claim)), kThreads, 0, stream>>>(tables, batch, missing,
-                                                                         order);
+  claim<<<min(grid, resident_blocks(claim)), kThreads, 0, stream>>>(tables, batch, missing, order);
   HKV_CUDA_CHECK_LAUNCH();
   const auto write = remember_kernel<false>;
-  write<<<std::min(grid, resident_blocks(write)), kThreads, 0, stream>>>(tables, batch, missing,
-                                                                         order);
+  write<<<min(grid, resident_blocks(write)), kThreads, 0, stream>>>(tables, batch, missing, order);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

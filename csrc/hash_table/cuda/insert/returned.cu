@@ -75,7 +75,7 @@ void count_returned(const TableView* tables, const Batch& batch, const Visit& vi
                     const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                     cudaStream_t stream) {
   const auto parts = static_cast<unsigned>((batch.num_ids + kPart - 1) / kPart);
-  returned_kernel<<<std::min(parts, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
+  returned_kernel<<<min(parts, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
       tables, batch, visit, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }

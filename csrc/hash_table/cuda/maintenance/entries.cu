@@ -1,6 +1,5 @@
 // Touches, frees, selects and exports entries at slots on the GPU, for the tables of a group in one
 // launch.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -103,8 +102,8 @@ void erase_slots(const TableView* tables, const TableView* only, int32_t num_tab
 void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream) {
   if (most_slots == 0) return;
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(grid_for(most_slots), kMostBlocks)),
-                  static_cast<unsigned>(std::min<int64_t>(num_tables, kMostTables)));
+  const dim3 grid(static_cast<unsigned>(min(int64_t{grid_for(most_slots)}, kMostBlocks)),
+                  static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
   select_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, selection, chosen);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -1,5 +1,4 @@
 // Expiry on the GPU: one thread for each slot, the tables of a group in one launch.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -44,8 +43,7 @@ void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_t
             uint32_t most_buckets, const Visit& visit, cudaStream_t stream) {
   const int64_t items = static_cast<int64_t>(most_buckets) * kBucketDigests;
   if (items == 0) return;
-  const dim3 grid(grid_for(items),
-                  static_cast<unsigned>(std::min<int64_t>(num_tables, kMostTables)));
+  const dim3 grid(grid_for(items), static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
   expire_kernel<<<grid, kThreads, 0, stream>>>(tables, expire_after, num_tables, all, visit);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -18,7 +18,7 @@ __device__ __forceinline__ int64_t first_item() {
 __device__ __forceinline__ int64_t item_stride() {
   return static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
 }
-unsigned grid_for_items(int64_t items) { return grid_for(std::min(items, kMostWarps) * kWarp); }
+unsigned grid_for_items(int64_t items) { return grid_for(min(items, kMostWarps) * kWarp); }
 
 // Copies one vector by all lanes of a warp, in the widest pieces that its size allows.
 template <typename Piece>
@@ -180,7 +180,7 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
   std::vector<int64_t> slots(kAstrayRoom + 1);
   const auto list_between = [&](int64_t begin, int64_t end) {
     HKV_CUDA_CHECK(cudaMemsetAsync(astray, 0, sizeof(int64_t), stream));
-    list_astray_kernel<<<grid_for(std::min(end - begin, kMostWarps)), kThreads, 0, stream>>>(
+    list_astray_kernel<<<grid_for(min(end - begin, kMostWarps)), kThreads, 0, stream>>>(
         doubled, begin, end, astray);
     HKV_CUDA_CHECK_LAUNCH();
     HKV_CUDA_CHECK(cudaMemcpyAsync(slots.data(), astray, slots.size() * sizeof(int64_t),
@@ -211,7 +211,7 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
 void count_entries(const TableView& table, int64_t* number, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(table.num_buckets) * kLineVectors;
   constexpr int64_t kMostThreads = int64_t{1} << 20;
-  count_kernel<<<grid_for(std::min(vectors, kMostThreads)), kThreads, 0, stream>>>(table, number);
+  count_kernel<<<grid_for(min(vectors, kMostThreads)), kThreads, 0, stream>>>(table, number);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

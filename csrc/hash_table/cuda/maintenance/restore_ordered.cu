@@ -2,7 +2,6 @@
 // deterministic. Only entries that share a bucket wait for each other: each is in the queues of its
 // two buckets, and its warp waits for its turn in both. Warps take entries in order, so that the
 // first one that a warp processes never waits.
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -178,8 +177,7 @@ void restore_entries_in_order(const TableView& table, const Entries& entries,
   deal_kernel<<<grid_for(2 * entries.n), kThreads, 0, stream>>>(buckets, places, 2 * entries.n,
                                                                 order);
   HKV_CUDA_CHECK_LAUNCH();
-  const unsigned grid =
-      std::min(grid_for(entries.n * kWarp), resident_blocks(restore_in_order_kernel));
+  const unsigned grid = min(grid_for(entries.n * kWarp), resident_blocks(restore_in_order_kernel));
   restore_in_order_kernel<<<grid, kThreads, 0, stream>>>(table, entries, displaced, order);
   HKV_CUDA_CHECK_LAUNCH();
 }

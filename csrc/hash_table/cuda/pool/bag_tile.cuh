@@ -1,7 +1,6 @@
 // Neighbouring bags of one feature, for a tile of lanes.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "hash_table/cuda/offsets.cuh"
@@ -28,11 +27,11 @@ struct BagTiling {
   // As many bags as have about this number of positions, but at most `most`.
   BagTiling(const Batch& batch, int64_t positions, int64_t most) {
     const int64_t fit = batch.num_ids == 0 ? most : positions * batch.num_bags / batch.num_ids;
-    bags_of_tile = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, most));
+    bags_of_tile = static_cast<int32_t>(max(int64_t{1}, min(fit, int64_t{most})));
     tiles_of_feature = (batch.batch_size + bags_of_tile - 1) / bags_of_tile;
   }
   // As many bags as fill a tile's lanes with positions.
-  BagTiling(const Batch& batch, int lanes) : BagTiling(batch, lanes, std::min(kMostBags, lanes)) {}
+  BagTiling(const Batch& batch, int lanes) : BagTiling(batch, lanes, min(kMostBags, lanes)) {}
   int64_t tiles(const Batch& batch) const {
     return batch.ragged == nullptr ? tiles_of_feature * batch.num_features
                                    : first_ragged(batch.num_bags, batch.num_features);

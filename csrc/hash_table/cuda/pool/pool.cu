@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -107,9 +106,9 @@ __global__ void __launch_bounds__(kThreads)
 
 void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream) {
   for (int64_t first = 0; first < n; first += kFeaturesOfCopy) {
-    const int64_t count = std::min(kFeaturesOfCopy, n - first);
+    const int64_t count = min(kFeaturesOfCopy, n - first);
     SomeFeatureBags some;
-    std::copy_n(from + first, count, some.of);
+    for (int64_t i = 0; i < count; ++i) some.of[i] = from[first + i];
     feature_bags_kernel<<<1, kFeaturesOfCopy, 0, stream>>>(some, static_cast<int>(count),
                                                            to + first);
     HKV_CUDA_CHECK_LAUNCH();

@@ -408,8 +408,7 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   constexpr Storage kFloat32 = Storage::kFloat32, k16Bits = Storage::k16Bits;
   const int blocks_at_once = pool_blocks(shape.rows_of_16_bits() ? k16Bits : kFloat32);
   const int64_t at_once = int64_t{blocks_at_once} * processors * kPoolThreads;  // positions
-  const int64_t together =
-      std::max<int64_t>(1, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
+  const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
   const bool once = batch.num_ids == batch.num_bags && batch.num_ids >= kManyOnce;
@@ -419,7 +418,7 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   const int64_t chunks =
       together <= kChunksTogether
           ? together
-          : std::clamp<int64_t>(batch.num_ids / (at_once * length.rounds), 1, length.most);
+          : max(int64_t{1}, min(batch.num_ids / (at_once * length.rounds), int64_t{length.most}));
   const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const auto kernel =
       shape.rows_of_16_bits()

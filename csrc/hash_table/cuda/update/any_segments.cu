@@ -6,7 +6,6 @@
 // values that a row has once. Gradients, rows and states of several positions are copied to shared
 // memory asynchronously, which holds no registers. Each lane copies the columns that it updates, so
 // that lanes do not wait for each other. Columns are processed in a loop.
-#include <algorithm>
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -333,8 +332,7 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
   const int32_t columns =
       row_class == kAllRowClasses
           ? shape.widest
-          : std::min(shape.widest,
-                     most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+          : min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
   const auto launch = [&]<int kWidth>() {
     if (n > kLongest) {
       const int64_t parts = (n / kLongest + 1) * ((columns + kPieceColumns - 1) / kPieceColumns);

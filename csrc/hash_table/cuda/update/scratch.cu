@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <bit>
 
 #include "hash_table/cuda/update/scratch.cuh"
@@ -104,7 +103,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
 
   const size_t half = half_bytes(size);
   const size_t of_lists = place_lists(size, nullptr).bytes;
-  const size_t in_middle = std::max(size.cub_sort_bytes, of_lists > half ? of_lists - half : 0);
+  const size_t in_middle = max(size.cub_sort_bytes, of_lists > half ? of_lists - half : 0);
 
   char* const first = carver.take<char>(half);
   middle = carver.take<char>(in_middle);
@@ -120,7 +119,7 @@ void Scratch::begin_lists(const UpdateSize& size) {
   // The middle and the half without the sorted pairs are free; this half is before or after the
   // middle.
   char* const other = static_cast<char*>(pairs.other.keys);
-  const Lists lists = place_lists(size, std::min(other, middle));
+  const Lists lists = place_lists(size, other < middle ? other : middle);
   long_segments.segments = lists.segments;
   long_segments.segment_of = lists.segment_of;
   long_segments.sums = lists.sums;

@@ -6,7 +6,6 @@
 // other.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "hash_table/cuda/update/row_updater.cuh"
@@ -52,12 +51,12 @@ struct TileMemory {
     const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
     const int32_t of_row = aligned(columns * element_bytes);
     // Vectors of 16-bit rows may extend beyond the last columns.
-    of_state = std::max(aligned(columns * static_cast<int32_t>(sizeof(float))), 2 * of_row);
+    of_state = max(aligned(columns * static_cast<int32_t>(sizeof(float))), 2 * of_row);
     if (element_bytes == sizeof(float)) of_state = of_row;
     row = of_state;
     states = row + of_row;
     of_place = states + kStates * of_state;
-    of_tile = kPlaces + std::max(places * of_place, gradients * of_state);
+    of_tile = kPlaces + max(places * of_place, gradients * of_state);
   }
 };
 

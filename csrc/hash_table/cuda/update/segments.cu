@@ -6,7 +6,6 @@
 // address of its gradient and, at the end of a segment, its row. Long segments are cut in pieces,
 // which tiles sum. A group with several row classes launches a kernel for each class, which reads
 // its units of positions from a list (list_segments.cu).
-#include <algorithm>
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -79,15 +78,15 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
         constexpr int kStates = column_states(kKind);
         constexpr int kBlocks = blocks_of(kVectors * (sizeof(Element) == 2 ? 2 : 1), kStates > 0);
         const auto kernel = segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kBlocks>;
-        const int32_t columns = std::min(
-            shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+        const int32_t columns =
+            min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
         const TileMemory<kLanes, kStates> memory(columns, sizeof(Element), kDepth,
                                                  pieces_depth<Element>(kDepth));
         const int bytes = kSegmentThreads / kLanes * memory.of_tile;
         const int64_t n = update.batch.num_ids;
         const int64_t warps = (n + kWarp - 1) / kWarp + (n / kLongest + 1) * kLanes / kWarp + 1;
         const int64_t all = (warps + kSegmentWarps - 1) / kSegmentWarps;
-        const int64_t blocks = listed ? std::min<int64_t>(all, resident_grid(2 * kBlocks, n)) : all;
+        const int64_t blocks = listed ? min(all, int64_t{resident_grid(2 * kBlocks, n)}) : all;
         LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
         launch_shape.shared_bytes = bytes;
         launch_chained(kernel, launch_shape, stream, tables, update, scratch, memory,

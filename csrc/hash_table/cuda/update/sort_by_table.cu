@@ -11,7 +11,6 @@
 // as many threads, which find room sooner but read their keys twice.
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "common/chain.cuh"
@@ -319,7 +318,7 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
   if (format.wide || compute_capability() < 9) return false;
   const unsigned blocks = blocks_of_table(batch.num_features);
   const int64_t known = static_cast<const volatile UpdateHint*>(hint)->longest_feature;
-  const int64_t longest = std::max(known, batch.num_ids / batch.num_features);
+  const int64_t longest = max(known, batch.num_ids / batch.num_features);
   return blocks * static_cast<unsigned>(batch.num_features) >= kFewBlocks &&
          longest <= int64_t{blocks} * kShare;
 }

@@ -91,7 +91,7 @@ unsigned resident_grid(int blocks_of_processor, int64_t threads) {
   int device = 0, processors = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  return std::min(static_cast<unsigned>(blocks_of_processor * processors), grid_for(threads));
+  return min(static_cast<unsigned>(blocks_of_processor * processors), grid_for(threads));
 }
 
 bool expects_unique_ids(const UpdateHint* hint) {

@@ -1,7 +1,6 @@
 // The output of a lookup from rows in scratch. If most ids repeat, bags gather the rows of their
 // distinct ids. Otherwise the rows of repeated ids are added to the output, which already has the
 // rows of ids that occur once. Only the device knows which applies, so one kernel does both.
-#include <algorithm>
 
 #include "common/scan.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -227,7 +226,7 @@ void launch(const GatherInput& in, const RepeatsInput& repeats, bool always, boo
     if (!always) {
       const int64_t spans = (in.batch.num_ids + kSpan - 1) / kSpan;  // a warp each, if they run
       const int64_t most = int64_t{kMostRunning / threads} * repeats.multiprocessors;
-      blocks = std::max(blocks, std::min((spans * 32 + threads - 1) / threads, most));
+      blocks = max(blocks, min((spans * 32 + threads - 1) / threads, most));
     }
     if (blocks == 0) return;
     launch_chained(kernel, {dim3(static_cast<unsigned>(blocks)), threads}, stream, in, repeats,

@@ -1,5 +1,4 @@
 // The plan of a group of tables, and the index of a batch.
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -17,7 +16,7 @@ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 
 KernelClass class_of(const TableView& table) {
   KernelClass kernel;
-  const int32_t rank = std::max(table.head_r, table.last_r);
+  const int32_t rank = max(table.head_r, table.last_r);
   for (const int candidate : kRanks) {
     if (kernel.rank == 0 && rank <= candidate) kernel.rank = candidate;
   }
@@ -54,9 +53,8 @@ KernelClass class_of(const TableView& table) {
 
 // See quotient in index.cuh.
 uint32_t inverse_of(int64_t slices) {
-  const uint64_t inverse =
-      (uint64_t{1} << 32) / static_cast<uint64_t>(std::max(slices, int64_t{1}));
-  return static_cast<uint32_t>(std::min(inverse, uint64_t{0xffffffff}));
+  const uint64_t inverse = (uint64_t{1} << 32) / static_cast<uint64_t>(max(slices, int64_t{1}));
+  return static_cast<uint32_t>(min(inverse, uint64_t{0xffffffff}));
 }
 
 int32_t number_of(Plan* plan, const KernelClass& kernel) {
@@ -106,13 +104,13 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
     table.first_key = plan.num_keys;
     plan.num_keys += static_cast<uint64_t>(keys);
     plan.num_prefixes += static_cast<int64_t>(prefixes);
-    plan.widest = std::max(plan.widest, (table.dim + 3) / 4 * 4);
+    plan.widest = max(plan.widest, (table.dim + 3) / 4 * 4);
     plan.one_dim = plan.one_dim && table.dim == tables[0].dim;
     plan.vectors = plan.vectors && table.dim % 4 == 0;
     table.middle_blocks = (table.middle_q + 3) / 4;
     table.blocks = (table.head_q + 3) / 4 * table.middle_blocks;
     table.kernel = number_of(&plan, class_of(table));
-    plan.blocks[table.kernel] = std::max(plan.blocks[table.kernel], table.blocks);
+    plan.blocks[table.kernel] = max(plan.blocks[table.kernel], table.blocks);
   }
   return plan;
 }

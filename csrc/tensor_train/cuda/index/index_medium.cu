@@ -4,8 +4,6 @@
 // bounds a radix sort, launches are most of its time.
 #include <cooperative_groups.h>
 
-#include <algorithm>
-
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/block_digits.cuh"
@@ -231,7 +229,7 @@ void index_medium(const Plan& plan, const IndexInput& in, const Index& index, vo
   carve(plan, in.batch, scratch, &exchange);
   const int n = static_cast<int>(in.batch.num_ids);
   const int per = (n + plan.multiprocessors - 1) / plan.multiprocessors;
-  const int threads = std::max(kDigits, (per + 127) / 128 * 128);
+  const int threads = max(kDigits, (per + 127) / 128 * 128);
   int bits = 1;
   while ((uint64_t{1} << bits) <= in.num_keys) ++bits;
   LaunchShape shape = {dim3(static_cast<unsigned>((n + per - 1) / per)), threads};

@@ -5,7 +5,6 @@
 // sums that are too short to lose digits.
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <climits>
 
 #include "common/cuda_check.h"
@@ -38,7 +37,7 @@ constexpr int kSumWarps = 16;  // of a block of sum_runs
 // At least as many as sum_small has.
 int64_t blocks_of(int64_t num_ids) {
   constexpr int64_t kPositions = kSumWarps * kChunk;
-  return std::max<int64_t>((num_ids + kPositions - 1) / kPositions, kCluster);
+  return max((num_ids + kPositions - 1) / kPositions, int64_t{kCluster});
 }
 
 size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) {
@@ -266,7 +265,7 @@ void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_g
   carve(in.num_ids, in.widest, memory, &partials);
   if (in.clusters && in.num_ids <= kSmallBatch) {
     constexpr int64_t kOfWarps = kCluster * kChunk;
-    const int warps = std::max<int>((in.num_ids + kOfWarps - 1) / kOfWarps, 2);
+    const int warps = max(static_cast<int>((in.num_ids + kOfWarps - 1) / kOfWarps), 2);
     auto run = [&](auto kernel) {
       launch_chained(kernel, {dim3(kCluster + kFlagBlocks), warps * 32, 0, kCluster}, stream, in,
                      touch, grad, slot_grads, partials, steps);
@@ -279,7 +278,7 @@ void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_g
                    steps);
   };
   in.unit == 4 ? run(sum_runs<2, kSumWarps>) : run(sum_runs<1, kSumWarps>);
-  const int touching = std::min(static_cast<int>(blocks), kTouching * in.multiprocessors);
+  const int touching = min(static_cast<int>(blocks), kTouching * in.multiprocessors);
   launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, touch, touching, partials,
                  static_cast<int>(blocks), in.widest, slot_grads);
 }
