@@ -25,7 +25,7 @@ from benchmarks.disk import drop_from_cache, sequential_rates
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from torchrec_hkv.serving.row_formats import ROW_FORMATS
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder
+from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 KEYS = ("format", "rows", "dim", "memory")

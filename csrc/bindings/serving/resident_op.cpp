@@ -1,4 +1,5 @@
-// torchrec_hkv::serving_resident: a copy of a table in memory of this process.
+// torchrec_hkv::serving_memory: memory of this process; serving_resident: a copy of a table in it.
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -11,20 +12,32 @@ using namespace runtime;
 namespace {
 
 // In huge pages where the system grants them: ids hit pages at random, and with small ones nearly
-// every row would first have to find its page.
+// every row would first have to find its page. Pages are backed when they are first touched.
+at::Tensor serving_memory(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "bytes is ", bytes, ", but must not be negative.");
+  if (bytes == 0) return at::empty({0}, at::dtype(at::kByte));
+  std::shared_ptr<GrowingMemory> memory = make_growing_memory(Place::kHost, bytes, at::kCPU);
+  memory->grow(bytes);
+  return at::from_blob(
+      memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
+}
+
 at::Tensor serving_resident(const at::Tensor& data) {
   check_dtype(data, "data", at::kByte);
   TORCH_CHECK_VALUE(data.is_contiguous(), "data must be contiguous.");
-  const int64_t bytes = data.numel();
-  std::shared_ptr<GrowingMemory> memory = make_growing_memory(Place::kHost, bytes, at::kCPU);
-  memory->grow(bytes);
-  if (bytes > 0) std::memcpy(memory->data(), data.const_data_ptr<uint8_t>(), bytes);
-  return at::from_blob(memory->data(), data.sizes(), [memory](void*) {}, data.options());
+  at::Tensor copy = serving_memory(data.numel());
+  if (data.numel() > 0) {
+    std::memcpy(copy.data_ptr<uint8_t>(), data.const_data_ptr<uint8_t>(), data.numel());
+  }
+  return copy.view(data.sizes());
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) { m.def("serving_resident(Tensor data) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
+  m.def("serving_memory(int bytes) -> Tensor", &serving_memory);
+  m.def("serving_resident(Tensor data) -> Tensor");
+}
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("serving_resident", &serving_resident); }
 
