@@ -1,6 +1,9 @@
-// torchrec_hkv::serving_memory: memory of this process; serving_resident: a copy of a table in it.
+// Where the tables are: torchrec_hkv::serving_memory gives memory of this process, serving_resident
+// a copy of a table in it, and serving_expect_random prepares a mapped table.
 #include <ATen/ops/empty.h>
+#include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -32,11 +35,22 @@ at::Tensor serving_resident(const at::Tensor& data) {
   return copy.view(data.sizes());
 }
 
+// A page that is not in memory is then read by itself, not with those around it, which may be some
+// megabytes.
+void serving_expect_random(const at::Tensor& data) {
+  TORCH_CHECK_VALUE(data.is_cpu(), "data must be in host memory, but are on ", data.device(), ".");
+  const auto begin = reinterpret_cast<uintptr_t>(data.storage().data());
+  const uintptr_t page = begin / sysconf(_SC_PAGESIZE) * sysconf(_SC_PAGESIZE);
+  // Advice: a system that does not take it is only slower.
+  (void)madvise(reinterpret_cast<void*>(page), begin - page + data.storage().nbytes(), MADV_RANDOM);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_memory(int bytes) -> Tensor", &serving_memory);
   m.def("serving_resident(Tensor data) -> Tensor");
+  m.def("serving_expect_random(Tensor data) -> ()", &serving_expect_random);
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("serving_resident", &serving_resident); }

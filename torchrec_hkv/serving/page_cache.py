@@ -1,0 +1,66 @@
+"""Reads the files of mapped tables into the page cache while the first requests are answered.
+
+A row that is not in the cache is read when it is looked up, which waits for the disk. Reading in
+sequence is faster by orders of magnitude, so it soon overtakes the requests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.serving.table_file import TableFile
+
+_ops = torch.ops.torchrec_hkv
+_PIECE = 8 << 20
+_MEMORY = Path("/proc/meminfo")
+
+
+def warm(folder: Path, files: Sequence[tuple[TableFile, Tensor]]) -> threading.Thread | None:
+    """Prepares mapped tables for lookups at random.
+
+    Args:
+        folder: folder of the files.
+        files: files, each with its index as :meth:`TableFile.map` returned it.
+
+    Returns:
+        A thread that reads the files into the page cache, indexes first. None if they take more
+        than half of the memory that is available: the cache then fills with what is looked up.
+    """
+    for _, index in files:
+        _ops.serving_expect_random(index)
+    if sum(file.num_bytes for file, _ in files) > _available_bytes() // 2:
+        return None
+    ranges = [(folder / file.file, 0, file.rows_at) for file, _ in files]
+    ranges += [(folder / file.file, file.rows_at, file.num_bytes) for file, _ in files]
+    thread = threading.Thread(target=_read, args=(ranges,), name="warm", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(ranges: Sequence[tuple[Path, int, int]]) -> None:
+    for path, begin, end in ranges:
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError:
+            return  # another export has replaced the folder: the mapped file is read on demand
+        try:
+            for at in range(begin, end, _PIECE):
+                os.posix_fadvise(file, at, min(_PIECE, end - at), os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(file)
+
+
+def _available_bytes() -> int:
+    """Memory that can be used without swapping; 0 if the system doesn't tell."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) if found else 0
