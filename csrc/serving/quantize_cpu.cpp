@@ -76,6 +76,11 @@ int room_of(uint16_t half) {
   return (half & 0x7fff) == 0 ? kMostRoom : std::max((half >> 10 & 31) - 1, 0);
 }
 
+// The same of a float.
+int room_of(float x) {
+  return x == 0.0f ? kMostRoom : std::max(static_cast<int>(float_bits(x) >> 23 & 255) - 1, 0);
+}
+
 // Codes of the columns of a row: (column * inverse - offset) / step, rounded, from 0 to `levels`.
 class Coder {
  public:
@@ -148,11 +153,12 @@ class Quantizer {
   int write(const float* row, const Range& range, char* out) const {
     const float inverse = 1.0f / its_.unit;  // exact, as the unit is a power of two
     uint16_t halves[2];                      // scale and offset
-    halves[1] = to_float16(range.low * inverse);
+    const float low = range.low * inverse, high = range.high * inverse;
+    halves[1] = to_float16(low);
     if ((halves[1] & 0x7fff) > kMostHalf) halves[1] = (halves[1] & 0x8000) | kMostHalf;
     const float offset = from_float16(halves[1]);
     // A scale that is rounded down can't represent the row's largest value.
-    const float wanted = (range.high * inverse - offset) / levels_;
+    const float wanted = (high - offset) / levels_;
     halves[0] = to_float16(wanted);
     if (from_float16(halves[0]) < wanted) ++halves[0];
     std::memcpy(out, halves, sizeof(halves));
@@ -176,7 +182,7 @@ class Quantizer {
       }
     }
     for (int64_t at = kQuantizedHeaderBytes + used; at < row_bytes_; ++at) out[at] = 0;
-    return std::min(room_of(halves[0]), room_of(halves[1]));
+    return std::min({room_of(halves[0]), room_of(halves[1]), room_of(low), room_of(high)});
   }
 
   const Quantization& its_;
