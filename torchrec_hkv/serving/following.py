@@ -23,6 +23,7 @@ from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.table_file import TableFile, place_layer
@@ -257,6 +258,8 @@ class NextVersion:
         )
         self.files.append(written)
         index, rows = written.map(folder, self._resident)
+        if self._device.type == "cpu" and not self._resident:
+            warm(folder, [(written, index)])
         return dataclasses.replace(
             table,
             index=index.to(self._device),

@@ -36,24 +36,22 @@ def warm(folder: Path, files: Sequence[tuple[TableFile, Tensor]]) -> threading.T
         _ops.serving_expect_random(index)
     if sum(file.num_bytes for file, _ in files) > _available_bytes() // 2:
         return None
-    ranges = [(folder / file.file, 0, file.rows_at) for file, _ in files]
-    ranges += [(folder / file.file, file.rows_at, file.num_bytes) for file, _ in files]
-    thread = threading.Thread(target=_read, args=(ranges,), name="warm", daemon=True)
+    opened = [os.open(folder / file.file, os.O_RDONLY) for file, _ in files]
+    ends = [(file.rows_at, file.num_bytes) for file, _ in files]
+    thread = threading.Thread(target=_read, args=(opened, ends), name="warm", daemon=True)
     thread.start()
     return thread
 
 
-def _read(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    for path, begin, end in ranges:
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            return  # another export has replaced the folder: the mapped file is read on demand
-        try:
-            for at in range(begin, end, _PIECE):
-                os.posix_fadvise(file, at, min(_PIECE, end - at), os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(file)
+def _read(files: Sequence[int], ends: Sequence[tuple[int, int]]) -> None:
+    """Reads the indexes and then the rows of files, and closes them."""
+    for part in range(2):
+        for file, its in zip(files, ends, strict=True):
+            begin = its[0] if part else 0
+            for at in range(begin, its[part], _PIECE):
+                os.posix_fadvise(file, at, min(_PIECE, its[part] - at), os.POSIX_FADV_WILLNEED)
+    for file in files:
+        os.close(file)
 
 
 def _available_bytes() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import row_formats
-from torchrec_hkv.serving.background_file import BUFFER_BYTES, BackgroundFile
+from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
 from torchrec_hkv.serving.row_formats import RowFormat
-from torchrec_hkv.serving.table_file import BUCKET_BYTES, TableFile, geometry_of
+from torchrec_hkv.serving.table_file import TableFile, geometry_of
 
 _ops = torch.ops.torchrec_hkv
 #: Default memory of a builder for ids and rows, in bytes. The rest goes to a file, sorted by ranges
@@ -86,6 +87,7 @@ class TableBuilder:
         self._spills: list[_Spill] = []
         self._scratch: TemporaryDirectory[str] | None = None
         self._file: BackgroundFile | None = None
+        self._stream: Stream | None = None
 
     @property
     def again(self) -> float | None:
@@ -138,23 +140,22 @@ class TableBuilder:
         made = TableFile(
             path.name, self._entries, blocks, buckets, self._dim, self._format, self._unit, (0, 0)
         )
-        at_a_time = max(1, BUFFER_BYTES // self._row_bytes)
         block = row = 0
-        with contextlib.closing(BackgroundFile(path)) as file:
-            file.truncate(made.num_bytes)
+        with contextlib.closing(BackgroundFile(path, made.num_bytes)) as file:
+            os.truncate(path, made.num_bytes)
+            of_index, of_rows = file.stream(0), file.stream(made.rows_at)
             for ids, rows, chosen, end in self._by_blocks(blocks):
                 index, order = _ops.serving_place(
                     ids.index_select(0, chosen), None, blocks, buckets, block, end - block, row
                 )
-                file.write(index, block * buckets * BUCKET_BYTES, "index")
-                for part in chosen.index_select(0, order).split(at_a_time):
-                    data = file.buffer(part.numel(), self._row_bytes)
-                    _ops.serving_gather(rows, part, data)
-                    file.write(data, made.rows_at + row * self._row_bytes, "rows")
-                    row += part.numel()
-                block = end
+                of_index.append(index.view(torch.uint8).flatten())
+                self._gather(rows, chosen.index_select(0, order), of_rows)
+                block, row = end, row + chosen.numel()
+            of_index.finish()
+            of_rows.finish()
             file.sync()
-            crc32 = file.crc32("index"), file.crc32("rows")
+            crc32 = of_index.crc32, of_rows.crc32
+        self.close()
         return dataclasses.replace(made, crc32=crc32)
 
     def close(self) -> None:
@@ -223,7 +224,7 @@ class TableBuilder:
                 end = min(block + _BLOCKS_AT_A_TIME, blocks)
                 yield ids, rows, order[ends[block] : ends[end]], end
             return
-        self._file.flush()
+        self._stream.finish()
         order, counts = _ops.serving_split(ids, _SPILLED_PARTS)
         held = order.split(counts.tolist())
         left_ids, left_rows = ids[:0], rows[:0]
@@ -239,22 +240,27 @@ class TableBuilder:
         """Moves the entries in memory to the temporary file, sorted by parts."""
         if self._file is None:
             self._scratch = TemporaryDirectory(prefix=".parts-", dir=self._folder)
-            self._file = BackgroundFile(Path(self._scratch.name) / "entries", keeps=False)
+            self._file = BackgroundFile(
+                Path(self._scratch.name) / "entries", self._ids.nbytes + self._rows.nbytes
+            )
+            self._stream = self._file.stream(0)
         order, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
-        at = self._spills[-1].starts[-1] if self._spills else 0
-        starts, at_a_time = [at], max(1, BUFFER_BYTES // self._row_bytes)
+        starts = [self._stream.end]
         for its in order.split(counts.tolist()):
             if its.numel() > 0:
-                self._file.write(self._ids.index_select(0, its), at)
-            at += 8 * its.numel()
-            for piece in its.split(at_a_time):
-                data = self._file.buffer(piece.numel(), self._row_bytes)
-                _ops.serving_gather(self._rows, piece, data)
-                self._file.write(data, at)
-                at += data.numel()
-            starts.append(at)
+                ids = self._ids.index_select(0, its)
+                self._stream.append(ids.view(torch.uint8))
+                self._gather(self._rows, its, self._stream)
+            starts.append(self._stream.end)
         self._spills.append(_Spill(self._unit, starts, counts.tolist()))
         self._held = 0
+
+    def _gather(self, rows: Tensor, order: Tensor, stream: Stream) -> None:
+        """Writes rows in an order."""
+        for piece in order.split(max(1, PIECE_BYTES // self._row_bytes)):
+            data = stream.memory(piece.numel() * self._row_bytes)
+            _ops.serving_gather(rows, piece, data.view(-1, self._row_bytes))
+            stream.write(data.numel())
 
     def _part(
         self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
@@ -271,8 +277,8 @@ class TableBuilder:
             if n == 0:
                 continue
             its = rows[at : at + n]
-            self._file.read(ids[at : at + n], start)
-            self._file.read(its, start + 8 * n)
+            self._file.read(ids[at : at + n].view(torch.uint8), start)
+            self._file.read(its.flatten(), start + 8 * n)
             if self._is_quantised and spill.unit != self._unit:
                 _ops.serving_lower(its, _doublings(spill.unit, self._unit))
             at += n
