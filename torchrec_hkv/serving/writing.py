@@ -89,8 +89,8 @@ def export(
         deltas: the folder of a ``DeltaWriter`` that has just written the present state of the
             model. :func:`torchrec_hkv.serving.follow` then begins with the next delta. None: it
             begins with the chain's base.
-        memory_bytes: memory for ids and rows of a table, in bytes. The rest goes through temporary
-            files in the folder.
+        memory_bytes: memory for ids and rows of a table, in its row format, in bytes. The rest goes
+            through a temporary file in the folder.
         package: whether to also compile the program for the CPU, as an AOTInductor package for C++
             programs (``package.pt2``). This needs a C++ compiler and about a minute, and supports
             no tables that are written as cores.
