@@ -21,8 +21,7 @@ at::Tensor serving_memory(int64_t bytes) {
   if (bytes == 0) return at::empty({0}, at::dtype(at::kByte));
   std::shared_ptr<GrowingMemory> memory = make_growing_memory(Place::kHost, bytes, at::kCPU);
   memory->grow(bytes);
-  return at::from_blob(
-      memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
+  return at::from_blob(memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
 }
 
 at::Tensor serving_resident(const at::Tensor& data) {
