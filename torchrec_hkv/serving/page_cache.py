@@ -21,22 +21,34 @@ _PIECE = 8 << 20
 _MEMORY = Path("/proc/meminfo")
 
 
-def warm(folder: Path, files: Sequence[tuple[TableFile, Tensor]]) -> threading.Thread | None:
+def warm(
+    folder: Path, files: Sequence[tuple[TableFile, Tensor]], available: int | None = None
+) -> threading.Thread | None:
     """Prepares mapped tables for lookups at random.
 
     Args:
         folder: folder of the files.
         files: files, each with its index as :meth:`TableFile.map` returned it.
+        available: memory that is available, in bytes; None: what the system tells.
 
     Returns:
         A thread that reads the files into the page cache, indexes first. None if they take more
-        than half of the memory that is available: the cache then fills with what is looked up.
+        than half of the memory that is available, or another export has replaced them: the cache
+        then fills with what is looked up.
     """
     for _, index in files:
         _ops.serving_expect_random(index)
-    if sum(file.num_bytes for file, _ in files) > _available_bytes() // 2:
+    available = _available_bytes() if available is None else available
+    if sum(file.num_bytes for file, _ in files) > available // 2:
         return None
-    opened = [os.open(folder / file.file, os.O_RDONLY) for file, _ in files]
+    opened: list[int] = []
+    try:
+        for file, _ in files:
+            opened.append(os.open(folder / file.file, os.O_RDONLY))
+    except OSError:
+        for number in opened:
+            os.close(number)
+        return None
     ends = [(file.rows_at, file.num_bytes) for file, _ in files]
     thread = threading.Thread(target=_read, args=(opened, ends), name="warm", daemon=True)
     thread.start()
