@@ -39,7 +39,7 @@ from torchrec import (
 
 from benchmarks.environment import report
 from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
-from torchrec_hkv.serving.table_file import TableBuilder
+from torchrec_hkv.serving.table_builder import TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 BAG = 20

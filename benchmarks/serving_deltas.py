@@ -68,7 +68,8 @@ def _features(ids: Tensor) -> KeyedJaggedTensor:
     )
 
 
-def _sharded(args: argparse.Namespace) -> nn.Module:
+def sharded(args: argparse.Namespace) -> nn.Module:
+    """The model with one hash table for ``args.rows`` rows of ``args.dim`` columns."""
     model = Model(args.rows, args.dim)
     apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.1})
     sharders = get_default_sharders()
@@ -83,7 +84,7 @@ def _sharded(args: argparse.Namespace) -> nn.Module:
 def write(args: argparse.Namespace, folder: Path) -> None:
     """Writes an exported model, and a chain of deltas after it. ``newest`` has the chain's file
     ``deltas.json`` as it was after each."""
-    model = _sharded(args)
+    model = sharded(args)
     optimizer = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
     writer = checkpoint.DeltaWriter(model, folder / "written", states=False)
 

@@ -1,59 +1,106 @@
 """Building of a table for serving, and how soon it is ready, beside the rate of the disk.
 
     python -m benchmarks serving_loading --out benchmarks/results/serving_loading.csv
+    python -m benchmarks serving_loading --checkpoint --out benchmarks/results/serving_loading.csv
 
 Random float32 rows with ids of 64 bits are added to a table in batches, as an export does it, with
-``--memory`` bytes of memory. ``build_s`` is the time until the file is on the disk, less the time
-that the rows took to make; ``build_ratio`` is the file's rate over the rate at which as many bytes
-are written in sequence, and synced, in the same run. The file is then dropped from the page cache
-and mapped: ``ready_s`` is the time until the first request of 2,000 ids is answered, ``map_ms`` the
-part of it before the request. ``resident_s`` is the time to read the file into memory instead,
-``resident_ratio`` its rate over that of reading in sequence.
+``--memory`` bytes of memory; with ``--checkpoint`` they come from a checkpoint of a hash table.
+``build_s`` is the time until the file is on the disk, less the time that the rows took to make.
+``build_ratio`` is the time that the disk takes to read the checkpoint and to write as many bytes as
+the table has, in sequence and synced, in the same run, over ``build_s``. The file is then dropped
+from the page cache and mapped: ``ready_s`` is the time until the first request of 2,000 ids is
+answered, ``map_ms`` the part of it before the request. ``resident_s`` is the time to read the file
+into memory instead, ``resident_ratio`` its rate over that of reading in sequence.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.disk import drop_from_cache, sequential_rates
 from benchmarks.environment import report
 from benchmarks.ids import hashed
+from benchmarks.ranks import joined_ranks
+from benchmarks.serving_deltas import sharded
+from torchrec_hkv import checkpoint
+from torchrec_hkv.serving.checkpoints import Checkpoint
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.row_formats import ROW_FORMATS
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder
+from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder, build_table
+from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
-KEYS = ("format", "rows", "dim", "memory")
+KEYS = ("source", "format", "rows", "dim", "memory")
 _BATCH, _IDS = 1 << 17, 2000
+_TABLE = "ebc.embedding_bags.t"
 
 
-def build(args: argparse.Namespace, folder: Path) -> tuple[object, float]:
-    """Builds the table; returns its description and the seconds that it took."""
+def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and rows of the table."""
     generator = torch.Generator().manual_seed(1)
-    builder = TableBuilder(args.dim, args.format, folder, args.memory)
-    spent = 0.0
     for first in range(0, args.rows, _BATCH):
         ids = hashed(torch.arange(first, min(first + _BATCH, args.rows)))
-        rows = torch.empty(ids.numel(), args.dim).uniform_(-1, 1, generator=generator)
+        yield ids, torch.empty(ids.numel(), args.dim).uniform_(-1, 1, generator=generator)
+
+
+def build(args: argparse.Namespace, folder: Path) -> tuple[TableFile, float]:
+    """Builds the table; returns its description and the seconds that it took."""
+    spent = 0.0
+    with TableBuilder(args.dim, args.format, folder, args.memory) as builder:
+        for ids, rows in batches(args):
+            began = time.perf_counter()
+            builder.add(ids, rows)
+            spent += time.perf_counter() - began
         began = time.perf_counter()
-        builder.add(ids, rows)
-        spent += time.perf_counter() - began
-    began = time.perf_counter()
-    made = builder.finish(folder / "rows.table")
+        made = builder.finish(folder / "rows.table")
     return made, spent + time.perf_counter() - began
+
+
+def save(args: argparse.Namespace, folder: Path) -> int:
+    """Saves a model with the table to ``checkpoint``; returns the bytes of the table's files."""
+    with joined_ranks(torch.device("cpu")):
+        model = sharded(args)
+        checkpoint.import_rows(model, _TABLE, batches(args))
+        checkpoint.save(folder / "checkpoint", model)
+        del model
+    os.sync()
+    drop_from_cache(folder)
+    tables = (folder / "checkpoint" / "tables").rglob("*")
+    return sum(path.stat().st_size for path in tables if path.is_file())
+
+
+def build_from_checkpoint(args: argparse.Namespace, folder: Path) -> tuple[TableFile, float]:
+    """As :func:`build`, from what :func:`save` wrote."""
+    began = time.perf_counter()
+    made = build_table(
+        lambda: Checkpoint(folder / "checkpoint").entries(_TABLE),
+        args.dim,
+        args.format,
+        folder / "rows.table",
+        args.memory,
+    )
+    return made, time.perf_counter() - began
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """The row of the benchmark."""
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        made, build_s = build(args, folder)
+        saved = save(args, folder) if args.checkpoint else 0
+        made, build_s = (build_from_checkpoint if args.checkpoint else build)(args, folder)
         size = made.num_bytes
+        if args.checkpoint:
+            shutil.rmtree(folder / "checkpoint")
         (scratch := folder / "sequential").mkdir()
         rates = sequential_rates(scratch, min(size, args.sequential), 1, direct=args.direct)
         generator = torch.Generator().manual_seed(2)
@@ -63,6 +110,8 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             drop_from_cache(folder)
             began = time.perf_counter()
             index, rows = made.map(folder, resident)
+            if not resident:
+                reading.append(warm(folder, [(made, index)]))
             table = ReadOnlyTable("t", args.dim, args.format, index, rows, made.unit)
             tables = ReadOnlyTables([table])
             mapped = time.perf_counter() - began
@@ -72,15 +121,20 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 raise RuntimeError(f"{int(tables.counters[0, 1])} ids are unknown")
             return mapped, ready
 
+        reading: list[threading.Thread | None] = []
         map_s, ready_s = timed(False)
+        for thread in filter(None, reading):
+            thread.join()
         resident_s = timed(True)[0]
     yield {
+        "source": "checkpoint" if args.checkpoint else "memory",
         "format": args.format,
         **{"rows": args.rows, "dim": args.dim, "memory": args.memory},
         "bytes": size,
+        "read_bytes": saved,
         "build_s": round(build_s, 2),
         "disk_write_gb_s": round(rates.write / 1e9, 3),
-        "build_ratio": round(size / build_s / rates.write, 3),
+        "build_ratio": round((saved / rates.read + size / rates.write) / build_s, 3),
         "map_ms": round(1e3 * map_s, 2),
         "ready_s": round(ready_s, 3),
         "resident_s": round(resident_s, 2),
@@ -99,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dim", type=int, default=64)
     add("--format", choices=ROW_FORMATS, default="int8", help="(default: int8)")
     add("--memory", type=int, default=MEMORY_BYTES, help="of the builder, in bytes")
+    add("--checkpoint", action="store_true", help="build from a checkpoint")
     add("--sequential", type=int, default=4 << 30, help="bytes to find the disk's rate by")
     add("--direct", action="store_true", help="which is found past the page cache")
     add("--threads", type=int, default=1)

@@ -20,8 +20,8 @@ inline void prefetch_line(const void* at) {
   asm volatile("");
 }
 
-// Position of an id in a bucket, or -1.
-inline int position_of(const Bucket& bucket, int64_t id) {
+// The positions of an id in a bucket, a bit each.
+inline uint32_t matches(const Bucket& bucket, int64_t id) {
 #ifdef __AVX2__
   const __m256i wanted = _mm256_set1_epi64x(id);
   const auto* vectors = reinterpret_cast<const __m256i*>(&bucket);
@@ -29,13 +29,18 @@ inline int position_of(const Bucket& bucket, int64_t id) {
     return static_cast<uint32_t>(_mm256_movemask_pd(
         _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_load_si256(from), wanted))));
   };
-  uint32_t matches = (match(vectors) | match(vectors + 1) << 4) >> 1;
+  uint32_t found = (match(vectors) | match(vectors + 1) << 4) >> 1;
 #else
-  uint32_t matches = 0;
-  for (int k = 0; k < kBucketIds; ++k) matches |= uint32_t{bucket.ids[k] == id} << k;
+  uint32_t found = 0;
+  for (int k = 0; k < kBucketIds; ++k) found |= uint32_t{bucket.ids[k] == id} << k;
 #endif
-  matches &= (1u << count_of(bucket.header)) - 1;
-  return matches == 0 ? -1 : __builtin_ctz(matches);
+  return found & ((1u << count_of(bucket.header)) - 1);
+}
+
+// Position of an id in a bucket, or -1.
+inline int position_of(const Bucket& bucket, int64_t id) {
+  const uint32_t found = matches(bucket, id);
+  return found == 0 ? -1 : __builtin_ctz(found);
 }
 
 // A row that is read some hundred rows later: into the second-level cache, as the first has no

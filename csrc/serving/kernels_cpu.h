@@ -29,4 +29,43 @@ enum class Placed { kYes, kForeignId, kRepeatedId, kFull };
 // Fills buckets. The result other than kYes says why not, of the id `*at`.
 Placed place(const Placement& placement, int64_t* at, int threads);
 
+// Rows to be converted to 8 or 4 bits.
+struct Quantization {
+  const float* rows;  // [n, dim]
+  int64_t n;
+  int32_t dim;
+  RowFormat format;
+  float unit;   // a power of two
+  float limit;  // the largest absolute value that this unit is for
+  char* out;    // [n, row bytes]
+};
+
+struct Quantized {
+  int64_t rows;   // rows before the first with a value beyond the limit, or one that is not finite
+  float largest;  // largest absolute value of that row
+  int room;       // doublings of the unit that all rows before can take: see lower()
+};
+
+// Converts rows up to one beyond the limit. What is behind it may have been written too.
+Quantized quantize(const Quantization& its, int threads);
+
+// Converts quantized rows to a unit that is larger by a power of two. They are what quantize()
+// would have made of their values with that unit, if they have room for so many doublings.
+void lower(char* rows, int64_t n, int64_t row_bytes, int doublings);
+
+// Rows to be copied: row `order[i]` to place i.
+struct Gathered {
+  const char* rows;
+  const int64_t* order;  // [n]
+  int64_t n;
+  int64_t row_bytes;
+  char* out;  // [n, row_bytes]
+};
+
+void gather(const Gathered& its, int threads);
+
+// Sorts ids by parts, each a range of blocks, and else leaves their order. order: out, [n], their
+// numbers. counts: out, [parts].
+void split(const int64_t* ids, int64_t n, uint32_t parts, int64_t* order, int64_t* counts);
+
 }  // namespace torchrec_hkv::serving::cpu

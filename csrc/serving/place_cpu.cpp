@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "serving/find_cpu.h"
 #include "serving/kernels_cpu.h"
 
 namespace torchrec_hkv::serving::cpu {
@@ -13,30 +14,41 @@ namespace {
 constexpr int kMostMoves = 20000;
 constexpr int32_t kFree = -1;
 
-// The ids of one block, by their numbers in `members`.
+// The ids of one block at a time, by their numbers in `members`.
 class Block {
  public:
-  Block(const Placement& placement, const int64_t* members, int64_t n)
-      : ids_(placement.ids),
-        members_(members),
-        n_(n),
+  explicit Block(const Placement& placement)
+      : placement_(placement),
         buckets_(placement.geometry.block_buckets),
-        choices_(n),
-        places_(buckets_ * kBucketIds, kFree),
-        counts_(buckets_, 0),
-        spilled_(buckets_, false) {}
+        places_(buckets_ * kBucketIds),
+        counts_(buckets_),
+        spilled_(buckets_) {}
 
-  // kYes, or kRepeatedId or kFull and the number of the id.
+  // Begins with the next block.
+  void take(const int64_t* members, int64_t n) {
+    members_ = members;
+    n_ = n;
+    random_ = 1;
+    ids_.resize(n);
+    choices_.resize(n);
+    for (int64_t i = 0; i < n; ++i) {
+      ids_[i] = placement_.ids[members[i]];
+      const Choice choice = choose_in_block(mix_of_id(ids_[i]), static_cast<uint32_t>(buckets_));
+      choices_[i] = {static_cast<uint32_t>(choice.first), static_cast<uint32_t>(choice.second)};
+    }
+    std::fill(counts_.begin(), counts_.end(), 0);
+  }
+
+  // kYes, or kFull and the number of the id.
   Placed place(int64_t* at) {
     // Ids that find their first bucket full wait: fewest are then in their second one.
-    std::vector<int32_t> waiting;
+    waiting_.clear();
     for (int64_t i = 0; i < n_; ++i) {
-      choices_[i] = choose_in_block(mix_of_id(id(i)), buckets_);
       if (!put(choices_[i].first, static_cast<int32_t>(i))) {
-        waiting.push_back(static_cast<int32_t>(i));
+        waiting_.push_back(static_cast<int32_t>(i));
       }
     }
-    for (const int32_t i : waiting) {
+    for (const int32_t i : waiting_) {
       if (!settle(i)) return *at = members_[i], Placed::kFull;
     }
     return Placed::kYes;
@@ -45,22 +57,35 @@ class Block {
   // Whether an id is there twice: both are in one of the same two buckets.
   bool find_repeated(int64_t* at) const {
     for (int64_t i = 0; i < n_; ++i) {
-      for (const int64_t bucket : {choices_[i].first, choices_[i].second}) {
+      for (const uint32_t bucket : {choices_[i].first, choices_[i].second}) {
         for (int k = 0; k < counts_[bucket]; ++k) {
           const int32_t other = places_[bucket * kBucketIds + k];
-          if (other != i && id(other) == id(i)) return *at = members_[i], true;
+          if (other != i && ids_[other] == ids_[i]) return *at = members_[i], true;
         }
       }
     }
     return false;
   }
 
-  void write(Bucket* out, int64_t first_row, int64_t* order, const bool* erased) {
-    for (int64_t i = 0; i < n_; ++i) spilled_[choices_[i].first] = false;
+  // The same, in buckets that were written.
+  bool find_repeated(const Bucket* written, int64_t* at) const {
+    for (int64_t i = 0; i < n_; ++i) {
+      const auto [first, second] = choices_[i];
+      const uint32_t found = matches(written[first], ids_[i]) | matches(written[second], ids_[i])
+                                                                    << kBucketIds;
+      // Where a block has one bucket, that is both.
+      const uint32_t its = first == second ? found & ((1u << kBucketIds) - 1) : found;
+      if ((its & (its - 1)) != 0) return *at = members_[i], true;
+    }
+    return false;
+  }
+
+  void write(Bucket* out, int64_t first_row, int64_t* order) {
+    std::fill(spilled_.begin(), spilled_.end(), 0);
     for (int64_t bucket = 0; bucket < buckets_; ++bucket) {
       for (int k = 0; k < counts_[bucket]; ++k) {
-        const int64_t first = choices_[places_[bucket * kBucketIds + k]].first;
-        if (first != bucket) spilled_[first] = true;
+        const uint32_t first = choices_[places_[bucket * kBucketIds + k]].first;
+        if (first != bucket) spilled_[first] = 1;
       }
     }
     int64_t row = 0;
@@ -72,9 +97,12 @@ class Block {
       for (int k = 0; k < kBucketIds; ++k) {
         to.ids[k] = 0;
         if (k >= counts_[bucket]) continue;
-        const int64_t member = members_[places_[bucket * kBucketIds + k]];
-        to.ids[k] = ids_[member];
-        if (erased != nullptr && erased[member]) header |= uint64_t{1} << (kErasedShift + k);
+        const int32_t i = places_[bucket * kBucketIds + k];
+        const int64_t member = members_[i];
+        to.ids[k] = ids_[i];
+        if (placement_.erased != nullptr && placement_.erased[member]) {
+          header |= uint64_t{1} << (kErasedShift + k);
+        }
         order[row++] = member;
       }
       to.header = header;
@@ -82,21 +110,23 @@ class Block {
   }
 
  private:
-  int64_t id(int64_t i) const { return ids_[members_[i]]; }
+  struct Buckets {
+    uint32_t first, second;
+  };
 
-  bool put(int64_t bucket, int32_t i) {
+  bool put(uint32_t bucket, int32_t i) {
     if (counts_[bucket] == kBucketIds) return false;
     places_[bucket * kBucketIds + counts_[bucket]++] = i;
     return true;
   }
 
-  int64_t other(int32_t i, int64_t bucket) const {
+  uint32_t other(int32_t i, uint32_t bucket) const {
     return choices_[i].first == bucket ? choices_[i].second : choices_[i].first;
   }
 
   // Cuckoo hashing: an id whose other bucket has room makes way; where there is none, any does.
   bool settle(int32_t i) {
-    int64_t bucket = choices_[i].second;
+    uint32_t bucket = choices_[i].second;
     for (int moves = 0; moves < kMostMoves; ++moves) {
       if (put(bucket, i)) return true;
       int32_t* const here = &places_[bucket * kBucketIds];
@@ -110,14 +140,14 @@ class Block {
     return false;
   }
 
-  const int64_t* const ids_;
-  const int64_t* const members_;
-  const int64_t n_;
+  const Placement& placement_;
   const int64_t buckets_;
-  std::vector<Choice> choices_;
-  std::vector<int32_t> places_;
-  std::vector<uint8_t> counts_;
-  std::vector<bool> spilled_;
+  const int64_t* members_ = nullptr;
+  int64_t n_ = 0;
+  std::vector<int64_t> ids_;
+  std::vector<Buckets> choices_;
+  std::vector<int32_t> places_, waiting_;
+  std::vector<uint8_t> counts_, spilled_;
   uint64_t random_ = 1;
 };
 
@@ -143,17 +173,20 @@ Placed place(const Placement& placement, int64_t* at, int threads) {
   std::atomic<int> result{static_cast<int>(Placed::kYes)};
   std::atomic<int64_t> failed{0};
   parallel_for(placement.blocks, 1, threads, [&](int64_t begin, int64_t end) {
+    Block block(placement);
     for (int64_t number = begin; number < end; ++number) {
       const int64_t first = starts[number], n = starts[number + 1] - first;
       int64_t id = 0;
       Placed placed = Placed::kFull;
       if (n <= int64_t{placement.geometry.block_buckets} * kBucketIds) {
-        Block block(placement, members.data() + first, n);
+        block.take(members.data() + first, n);
         placed = block.place(&id);
-        if (block.find_repeated(&id)) placed = Placed::kRepeatedId;
         if (placed == Placed::kYes) {
-          block.write(placement.buckets + number * placement.geometry.block_buckets,
-                      placement.first_row + first, placement.order + first, placement.erased);
+          Bucket* const out = placement.buckets + number * placement.geometry.block_buckets;
+          block.write(out, placement.first_row + first, placement.order + first);
+          if (block.find_repeated(out, &id)) placed = Placed::kRepeatedId;
+        } else if (block.find_repeated(&id)) {
+          placed = Placed::kRepeatedId;
         }
       } else {
         id = members[first];

@@ -9,13 +9,16 @@ import pytest
 from benchmarks import serving_loading
 
 
-def test_rows(tmp_path):
+@pytest.mark.parametrize("source", ["memory", "checkpoint"])
+def test_rows(source, tmp_path):
     out = tmp_path / "out.csv"
     sizes = ["--rows", "3000", "--dim", "16", "--memory", "40000", "--sequential", "1000000"]
+    sizes += ["--checkpoint"] if source == "checkpoint" else []
     serving_loading.main([*sizes, "--folder", str(tmp_path), "--out", str(out)])
     with out.open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert row["format"] == "int8"
+    assert (row["source"], row["format"]) == (source, "int8")
+    assert (int(row["read_bytes"]) > 3000 * 64) == (source == "checkpoint")
     assert int(row["bytes"]) > 3000 * 20
     assert float(row["build_s"]) > 0
     assert float(row["map_ms"]) > 0

@@ -1,8 +1,10 @@
-"""One exported model for all tests that only serve it."""
+"""One exported model for all tests that only serve it, and a disk that is soon full."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,20 @@ def served(
     folder, want = _MADE[0]
     shutil.copytree(folder, tmp_path / "model")
     return tmp_path / "model", want
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    (folder := tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 << 20}", "none", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs the command mount")
+    if done.returncode:
+        pytest.skip(f"may not mount a file system: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

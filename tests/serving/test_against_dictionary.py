@@ -138,7 +138,7 @@ def test_pooled(data):
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 def test_many_ids(row_format, tmp_path: Path):
     """More than one block, in the file and spilled to parts."""
-    from torchrec_hkv.serving.table_file import TableBuilder
+    from torchrec_hkv.serving.table_builder import TableBuilder
 
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(-(1 << 63), (1 << 63) - 1, (70_000,), generator=generator).unique()

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,25 +15,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from tests.support.served import batch_of, make_served, outputs_of, train
 from torchrec_hkv import checkpoint, serving
 
-DISK = 4 << 20
 FULL = os.strerror(errno.ENOSPC)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes."""
-    (folder := tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("needs the command mount")
-    if done.returncode:
-        pytest.skip(f"may not mount a file system: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def leave(disk: Path, free: int) -> None:

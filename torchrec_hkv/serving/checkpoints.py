@@ -24,6 +24,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     entry_bytes,
     manifest_fields,
 )
+from torchrec_hkv.serving.background_file import read_ahead
 
 _BATCH_BYTES = 32 << 20
 _PIECE = 1 << 22
@@ -80,7 +81,8 @@ class Checkpoint:
         return max(shard.columns[1] for shard in self.record.tables[table].shards)
 
     def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields ids and float32 rows of a whole table with files of its own.
+        """Yields ids and float32 rows of a whole table with files of its own. Rows are valid until
+        the next batch.
 
         Raises:
             ValueError: a file is damaged or missing, or column shards of a table hold different
@@ -110,7 +112,7 @@ class Checkpoint:
         by_begin: dict[int, list[Columns]] = {}
         for shard in sorted(self.record.tables[table].shards, key=lambda its: its.columns[0]):
             manifest = self._manifest(shard)
-            batches = list(self._batches(shard))
+            batches = [(ids, rows.clone()) for ids, rows in self._batches(shard)]
             width = shard.columns[1] - shard.columns[0]
             left = [torch.empty(0, dtype=torch.int64)]
             if manifest.changes is not None:
@@ -149,11 +151,14 @@ class Checkpoint:
         return manifest
 
     def _batches(self, shard: TableShardRecord) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and rows of a shard; rows are valid until the next batch."""
         manifest = self._manifest(shard)
         folder, fields = self._folder / shard.folder, manifest_fields(manifest)
         for file in manifest.shards:
+            # One batch is read while another is used.
+            stagings = [Staging(fields, _batch(file, fields)) for _ in range(2)]
             with ShardReader(folder / file.file, fields, file) as reader:
-                for batch in reader.verified_batches(Staging(fields, _batch(file, fields))):
+                for batch in read_ahead(reader.verified_batches(*stagings)):
                     yield batch["ids"].clone(), dequantised(batch)["rows"].float()
 
     # -- tensors ----------------------------------------------------------------------------------

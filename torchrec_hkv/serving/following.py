@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +23,10 @@ from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.served_program import ServedProgram
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, TableFile, place_layer
+from torchrec_hkv.serving.table_builder import build_table
+from torchrec_hkv.serving.table_file import TableFile, place_layer
 from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
@@ -251,18 +253,13 @@ class NextVersion:
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
         """Builds a table from a base."""
-        builder = TableBuilder(table.dim, table.row_format, folder, MEMORY_BYTES)
-        if self._checkpoint.has_files(table.name):
-            for ids, rows in self._checkpoint.entries(table.name):
-                self._check_dim(table, rows)
-                builder.add(ids, rows)
-        else:
-            weight = self._weight(table)
-            for ids in torch.arange(weight.shape[0]).split(_PIECE):
-                builder.add(ids, weight[ids].float())
-        written = builder.finish(folder / name)
+        written = build_table(
+            lambda: self._entries(table), table.dim, table.row_format, folder / name
+        )
         self.files.append(written)
         index, rows = written.map(folder, self._resident)
+        if self._device.type == "cpu" and not self._resident:
+            warm(folder, [(written, index)])
         return dataclasses.replace(
             table,
             index=index.to(self._device),
@@ -272,6 +269,17 @@ class NextVersion:
             changed_rows=None,
             changes=None,
         )
+
+    def _entries(self, table: ReadOnlyTable) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and rows of a table in a base."""
+        if self._checkpoint.has_files(table.name):
+            for ids, rows in self._checkpoint.entries(table.name):
+                self._check_dim(table, rows)
+                yield ids, rows
+            return
+        weight = self._weight(table)
+        for ids in torch.arange(weight.shape[0]).split(_PIECE):
+            yield ids, weight[ids].float()
 
     def _changed(self, number: int, table: ReadOnlyTable) -> ReadOnlyTable:
         """Adds the changes of a delta to a table."""

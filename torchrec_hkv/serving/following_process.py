@@ -30,6 +30,7 @@ from torchrec_hkv.serving import ops  # noqa: F401, registers what the program c
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.manifest import Manifest
 from torchrec_hkv.serving.model import ServingModel, Version, open_tables
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -165,6 +166,8 @@ class ProcessFollower(Follower):
         for number, fields in enumerate(message["base_files"]):
             file = TableFile(**{**fields, "crc32": tuple(fields["crc32"])})
             index, rows = file.map(folder, model.resident)
+            if model.device.type == "cpu" and not model.resident:
+                warm(folder, [(file, index)])
             tables[number] = dataclasses.replace(
                 tables[number],
                 index=index.to(model.device),

@@ -17,6 +17,7 @@ from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
 from torchrec_hkv.serving.metrics import Latencies, family, labelled
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup, TTShape
@@ -321,7 +322,11 @@ def open_tables(
     verify: bool = False,
 ) -> list[ReadOnlyTable]:
     """Opens the tables of an exported model; the arguments are those of :func:`load`."""
-    return [_open_table(folder, record, device, resident, verify) for record in manifest.tables]
+    records = manifest.tables
+    tables = [_open_table(folder, record, device, resident, verify) for record in records]
+    if device.type == "cpu" and not resident:
+        warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
+    return tables
 
 
 def _open_table(

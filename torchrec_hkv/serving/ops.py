@@ -85,3 +85,18 @@ def _(ids: Tensor, blocks: int) -> Tensor:
 @torch.library.register_fake("torchrec_hkv::serving_resident")
 def _(data: Tensor) -> Tensor:
     return torch.empty_like(data)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_lower")
+def _(data: Tensor, doublings: int) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::serving_gather")
+def _(data: Tensor, order: Tensor, out: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::serving_split")
+def _(ids: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), ids.new_empty(parts)

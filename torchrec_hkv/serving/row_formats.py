@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from torchrec_hkv.serving import ops  # noqa: F401  registers the ops
+
+_ops = torch.ops.torchrec_hkv
 
 #: Bits of a code in quantised formats, which have one scale and one offset a row.
 RowFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
@@ -15,9 +19,15 @@ RowFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_LEVELS = {"int8": 255, "int4": 15}
+#: Largest code of quantised formats.
+LEVELS = {"int8": 255, "int4": 15}
+_BITS = {"int8": 8, "int4": 4}
 _HEADER_BYTES = 4
 _HALF_MAX = torch.finfo(torch.float16).max
+# Offsets are at most so many units.
+_MOST_UNITS = 2.0**10
+#: The unit of rows without values can be doubled so often, which is without limit.
+MOST_ROOM = 1 << 30
 
 
 def check_row_format(value: object, name: str = "rows") -> RowFormat:
@@ -78,36 +88,63 @@ def to_bytes(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:
     Returns:
         uint8 ``[n, row_bytes]``.
     """
-    size = row_bytes(row_format, rows.shape[1])
+    rows = rows.contiguous()
+    data = torch.empty(
+        rows.shape[0], row_bytes(row_format, rows.shape[1]), dtype=torch.uint8, device=rows.device
+    )
     if row_format in _DTYPES:
-        data = rows.to(_DTYPES[row_format]).contiguous().view(torch.uint8)
-    else:
-        data = torch.cat(_quantised(rows.float(), row_format, unit), dim=1)
-    if data.shape[1] < size:
-        data = functional.pad(data, (0, size - data.shape[1]))
-    return data.contiguous()
+        convert_into(rows, row_format, data)
+        return data
+    bits = _BITS[row_format]
+    done, _, _ = _ops.serving_quantize(rows.float(), bits, unit, math.inf, data)
+    if done < rows.shape[0]:
+        raise ValueError(f"rows must be finite, but number {done} is not.")
+    return data
 
 
-def _quantised(rows: Tensor, row_format: RowFormat, unit: float) -> tuple[Tensor, Tensor]:
-    levels = _LEVELS[row_format]
-    units = rows / unit
-    low, high = units.aminmax(dim=1, keepdim=True)
-    offset = low.half().clamp(-_HALF_MAX, _HALF_MAX)
-    # A scale that is rounded down can't represent the row's largest value.
-    wanted = (high - offset.float()) / levels
-    scale = wanted.half()
-    scale = torch.where(scale.float() < wanted, _next_up(scale), scale)
-    step = torch.where(scale == 0, torch.ones_like(scale), scale).float()
-    codes = units.sub_(offset.float()).div_(step).round_().clamp_(0, levels).to(torch.uint8)
-    if row_format == "int4":
-        codes = functional.pad(codes, (0, codes.shape[1] % 2))
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return torch.cat([scale, offset], dim=1).view(torch.uint8), codes
+def convert_into(rows: Tensor, row_format: RowFormat, data: Tensor) -> None:
+    """Like :func:`to_bytes` for formats that are not quantised, into contiguous memory."""
+    dtype, dim = _DTYPES[row_format], rows.shape[1]
+    columns = data.view(dtype)
+    columns[:, :dim] = rows
+    columns[:, dim:] = 0
 
 
-def _next_up(values: Tensor) -> Tensor:
-    """Rounds non-negative values up to float16."""
-    return (values.view(torch.int16) + 1).view(torch.float16)
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """What :func:`quantise_into` did.
+
+    Attributes:
+        rows: the number of rows before the first that needs a larger unit or is not finite.
+        largest: largest absolute value of that row.
+        room: how often the unit of the rows before can be doubled so that they need only be
+            lowered, by ``serving_lower``.
+    """
+
+    rows: int
+    largest: float
+    room: int
+
+
+def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Tensor) -> Quantised:
+    """Like :func:`to_bytes` for quantised formats, into memory, with the unit for the largest value
+    so far.
+
+    Args:
+        rows: float32 ``[n, dim]``, contiguous.
+        row_format: format of the result.
+        largest: largest absolute value of these rows and of those before, as far as it is known.
+        data: uint8 ``[n, row_bytes]``, contiguous.
+    """
+    unit = unit_for(largest)
+    limit = _MOST_UNITS * unit if largest > 0.0 else 0.0
+    return Quantised(*_ops.serving_quantize(rows, _BITS[row_format], unit, limit, data))
+
+
+def largest_of(rows: Tensor) -> float:
+    """Largest absolute value of rows; not finite if a value is not."""
+    low, high = rows.aminmax()
+    return float(torch.maximum(-low, high))
 
 
 def from_bytes(data: Tensor, row_format: RowFormat, dim: int, unit: float = 1.0) -> Tensor:

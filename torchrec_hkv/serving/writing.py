@@ -35,7 +35,7 @@ from torchrec_hkv.serving.model_tables import (
 )
 from torchrec_hkv.serving.packaging import write_package
 from torchrec_hkv.serving.sources import ZEROS
-from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder
+from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tracing import (
     Current,
     Output,
@@ -89,8 +89,8 @@ def export(
         deltas: the folder of a ``DeltaWriter`` that has just written the present state of the
             model. :func:`torchrec_hkv.serving.follow` then begins with the next delta. None: it
             begins with the chain's base.
-        memory_bytes: memory for ids and rows of a table, in bytes. The rest goes through temporary
-            files in the folder.
+        memory_bytes: memory for ids and rows of a table, in its row format, in bytes. The rest goes
+            through a temporary file in the folder.
         package: whether to also compile the program for the CPU, as an AOTInductor package for C++
             programs (``package.pt2``). This needs a C++ compiler and about a minute, and supports
             no tables that are written as cores.
@@ -144,32 +144,40 @@ class _Writer:
         group_records = [self._cores(group, number) for number, group in enumerate(groups)]
         on_leader(lambda: self._program(lookups, records, group_records))
 
-    def _rows(self, table: ModelTable, number: int) -> TableRecord | None:
-        """Writes a table. Returns its record on the rank that writes, else None."""
-        row_format = self._choices.rows[table.name]
-        builder = TableBuilder(table.dim, row_format, self._folder, self._choices.memory_bytes)
+    def _rows(self, table: ModelTable, number: int, largest: float = 0.0) -> TableRecord:
+        """Writes a table. ``largest``: its largest value, as far as it is known."""
+        row_format, memory = self._choices.rows[table.name], self._choices.memory_bytes
+        with TableBuilder(table.dim, row_format, self._folder, memory, largest) as builder:
+            failure = self._feed(builder, table)
+            again = on_leader(lambda: None if failure else builder.again)
+            if again is None:
+                return on_leader(lambda: self._finished(builder, table, number, failure))
+        return self._rows(table, number, again)  # every rank gives all rows again
+
+    def _feed(self, builder: TableBuilder, table: ModelTable) -> Exception | None:
+        """Gives all rows of a table to the builder. Returns its error: every rank iterates to the
+        end, because batches are collective calls."""
         failure: Exception | None = None
         for ids, rows in self._source.batches(table):
-            # Every rank iterates to the end, because batches are collective calls; so a failure is
-            # raised later.
             if _is_writer() and failure is None:
                 try:
                     builder.add(ids, rows)
                 except (OSError, ValueError) as error:
                     failure = error
+        return failure
 
-        def finish() -> TableRecord:
-            if failure is not None:
-                raise _named(table, failure)
-            try:
-                written = builder.finish(self._folder / f"rows-{number:04d}.table")
-            except ValueError as error:
-                raise _named(table, error) from None
-            unknown = self._choices.unknown[table.name]
-            row = unknown if isinstance(unknown, list) else None
-            return TableRecord(table.name, written, self._initial(table, unknown), row)
-
-        return on_leader(finish)
+    def _finished(
+        self, builder: TableBuilder, table: ModelTable, number: int, failure: Exception | None
+    ) -> TableRecord:
+        if failure is not None:
+            raise _named(table, failure)
+        try:
+            written = builder.finish(self._folder / f"rows-{number:04d}.table")
+        except ValueError as error:
+            raise _named(table, error) from None
+        unknown = self._choices.unknown[table.name]
+        row = unknown if isinstance(unknown, list) else None
+        return TableRecord(table.name, written, self._initial(table, unknown), row)
 
     def _initial(self, table: ModelTable, unknown: str | list[float]) -> Initial:
         seed, start = self._source.start(table) if unknown == "initial" else ZEROS

@@ -336,17 +336,19 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
+    def batches(self, *stagings: Staging) -> Iterator[dict[str, Tensor]]:
         """Entries in the order of the file.
 
         Args:
-            staging: memory for a batch; only its fields are read.
+            stagings: memory for batches of one size, used in turn; only its fields are read.
 
         Returns:
-            Batches as views of that memory, each valid until the next.
+            Batches as views of that memory, each valid until its memory is used for another.
         """
-        for first in range(0, self._shard.entries, staging.entries):
-            yield self.read(first, min(staging.entries, self._shard.entries - first), staging)
+        size = stagings[0].entries
+        for number, first in enumerate(range(0, self._shard.entries, size)):
+            staging = stagings[number % len(stagings)]
+            yield self.read(first, min(size, self._shard.entries - first), staging)
 
     def read(self, first: int, n: int, staging: Staging) -> dict[str, Tensor]:
         """Reads ``n`` entries from number ``first`` on: views of the staging memory, for the fields
@@ -363,14 +365,14 @@ class ShardReader:
             raise ValueError(f"{self._path} is cut short: it ends at byte {at - lead + got}.")
         return staging.view(field, lead, n)
 
-    def verified_batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
+    def verified_batches(self, *stagings: Staging) -> Iterator[dict[str, Tensor]]:
         """Like :meth:`batches`, but verifies the checksums after the last batch.
 
         Raises:
             ValueError: a checksum differs from the manifest's.
         """
         crc32 = {field.name: 0 for field in self._fields}
-        for batch in self.batches(staging):
+        for batch in self.batches(*stagings):
             for name, tensor in batch.items():
                 crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
             yield batch

@@ -1,0 +1,44 @@
+"""Mapped tables are read into the page cache, and give the same rows while that goes on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.table_builder import build_table
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
+
+
+@pytest.mark.parametrize("entries", [0, 1, 100_000])
+def test_rows(entries, tmp_path):
+    ids, rows = torch.arange(entries) * 7, torch.rand(entries, 33)
+    made = build_table(lambda: [(ids, rows)], 33, "fp32", tmp_path / "table")
+    with open(tmp_path / "table", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened = len(os.listdir("/proc/self/fd"))
+    index, data = made.map(tmp_path)
+    thread = warm(tmp_path, [(made, index)])
+    tables = ReadOnlyTables([ReadOnlyTable("t", 33, "fp32", index, data)])
+    assert torch.equal(tables.rows(0, ids), rows)
+    thread.join()
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert torch.equal(tables.rows(0, ids), rows)
+
+
+def test_not_read(tmp_path):
+    """Without memory for all tables, or when a file has gone."""
+    ids, rows = torch.arange(10), torch.rand(10, 4)
+    made = build_table(lambda: [(ids, rows)], 4, "fp32", tmp_path / "table")
+    index, data = made.map(tmp_path)
+    assert warm(tmp_path, [(made, index)], 2 * made.num_bytes - 2) is None
+    thread = warm(tmp_path, [(made, index)], 2 * made.num_bytes)
+    thread.join()
+    opened = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "other").mkdir()
+    assert warm(tmp_path / "other", [(made, index)]) is None
+    assert len(os.listdir("/proc/self/fd")) == opened
+    tables = ReadOnlyTables([ReadOnlyTable("t", 4, "fp32", index, data)])
+    assert torch.equal(tables.rows(0, ids), rows)

@@ -1,0 +1,322 @@
+"""Builds the file of a read-only table from ids and rows in any order, in bounded memory.
+
+Rows are converted to the table's format as they come, and kept until all ids are known. Quantised
+rows are converted with the unit for the largest value so far. Where a later row needs a larger
+unit, scales and offsets of those before are lowered by powers of two: they are then what the larger
+unit gives, unless they leave the normal numbers of float16. All rows must be given again then, to a
+builder that knows the largest value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.serving import row_formats
+from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
+from torchrec_hkv.serving.row_formats import RowFormat
+from torchrec_hkv.serving.table_file import TableFile, geometry_of
+
+_ops = torch.ops.torchrec_hkv
+#: Default memory of a builder for ids and rows, in bytes. The rest goes to a file, sorted by ranges
+#: of blocks.
+MEMORY_BYTES = 1 << 30
+# An entry's id, and its number in some order.
+_ENTRY_BYTES = 16
+_SPILLED_PARTS = 256
+_BLOCKS_AT_A_TIME = 8
+
+#: Ids, rows, the numbers of those in the next blocks, and the number of the block after these.
+_Chosen = tuple[Tensor, Tensor, Tensor, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spill:
+    """Entries in the temporary file, of each part first the ids and then the rows.
+
+    Attributes:
+        unit: unit of the rows.
+        starts: offsets in the file of each part, and of the end.
+        counts: entries of each part.
+    """
+
+    unit: float
+    starts: list[int]
+    counts: list[int]
+
+
+class TableBuilder:
+    """A context manager that builds a table from ids and rows in any order.
+
+    Args:
+        dim: columns of the rows.
+        row_format: row format of the table.
+        folder: folder of a temporary file for ids and rows that don't fit in ``memory_bytes``.
+        memory_bytes: memory for ids and rows, in bytes. Buffers and the entries of one of 256 parts
+            of what is in the temporary file come on top.
+        largest: largest absolute value of all rows, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        row_format: RowFormat,
+        folder: Path,
+        memory_bytes: int = MEMORY_BYTES,
+        largest: float = 0.0,
+    ) -> None:
+        self._dim, self._format, self._folder = dim, row_format, folder
+        self._row_bytes = row_formats.row_bytes(row_format, dim)
+        self._capacity = max(1, memory_bytes // (_ENTRY_BYTES + self._row_bytes))
+        self._ids = _ops.serving_memory(8 * self._capacity).view(torch.int64)
+        memory = _ops.serving_memory(self._row_bytes * self._capacity)
+        self._rows = memory.view(self._capacity, self._row_bytes)
+        self._held = self._entries = 0
+        self._largest = largest
+        # How often the unit can be doubled: see row_formats.quantise_into.
+        self._room = row_formats.MOST_ROOM
+        self._is_void = False
+        self._spills: list[_Spill] = []
+        self._scratch: TemporaryDirectory[str] | None = None
+        self._file: BackgroundFile | None = None
+        self._stream: Stream | None = None
+
+    @property
+    def again(self) -> float | None:
+        """None, or the largest value of the rows, with which all must be given to a new builder."""
+        return self._largest if self._is_void else None
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Adds entries.
+
+        Args:
+            ids: int64 ``[n]``, without duplicates over all calls.
+            rows: float32 ``[n, dim]``.
+
+        Raises:
+            ValueError: the format is quantised and a row is not finite.
+            OSError: the temporary file can't be written.
+        """
+        if ids.numel() == 0:
+            return
+        ids, rows = ids.contiguous(), rows.float().contiguous()
+        if self._is_quantised and (self._entries == 0 or self._is_void):
+            self._grow(row_formats.largest_of(rows), ids, rows)
+        self._entries += ids.numel()
+        first = 0
+        while first < ids.numel() and not self._is_void:
+            if self._held == self._capacity:
+                self._spill()
+            n = min(ids.numel() - first, self._capacity - self._held)
+            n = self._convert(ids[first : first + n], rows[first : first + n])
+            self._ids[self._held : self._held + n] = ids[first : first + n]
+            self._held += n
+            first += n
+
+    def finish(self, path: Path) -> TableFile:
+        """Writes the table.
+
+        Args:
+            path: path of the file, which must not exist.
+
+        Raises:
+            ValueError: an id was added twice, or all rows must be given :attr:`again`.
+            OSError: the file can't be written.
+        """
+        if self._is_void:
+            raise ValueError(
+                f"the largest value of the table is {self._largest}, which the first rows were not "
+                "converted for: give all rows again."
+            )
+        blocks, buckets = geometry_of(self._entries)
+        made = TableFile(
+            path.name, self._entries, blocks, buckets, self._dim, self._format, self._unit, (0, 0)
+        )
+        block = row = 0
+        with contextlib.closing(BackgroundFile(path, made.num_bytes)) as file:
+            os.truncate(path, made.num_bytes)
+            of_index, of_rows = file.stream(0), file.stream(made.rows_at)
+            for ids, rows, chosen, end in self._by_blocks(blocks):
+                index, order = _ops.serving_place(
+                    ids.index_select(0, chosen), None, blocks, buckets, block, end - block, row
+                )
+                of_index.append(index.view(torch.uint8).flatten())
+                self._gather(rows, chosen.index_select(0, order), of_rows)
+                block, row = end, row + chosen.numel()
+            of_index.finish()
+            of_rows.finish()
+            file.sync()
+            crc32 = of_index.crc32, of_rows.crc32
+        self.close()
+        return dataclasses.replace(made, crc32=crc32)
+
+    def close(self) -> None:
+        """Removes the temporary file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def __enter__(self) -> TableBuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self._format in row_formats.LEVELS
+
+    @property
+    def _unit(self) -> float:
+        return row_formats.unit_for(self._largest)
+
+    def _convert(self, ids: Tensor, rows: Tensor) -> int:
+        """Converts rows to the memory behind those that are there. Returns their number, which is
+        less where the next one needs a larger unit."""
+        out = self._rows[self._held : self._held + rows.shape[0]]
+        if not self._is_quantised:
+            row_formats.convert_into(rows, self._format, out)
+            return rows.shape[0]
+        done = row_formats.quantise_into(rows, self._format, self._largest, out)
+        self._room = min(self._room, done.room)
+        if done.rows < rows.shape[0]:
+            self._grow(done.largest, ids[done.rows :], rows[done.rows :], done.rows)
+        return done.rows
+
+    def _grow(self, largest: float, ids: Tensor, rows: Tensor, converted: int = 0) -> None:
+        """Raises the largest value to that of rows, and lowers the rows before; ``converted`` of
+        them are not counted yet."""
+        if not math.isfinite(largest):
+            bad = ids[~rows.isfinite().all(dim=1)][0]
+            raise ValueError(
+                f"the row of id {int(bad)} is not finite, and can't be written as {self._format}: "
+                "leave its table as it is."
+            )
+        before, had_values = self._unit, self._largest > 0.0
+        self._largest = max(self._largest, largest)
+        if self._is_void or not had_values or self._entries == 0:
+            return
+        doublings = _doublings(before, self._unit)
+        if doublings > self._room:
+            self._is_void = True
+            self.close()
+            return
+        self._room -= doublings
+        _ops.serving_lower(self._rows[: self._held + converted], doublings)
+
+    def _by_blocks(self, blocks: int) -> Iterator[_Chosen]:
+        ids, rows = self._ids[: self._held], self._rows[: self._held]
+        if not self._spills:
+            order, counts = _ops.serving_split(ids, blocks)
+            ends = [0, *counts.cumsum(0).tolist()]
+            for block in range(0, blocks, _BLOCKS_AT_A_TIME):
+                end = min(block + _BLOCKS_AT_A_TIME, blocks)
+                yield ids, rows, order[ends[block] : ends[end]], end
+            return
+        self._stream.finish()
+        order, counts = _ops.serving_split(ids, _SPILLED_PARTS)
+        held = order.split(counts.tolist())
+        left_ids, left_rows = ids[:0], rows[:0]
+        for part in range(_SPILLED_PARTS):
+            part_ids, part_rows = self._part(part, left_ids, left_rows, held[part])
+            end = (part + 1) * blocks // _SPILLED_PARTS
+            is_whole = _ops.serving_blocks(part_ids, blocks) < end
+            yield part_ids, part_rows, is_whole.nonzero().flatten(), end
+            left = (~is_whole).nonzero().flatten()
+            left_ids, left_rows = part_ids[left], part_rows[left]
+
+    def _spill(self) -> None:
+        """Moves the entries in memory to the temporary file, sorted by parts."""
+        if self._file is None:
+            self._scratch = TemporaryDirectory(prefix=".parts-", dir=self._folder)
+            self._file = BackgroundFile(
+                Path(self._scratch.name) / "entries", self._ids.nbytes + self._rows.nbytes
+            )
+            self._stream = self._file.stream(0)
+        order, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
+        starts = [self._stream.end]
+        for its in order.split(counts.tolist()):
+            if its.numel() > 0:
+                ids = self._ids.index_select(0, its)
+                self._stream.append(ids.view(torch.uint8))
+                self._gather(self._rows, its, self._stream)
+            starts.append(self._stream.end)
+        self._spills.append(_Spill(self._unit, starts, counts.tolist()))
+        self._held = 0
+
+    def _gather(self, rows: Tensor, order: Tensor, stream: Stream) -> None:
+        """Writes rows in an order."""
+        for piece in order.split(max(1, PIECE_BYTES // self._row_bytes)):
+            data = stream.memory(piece.numel() * self._row_bytes)
+            _ops.serving_gather(rows, piece, data.view(-1, self._row_bytes))
+            stream.write(data.numel())
+
+    def _part(
+        self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and rows of a part: those that were left of the one before, and then in the order in
+        which they were added."""
+        at = left_ids.numel()
+        total = at + sum(spill.counts[part] for spill in self._spills) + held.numel()
+        ids = torch.empty(total, dtype=torch.int64)
+        rows = torch.empty(total, self._row_bytes, dtype=torch.uint8)
+        ids[:at], rows[:at] = left_ids, left_rows
+        for spill in self._spills:
+            n, start = spill.counts[part], spill.starts[part]
+            if n == 0:
+                continue
+            its = rows[at : at + n]
+            self._file.read(ids[at : at + n].view(torch.uint8), start)
+            self._file.read(its.flatten(), start + 8 * n)
+            if self._is_quantised and spill.unit != self._unit:
+                _ops.serving_lower(its, _doublings(spill.unit, self._unit))
+            at += n
+        torch.index_select(self._ids, 0, held, out=ids[at:])
+        _ops.serving_gather(self._rows, held, rows[at:])
+        return ids, rows
+
+
+def _doublings(before: float, after: float) -> int:
+    return round(math.log2(after / before))
+
+
+def build_table(
+    entries: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    dim: int,
+    row_format: RowFormat,
+    path: Path,
+    memory_bytes: int = MEMORY_BYTES,
+) -> TableFile:
+    """Builds a table.
+
+    Args:
+        entries: returns batches of ids and rows, as :meth:`TableBuilder.add` takes them. Called
+            again if rows must be given again.
+        dim: columns of the rows.
+        row_format: row format of the table.
+        path: path of the file, which must not exist.
+        memory_bytes: as for :class:`TableBuilder`.
+
+    Raises:
+        ValueError: an id is there twice, or the format is quantised and a row is not finite.
+        OSError: a file can't be written.
+    """
+    largest = 0.0
+    while True:
+        with TableBuilder(dim, row_format, path.parent, memory_bytes, largest) as builder:
+            for ids, rows in entries():
+                builder.add(ids, rows)
+            if builder.again is None:
+                return builder.finish(path)
+            largest = builder.again
