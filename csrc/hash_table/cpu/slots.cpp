@@ -37,21 +37,6 @@ void add_to_int8(char* row, const float* from, int32_t dim) {
   narrow_int8(sums, dim, row);
 }
 
-// The sum of the float32 rows at some positions: of kPiece rows in float, whose columns then stay
-// in the cache, and of these sums in double (gradients.h).
-void sum_rows(const RowMatrix& rows, const int64_t* positions, int64_t n, int32_t dim, float* sum) {
-  double totals[kMostColumns];
-  std::fill_n(totals, dim, 0.0);
-  for (int64_t first = 0; first < n; first += kPiece) {
-    int64_t places[kPiece];
-    const int64_t count = std::min(kPiece, n - first);
-    for (int64_t i = 0; i < count; ++i) places[i] = positions[first + i] * rows.columns;
-    sum_gradients<RowType::kFloat32>({rows.data, places, nullptr, count}, dim, sum);
-    for (int32_t c = 0; c < dim; ++c) totals[c] += sum[c];
-  }
-  for (int32_t c = 0; c < dim; ++c) sum[c] = static_cast<float>(totals[c]);
-}
-
 // Adds to the rows of 8 bits of one share. Rows for the same slot are summed first, so that the
 // stored row is rounded once.
 template <typename InShare>
@@ -67,6 +52,7 @@ void add_sums_to_int8(const TableView* tables, int32_t num_tables, const int64_t
     return table.row(runs.slot(run) - table.first_slot);
   };
   constexpr int64_t kAhead = 8;
+  std::vector<int64_t> places;
   float sums[kMostColumns];
   for (int64_t run = 0; run < runs.size(); ++run) {
     const int32_t dim = table_of(runs.slot(run)).dim();
@@ -77,7 +63,9 @@ void add_sums_to_int8(const TableView* tables, int32_t num_tables, const int64_t
       add_to_int8(row_of(run), reinterpret_cast<const float*>(rows.at(positions[0])), dim);
       continue;
     }
-    sum_rows(rows, positions, count, dim, sums);
+    places.resize(count);
+    for (int64_t i = 0; i < count; ++i) places[i] = positions[i] * rows.columns;
+    sum_gradients<RowType::kFloat32>({rows.data, places.data(), nullptr, count}, dim, sums);
     add_to_int8(row_of(run), sums, dim);
   }
 }
