@@ -123,8 +123,7 @@ void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& ro
   const bool* chosen = writer.defined() ? writer.const_data_ptr<bool>() : nullptr;
 #endif
   HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::write_rows(group.views(), tables, at, n, rows, add,
-                                            group.deterministic(), threads),
+                hash_table::cpu::write_rows(group.views(), tables, at, n, rows, add, threads),
                 hash_table::cuda::write_rows(group.views(), group.only_table(), tables, at, n, rows,
                                              add, chosen, bits, stream));
 }

@@ -75,12 +75,10 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
-// Assigns rows[i] to the row at slots[i], or adds it. Slots are numbered through the tables of a
-// group. kNoSlot is skipped. Of several rows for one slot, the last is assigned. When adding, each
-// sum is rounded to the table's type, in the order of the call. But rows that are added to a row of
-// 8 bits are summed first, and the stored row is rounded once, unless in_order.
+// The row at slots[i], numbered through the tables of a group, becomes rows[i] (of several for one
+// slot one, whole: on a CPU the last), or is added to. kNoSlot is skipped.
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                const RowMatrix& rows, bool add, bool in_order, int threads);
+                const RowMatrix& rows, bool add, int threads);
 
 // Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
 // kNoSlot is skipped.

@@ -298,10 +298,6 @@ class HashTable(SavedTable):
     ) -> None:
         """Adds rows to ids in the table, and assigns rows to missing ids.
 
-        Rows for an id that occurs several times are all added. int8 tables on a CPU sum these rows
-        first and round the stored row once, to nearest. With ``deterministic=True``, and on a GPU,
-        int8 rows are rounded after each addition, in the order of the call.
-
         Args:
             ids: integers ``[n]`` of 8 to 64 bits.
             rows: ``[n, dim]`` of the table's dtype; float32 for int8.

@@ -6,9 +6,7 @@
 #include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
 #include "hash_table/cpu/bucket.h"
-#include "hash_table/cpu/gradients.h"
 #include "hash_table/cpu/row_matrix.h"
-#include "hash_table/cpu/slot_runs.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -27,47 +25,12 @@ void for_each_feature(const TableView* tables, const Batch& batch, int64_t begin
   }
 }
 
-bool is_int8(const TableView& table) { return table.rows.type == RowType::kInt8; }
-
-// Adds floats to a row of 8 bits, and rounds the sum to nearest.
+// Adds floats to a row of 8 bits, which is rounded to the nearest.
 void add_to_int8(char* row, const float* from, int32_t dim) {
   float sums[kMostColumns];
   widen_int8(row, 0, dim, sums);
   for (int32_t c = 0; c < dim; ++c) sums[c] += from[c];
   narrow_int8(sums, dim, row);
-}
-
-// Adds to the rows of 8 bits of one share. Rows for the same slot are summed first, so that the
-// stored row is rounded once.
-template <typename InShare>
-void add_sums_to_int8(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                      const RowMatrix& rows, const InShare& in_share) {
-  const auto table_of = [&](int64_t slot) -> const TableView& {
-    return tables[table_of_slot(tables, num_tables, slot)];
-  };
-  const SlotRuns runs(slots, n,
-                      [&](int64_t slot) { return in_share(slot) && is_int8(table_of(slot)); });
-  const auto row_of = [&](int64_t run) {
-    const TableView& table = table_of(runs.slot(run));
-    return table.row(runs.slot(run) - table.first_slot);
-  };
-  constexpr int64_t kAhead = 8;
-  std::vector<int64_t> places;
-  float sums[kMostColumns];
-  for (int64_t run = 0; run < runs.size(); ++run) {
-    const int32_t dim = table_of(runs.slot(run)).dim();
-    if (run + kAhead < runs.size())
-      prefetch_bytes(row_of(run + kAhead), row_size(RowType::kInt8, dim));
-    const int64_t count = runs.count(run), *const positions = runs.positions(run);
-    if (count == 1) {
-      add_to_int8(row_of(run), reinterpret_cast<const float*>(rows.at(positions[0])), dim);
-      continue;
-    }
-    places.resize(count);
-    for (int64_t i = 0; i < count; ++i) places[i] = positions[i] * rows.columns;
-    sum_gradients<RowType::kFloat32>({rows.data, places.data(), nullptr, count}, dim, sums);
-    add_to_int8(row_of(run), sums, dim);
-  }
 }
 
 }  // namespace
@@ -121,19 +84,15 @@ void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 }
 
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                const RowMatrix& rows, bool add, bool in_order, int threads) {
-  const bool sums_int8 = add && !in_order && std::any_of(tables, tables + num_tables, is_int8);
+                const RowMatrix& rows, bool add, int threads) {
   // Every thread reads all slots and writes its share of the rows, in order.
   const int64_t shares = std::max(1, threads);
   parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
     std::vector<char> given;
     for (int64_t share = begin; share < end; ++share) {
-      const auto in_share = [&](int64_t slot) { return slot != kNoSlot && slot % shares == share; };
-      if (sums_int8) add_sums_to_int8(tables, num_tables, slots, n, rows, in_share);
       for (int64_t i = 0; i < n; ++i) {
-        if (!in_share(slots[i])) continue;
+        if (slots[i] == kNoSlot || slots[i] % shares != share) continue;
         const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
-        if (sums_int8 && is_int8(table)) continue;
         const RowType type = table.rows.type;
         char* row = table.row(slots[i] - table.first_slot);
         if (!add) {

@@ -57,8 +57,8 @@ def test_given_rows(device_type, dim, call):
     assert_same_bits(entries.rows[order.to(device_type)], rounded(rows)[ids.cpu().argsort()])
 
 
-def test_rows_added_in_several_calls(device_type):
-    """Each call rounds the sum."""
+def test_rows_added_one_after_the_other(device_type):
+    """Each sum is rounded; the order of a call counts."""
     table = make(device_type, 300, 37, dtype=torch.int8, initializer=Uniform(-1, 1))
     ids = distinct_ids(50, device_type)
     before, _ = table.find_or_insert(ids)
@@ -69,6 +69,12 @@ def test_rows_added_in_several_calls(device_type):
         table.accum_or_assign(ids, rows.to(device_type), which)
         expected = rounded(expected + rows)
     assert_same_bits(table.find(ids)[0], expected)
+    rows = torch.randn(3, 37)
+    which = torch.ones(3, dtype=torch.bool, device=device_type)
+    table.accum_or_assign(ids[:1].expand(3), rows.to(device_type), which)
+    for row in rows:
+        expected[:1] = rounded(expected[:1] + row)
+    assert_same_bits(table.find(ids[:1])[0], expected[:1])
 
 
 @pytest.mark.parametrize("dim", [5, 16, 40])

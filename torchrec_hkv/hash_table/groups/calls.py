@@ -162,10 +162,6 @@ class GroupCalls(GroupStrictness):
     ) -> None:
         """Adds rows to ids in the tables, and assigns rows to missing ids.
 
-        Rows for an id that occurs several times are all added. int8 tables on a CPU sum these rows
-        first and round the stored row once, to nearest. With ``deterministic=True``, and on a GPU,
-        int8 rows are rounded after each addition, in the order of the call.
-
         Args:
             ids: see the class.
             offsets: see the class.
