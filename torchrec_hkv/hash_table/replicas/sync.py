@@ -32,11 +32,12 @@ def id_sync_bytes(
     state_dim: int,
     eviction: EvictionPolicy,
     replicas: int,
+    *,
+    own_steps: bool = False,
+    swaps: bool = False,
 ) -> float:
-    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them.
-
-    This is for collective calls. Two replicas on CPUs send 8 bytes less for each id that some
-    replica has touched.
+    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them, but
+    for the few that all tables of a group share.
 
     Args:
         touched: ids that this replica has touched.
@@ -45,10 +46,14 @@ def id_sync_bytes(
         state_dim: float32 values of optimizer state of a row.
         eviction: the policy.
         replicas: how many.
+        own_steps: whether the optimizer counts the updates of each row.
+        swaps: whether the replicas send each other messages (:func:`~.wire.swaps`).
     """
-    numbers = 1 + keeps_scores(eviction) + sums_scores(eviction)
-    reduced = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
-    return 8 * touched * (replicas - 1) + 2 * reduced * (replicas - 1) / replicas
+    numbers = keeps_scores(eviction) + sums_scores(eviction)
+    if not swaps:
+        numbers += 1 + own_steps  # a message has them among the columns
+    exchanged = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
+    return 8 * touched * (replicas - 1) + 2 * exchanged * (replicas - 1) / replicas
 
 
 class GroupSync:

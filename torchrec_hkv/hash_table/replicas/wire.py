@@ -17,6 +17,12 @@ class Transfer(Protocol):
         """Returns when it has arrived, or, of one that is sent, when its memory is free again."""
 
 
+def swaps(replicas: int, device_type: str) -> bool:
+    """Whether replicas send each other messages: two on CPUs. That is quicker there than collective
+    calls, which hand each message from thread to thread."""
+    return replicas == 2 and device_type == "cpu"
+
+
 class Wire:
     """Collective calls of the ranks that hold the same shards.
 
@@ -66,9 +72,8 @@ class Wire:
         return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
     def swaps(self, device: torch.device) -> bool:
-        """Whether there are two replicas that send each other messages, on CPUs. That is quicker
-        there than collective calls, which hand each message from thread to thread."""
-        return self.size == 2 and device.type == "cpu"
+        """Whether these replicas do; see :func:`swaps`."""
+        return swaps(self.size, device.type)
 
     def send(self, tensor: Tensor, number: int) -> Transfer:
         """Begins to send a tensor to the other of two replicas.
