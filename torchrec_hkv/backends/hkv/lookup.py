@@ -210,6 +210,10 @@ class HKVLookup(RowsById, GroupLookup):
     def digest(self, key: str) -> tuple[int, int]:
         return table_digest(self._group, self._index[key])
 
+    def is_untouched(self) -> bool:
+        group = self._group
+        return group.clock == 0 and not any(group.sizes()) and not group.optimizer_steps.any()
+
     def open_files(
         self,
         saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
