@@ -49,11 +49,13 @@ class Wire:
             size = tensor.numel() * tensor.element_size()
             self.sent_bytes += 2 * size * (self.size - 1) // self.size
 
-    def average(self, tensor: Tensor) -> None:
-        """Replaces a tensor by its mean, which is taken in float32."""
-        mean = tensor.detach().to(torch.float32, copy=True).contiguous()
-        self.reduce(mean)
-        tensor.detach().copy_(mean / self.size)
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by their means, which are taken in float32, in one call."""
+        sums = torch.cat([tensor.detach().to(torch.float32).flatten() for tensor in tensors])
+        self.reduce(sums)
+        parts = sums.div_(self.size).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """The tensors of all replicas, of one dimension; their lengths may differ.
