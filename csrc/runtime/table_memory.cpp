@@ -172,6 +172,7 @@ void TableMemory::resize(int64_t num_buckets) {
 
 void TableMemory::clear() {
   static_assert(kEmptyDigest == 0);
+  unsplit_ = 0;
   if (device_.is_cpu()) {
     // Pages that nobody has touched stay so: they read as free slots. What a free slot's last step
     // is matters on a GPU alone.
