@@ -71,6 +71,10 @@ class GroupHolds:
         """
         return Unchanged(self._group)
 
+    def reading(self) -> Hold:
+        """Like :meth:`unchanged`, but a table may be in the middle of growing."""
+        return Hold(self._group, _C.Hold.UNCHANGED)
+
     def alone(self) -> Hold:
         """A context in which calls of other threads wait.
 
