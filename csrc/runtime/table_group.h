@@ -228,8 +228,9 @@ class TableGroup {
   std::vector<int64_t> expect_ids(int64_t n);
   // Returns the sizes of all tables with the batch's ids.
   std::vector<int64_t> look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                     const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
-                     const std::vector<int64_t>& tables);
+                                     const std::optional<at::Tensor>& offsets,
+                                     at::IntArrayRef first_bags,
+                                     const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
   void grow_on_gpu(int64_t table, int64_t num_buckets);
   // Backs the memory of so many buckets.

@@ -45,7 +45,8 @@ inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
 
 // The two buckets of an id.
 inline BucketChoice buckets_of(const TableView& table, int64_t id) {
-  if (table.unsplit == 0) [[likely]] return choose_buckets(id, table.num_buckets);
+  if (table.unsplit == 0) [[likely]]
+    return choose_buckets(id, table.num_buckets);
   return choose_while_split(id, table.num_buckets, table.unsplit);
 }
 
