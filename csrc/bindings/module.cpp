@@ -327,6 +327,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("evicted_marks", in_order(kReadIndex, &TableGroup::evicted_marks), py::arg("table"))
       .def("load_evicted_marks", in_order(kWriteIndex, &TableGroup::load_evicted_marks),
            py::arg("table"), py::arg("marks"))
+      .def("splitting", in_order(kReadIndex, &TableGroup::splitting))
+      .def("finish_growth", in_order(kWriteAll, &TableGroup::finish_growth))
       .def("export_table", in_order(kReadAll, &TableGroup::export_table), py::arg("table"))
       .def("load_table", in_order(kWriteAll, &TableGroup::load_table), py::arg("table"),
            py::arg("state"))

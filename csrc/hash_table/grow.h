@@ -1,5 +1,4 @@
-// Growth of a table: its buckets split in two, in place. Both devices implement it, as kernels.h
-// declares.
+// Growth of a table: its buckets split in two, in place. Both devices implement it.
 //
 // An id's two buckets are its two hashes scaled by the number of buckets. With twice as many
 // buckets, the entries of bucket b go to 2 b or 2 b + 1 and keep their positions. Entries only move
@@ -12,6 +11,12 @@
 // f + 1 and may be stored in either. It waits at its position in 2 f + 2 until all buckets are
 // split, and then takes a free slot of those two. There always is one: the two receive at most the
 // entries of f and those astray of f + 1, each no more than one bucket held.
+//
+// On a CPU a table may be in use while some buckets are yet to be split. As the last ones come
+// first, these are buckets 0 to unsplit - 1 of half as many; buckets 2 * unsplit and up of all have
+// been split, and those in between are empty. An id's hashes are scaled by the number of all
+// buckets; half of that is its bucket while this is yet to be split. Ids that are astray are then
+// moved as soon as their bucket has been split.
 #pragma once
 
 #include <cstdint>
@@ -47,11 +52,33 @@ struct SplitRange {
   bool is_last() const { return begin == 0; }
 };
 
+// The buckets of an id in a table of which TableView::unsplit buckets are yet to be split.
+HKV_HOST_DEVICE BucketChoice choose_while_split(int64_t id, uint32_t num_buckets,
+                                                uint32_t unsplit) {
+  const uint64_t hash = hash_of_id(id);
+  const auto bucket_of = [&](uint64_t half) {
+    const auto bucket = static_cast<uint32_t>((half * num_buckets) >> 32);
+    return bucket < 2 * unsplit ? bucket / 2 : bucket;
+  };
+  BucketChoice choice;
+  choice.first = bucket_of(hash >> 32);
+  choice.second = bucket_of(hash & 0xffffffffull);
+  if (choice.second == choice.first) {
+    choice.second = choice.first + 1 == unsplit ? 2 * unsplit : choice.first + 1;
+    if (choice.second == num_buckets) choice.second = 0;
+  }
+  choice.digest = digest_of(raw_digest(hash));
+  return choice;
+}
+
 namespace cpu {
 
-// Splits all buckets. `table` is the table before: `num_buckets` is half of the final number, and
-// its arrays have room for all. The new half is overwritten.
-void split_buckets(const TableView& table, int threads);
+// Makes buckets [begin, end) empty.
+void empty_buckets(const TableView& table, int64_t begin, int64_t end, int threads);
+
+// Splits the buckets from `unsplit` on, of those that are yet to be split. `table` is the table
+// before; the buckets between must be empty.
+void split_buckets(const TableView& table, uint32_t unsplit, int threads);
 
 // The number of entries.
 int64_t count_entries(const TableView& table, int threads);

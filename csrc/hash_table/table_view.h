@@ -89,6 +89,8 @@ struct TableView {
   int64_t first_slot;       // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
+  // Of half as many buckets, how many are yet to be split (grow.h); 0: none. CPU only.
+  uint32_t unsplit;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, if columns are sharded
   bool homes_on_host;     // on a GPU: whether the homes of rows are in host memory, which the GPU

@@ -244,6 +244,10 @@ void TableGroup::clear_table(int64_t table) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
   memory_[table].clear();
+  if (host_views_[table].unsplit > 0) {
+    host_views_[table].unsplit = 0;
+    note_growth();
+  }
   optimizer_steps_.slice(0, table, table + 1).zero_();
   restart_aging(table);
   admission_->clear(table);

@@ -308,6 +308,7 @@ TableView TableGroup::make_view(int64_t table) const {
   view.first_slot = first_slots_[table];
   view.num_slots = memory.num_slots();
   view.num_buckets = static_cast<uint32_t>(memory.num_buckets());
+  view.unsplit = static_cast<uint32_t>(memory.unsplit());
   view.bucket_slots = memory.geometry().bucket_slots;
   view.column_offset = static_cast<int32_t>(config.column_offset);
   view.eviction = config.eviction;

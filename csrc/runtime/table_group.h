@@ -187,6 +187,10 @@ class TableGroup {
   void reserve(int64_t table, int64_t rows);
   // Grows a table to the geometry of a file, if it can have it.
   bool reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots);
+  // Splits all buckets that are yet to be split.
+  void finish_growth();
+  // Whether a table has such buckets. Its slots then have no order that a file could name.
+  bool splitting() const;
   int64_t present_slots(int64_t table) const;
   int64_t full_slots(int64_t table) const;
   // Number of times that growth has changed slots. Slots found at another value are stale.
@@ -222,10 +226,28 @@ class TableGroup {
                                  at::IntArrayRef first_bags) const;
   // The tables that n more ids may overfill, as far as the host knows.
   std::vector<int64_t> expect_ids(int64_t n);
-  void look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                     const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
-                     const std::vector<int64_t>& tables);
+  // Returns the sizes of all tables with the batch's ids.
+  std::vector<int64_t> look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
+                                     const std::optional<at::Tensor>& offsets,
+                                     at::IntArrayRef first_bags,
+                                     const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
+  void grow_on_gpu(int64_t table, int64_t num_buckets);
+  // Backs the memory of so many buckets.
+  void back(int64_t table, int64_t num_buckets);
+  // A table's counter, on a CPU.
+  int64_t misses(int64_t table) const;
+  // A table on a CPU begins to double: from now on it has twice as many buckets, which are backed,
+  // and half of them are yet to be split.
+  void begin_split(int64_t table);
+  // Splits buckets until so many are left; all of them.
+  void split(int64_t table, int64_t unsplit);
+  void finish_split(int64_t table);
+  // Splits some buckets of tables that have begun to. sizes: of the tables with the ids that will
+  // be inserted, where they have just been counted; otherwise empty.
+  void split_some(const std::vector<int64_t>& sizes);
+  // Slots have changed.
+  void note_growth();
   // The fewest buckets in which all ids of a state are found at their places, or all buckets.
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
   // Gives a table that will be overwritten this many buckets, even fewer than it has.
@@ -270,6 +292,8 @@ class TableGroup {
   struct Growth {
     int64_t most_entries = 0;  // upper bound of its entries
     int64_t looks = 0;         // consecutive calls that read its size
+    int64_t counted = 0;       // its entries when they were counted last
+    int64_t misses = 0;        // its counter of misses then
   };
   std::vector<Growth> growth_;
   std::atomic<bool> growing_ = false;  // whether a table is below its full capacity

@@ -26,6 +26,14 @@ constexpr int64_t kMostLooks = 16;
 // before a table is 95 % full.
 bool too_few(int64_t slots, int64_t entries) { return entries > slots - slots / 8; }
 
+// On a CPU a table doubles bit by bit: in each call that inserts some of its buckets are split. It
+// begins as above, and ends before its entries take 15/16 of the slots that it had.
+int64_t split_begin(int64_t slots) { return slots - slots / 8; }
+int64_t split_end(int64_t slots) { return slots - slots / 16; }
+
+// Buckets that a call splits at least. A small table doubles in one call.
+constexpr int64_t kLeastSplit = 64;
+
 void wait_for([[maybe_unused]] at::Device device) {
 #ifdef TORCHREC_HKV_CUDA
   if (device.is_cuda()) HKV_CUDA_CHECK(cudaDeviceSynchronize());
@@ -54,10 +62,14 @@ void TableGroup::make_room(const hash_table::Batch& batch, const at::Tensor& ids
                 " slots and can't grow in a CUDA graph: reserve its whole capacity before "
                 "capturing.");
   }
-  const std::vector<int64_t> unsure =
-      order_->run(kHostOnly, [&] { return expect_ids(batch.num_ids); });
-  if (unsure.empty()) return;
-  order_->run(kWriteAll, [&] { look_and_grow(batch, ids, offsets, first_bags, unsure); });
+  const auto [unsure, splits] = order_->run(
+      kHostOnly, [&] { return std::make_pair(expect_ids(batch.num_ids), splitting()); });
+  if (unsure.empty() && !splits) return;
+  order_->run(kWriteAll, [&] {
+    std::vector<int64_t> sizes;
+    if (!unsure.empty()) sizes = look_and_grow(batch, ids, offsets, first_bags, unsure);
+    split_some(sizes);
+  });
 }
 
 std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
@@ -65,7 +77,10 @@ std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
   for (int64_t t = 0; t < num_tables(); ++t) {
     if (!memory_[t].grows()) continue;
     growth_[t].most_entries += n;
-    if (too_few(memory_[t].num_slots(), growth_[t].most_entries)) {
+    const bool few = memory_[t].unsplit() > 0
+                         ? growth_[t].most_entries > split_end(memory_[t].split_slots())
+                         : too_few(memory_[t].num_slots(), growth_[t].most_entries);
+    if (few) {
       unsure.push_back(t);
     } else {
       growth_[t].looks = 0;
@@ -74,22 +89,104 @@ std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
   return unsure;
 }
 
-void TableGroup::look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                               const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
-                               const std::vector<int64_t>& tables) {
+std::vector<int64_t> TableGroup::look_and_grow(const hash_table::Batch& batch,
+                                               const at::Tensor& ids,
+                                               const std::optional<at::Tensor>& offsets,
+                                               at::IntArrayRef first_bags,
+                                               const std::vector<int64_t>& tables) {
   const at::Tensor sizes = this->sizes().cpu();
   const std::vector<int64_t> added = count_new(batch, ids, offsets, first_bags);
+  std::vector<int64_t> after(num_tables());
   for (int64_t t = 0; t < num_tables(); ++t) {
-    growth_[t].most_entries = sizes.const_data_ptr<int64_t>()[t] + added[t];
+    const int64_t size = sizes.const_data_ptr<int64_t>()[t];
+    growth_[t].most_entries = after[t] = size + added[t];
+    if (!device_.is_cpu()) continue;
+    growth_[t].counted = size;
+    growth_[t].misses = misses(t);
   }
   for (const int64_t t : tables) {
-    const bool often = ++growth_[t].looks >= kMostLooks;
-    const int64_t entries = growth_[t].most_entries + (often ? batch.num_ids : 0);
-    if (too_few(memory_[t].num_slots(), entries)) {
-      grow(t, buckets_for(t, entries));
-      growth_[t].looks = 0;
+    const TableMemory& memory = memory_[t];
+    if (memory.unsplit() > 0) {
+      if (after[t] <= split_end(memory.split_slots())) continue;
+      finish_split(t);
     }
+    const bool often = ++growth_[t].looks >= kMostLooks;
+    const int64_t entries = after[t] + (often ? batch.num_ids : 0);
+    if (!too_few(memory.num_slots(), entries)) continue;
+    const int64_t buckets = buckets_for(t, entries);
+    if (device_.is_cpu() && buckets == 2 * memory.num_buckets() &&
+        after[t] <= split_end(memory.num_slots())) {
+      back(t, buckets);
+      begin_split(t);
+    } else {
+      grow(t, buckets);
+    }
+    growth_[t].looks = 0;
   }
+  return after;
+}
+
+int64_t TableGroup::misses(int64_t table) const {
+  return counters_.const_data_ptr<int64_t>()[table * kNumCounters + hash_table::kMisses];
+}
+
+bool TableGroup::splitting() const {
+  return std::any_of(memory_.begin(), memory_.end(),
+                     [](const auto& memory) { return memory.unsplit() > 0; });
+}
+
+void TableGroup::begin_split(int64_t table) {
+  TableMemory& memory = memory_[table];
+  const int64_t buckets = memory.num_buckets();
+  memory.resize(2 * buckets);
+  memory.set_unsplit(buckets);
+  host_views_[table] = make_view(table);
+  hash_table::cpu::empty_buckets(host_views_[table], buckets, 2 * buckets, at::get_num_threads());
+}
+
+void TableGroup::split(int64_t table, int64_t unsplit) {
+  hash_table::cpu::split_buckets(host_views_[table], static_cast<uint32_t>(unsplit),
+                                 at::get_num_threads());
+  memory_[table].set_unsplit(unsplit);
+  host_views_[table].unsplit = static_cast<uint32_t>(unsplit);
+}
+
+void TableGroup::split_some(const std::vector<int64_t>& sizes) {
+  bool any = false;
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    const TableMemory& memory = memory_[t];
+    if (memory.unsplit() == 0) continue;
+    Growth& growth = growth_[t];
+    // Ids that were missed are those that came, or more: not all of them are admitted, and one may
+    // be missed several times. Counters that a user has set to 0 say nothing: then the host looks
+    // in time, as its bound says.
+    growth.misses = std::min(growth.misses, misses(t));
+    const int64_t entries = sizes.empty() ? growth.counted + misses(t) - growth.misses : sizes[t];
+    const int64_t begin = split_begin(memory.split_slots());
+    const int64_t span = std::max<int64_t>(1, split_end(memory.split_slots()) - begin);
+    const int64_t come = std::clamp<int64_t>(entries - begin, 0, span);
+    const int64_t buckets = memory.num_buckets() / 2;
+    const auto paced = static_cast<int64_t>(static_cast<double>(span - come) / span * buckets);
+    split(t, std::max<int64_t>(0, std::min(paced, memory.unsplit() - kLeastSplit)));
+    any = true;
+  }
+  if (any) note_growth();
+}
+
+void TableGroup::finish_split(int64_t table) {
+  if (memory_[table].unsplit() == 0) return;
+  split(table, 0);
+  note_growth();
+}
+
+void TableGroup::finish_growth() {
+  for (int64_t t = 0; t < num_tables(); ++t) finish_split(t);
+}
+
+void TableGroup::note_growth() {
+  upload_views();
+  growing_ = std::any_of(memory_.begin(), memory_.end(), [](const auto& m) { return m.grows(); });
+  ++growths_;
 }
 
 std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const at::Tensor& ids,
@@ -130,11 +227,13 @@ void TableGroup::reserve(int64_t table, int64_t rows) {
   const int64_t most = memory_[table].full_slots();
   TORCH_CHECK_VALUE(rows >= 0 && rows <= most, "table '", configs_[table].name, "': ", rows,
                     " rows were to be reserved, but must be from 0 to its capacity, ", most, ".");
+  if (rows > split_end(memory_[table].split_slots())) finish_split(table);
   grow(table, buckets_for(table, rows));
 }
 
 bool TableGroup::reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots) {
   check_index(table);
+  finish_split(table);
   const hash_table::Geometry& geometry = memory_[table].geometry();
   int64_t buckets = memory_[table].num_buckets();
   while (buckets < num_buckets && buckets < geometry.num_buckets) buckets *= 2;
@@ -153,13 +252,8 @@ int64_t TableGroup::full_slots(int64_t table) const {
   return memory_[table].full_slots();
 }
 
-void TableGroup::grow(int64_t table, int64_t num_buckets) {
+void TableGroup::back(int64_t table, int64_t num_buckets) {
   TableMemory& memory = memory_[table];
-  if (num_buckets <= memory.num_buckets()) return;
-  const c10::OptionalDeviceGuard guard(device_);
-  TORCH_CHECK(!is_capturing(device_), "table '", configs_[table].name,
-              "' can't grow while a CUDA graph is being captured.");
-  wait_for(device_);  // calls that use the present slots and views
   try {
     memory.back(num_buckets);
   } catch (const c10::Error& error) {
@@ -167,26 +261,44 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
                 " to ", num_buckets * memory.geometry().bucket_slots,
                 " slots: ", error.what_without_backtrace());
   }
-  const bool at_home = bring_home(table, num_buckets);
-  at::Tensor scratch;
-#ifdef TORCHREC_HKV_CUDA
-  if (device_.is_cuda()) {
-    scratch = at::empty({hash_table::cuda::kAstrayRoom + 1}, at::dtype(at::kLong).device(device_));
+}
+
+void TableGroup::grow(int64_t table, int64_t num_buckets) {
+  TableMemory& memory = memory_[table];
+  if (num_buckets <= memory.num_buckets()) return;
+  const c10::OptionalDeviceGuard guard(device_);
+  TORCH_CHECK(!is_capturing(device_), "table '", configs_[table].name,
+              "' can't grow while a CUDA graph is being captured.");
+  wait_for(device_);  // calls that use the present slots and views
+  back(table, num_buckets);
+  if (device_.is_cpu()) {
+    while (memory.num_buckets() < num_buckets) {
+      if (memory.unsplit() == 0) begin_split(table);
+      split(table, 0);
+    }
+    note_growth();
+    return;
   }
-#endif
+  grow_on_gpu(table, num_buckets);
+}
+
+void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] int64_t num_buckets) {
+#ifdef TORCHREC_HKV_CUDA
+  TableMemory& memory = memory_[table];
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
+  const bool at_home = bring_home(table, num_buckets);
+  const at::Tensor scratch =
+      at::empty({hash_table::cuda::kAstrayRoom + 1}, at::dtype(at::kLong).device(device_));
   while (memory.num_buckets() < num_buckets) {
-    HKV_ON_DEVICE(
-        device_, hash_table::cpu::split_buckets(host_views_[table], threads),
-        hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream));
+    hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream);
     memory.resize(2 * memory.num_buckets());
     host_views_[table] =
         at_home && memory.num_buckets() < num_buckets ? view_at_home(table) : make_view(table);
   }
   fill_frames(table);
-  upload_views();
+  note_growth();
   wait_for(device_);  // work of any stream
-  growing_ = std::any_of(memory_.begin(), memory_.end(), [](const auto& m) { return m.grows(); });
-  ++growths_;
+#endif
 }
 
 hash_table::TableView TableGroup::view_at_home(int64_t table) const {
@@ -248,6 +360,7 @@ int64_t TableGroup::loaded_buckets(int64_t table, const at::Tensor& ids,
 
 void TableGroup::begin_load(int64_t table, int64_t num_buckets) {
   TableMemory& memory = memory_[table];
+  finish_split(table);
   grow(table, num_buckets);
   if (num_buckets < memory.num_buckets()) {
     wait_for(device_);

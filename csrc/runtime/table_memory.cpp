@@ -172,6 +172,7 @@ void TableMemory::resize(int64_t num_buckets) {
 
 void TableMemory::clear() {
   static_assert(kEmptyDigest == 0);
+  unsplit_ = 0;
   if (device_.is_cpu()) {
     // Does not touch untouched pages, which read as free slots. The last step of a free slot
     // matters on a GPU only.

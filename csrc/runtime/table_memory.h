@@ -82,7 +82,12 @@ class TableMemory {
   int64_t num_buckets() const { return num_buckets_; }                       // at present
   int64_t num_slots() const { return num_buckets_ * geometry().bucket_slots; }
   int64_t full_slots() const { return geometry().num_slots(); }
-  bool grows() const { return num_buckets_ < geometry().num_buckets; }
+  bool grows() const { return num_buckets_ < geometry().num_buckets || unsplit_ > 0; }
+  // Of half as many buckets, how many are yet to be split (hash_table/grow.h). CPU only.
+  int64_t unsplit() const { return unsplit_; }
+  void set_unsplit(int64_t buckets) { unsplit_ = buckets; }
+  // The slots that there were before buckets began to be split.
+  int64_t split_slots() const { return num_slots() / 2; }
 
   // Backs the memory of this number of buckets. On failure the table does not change.
   void back(int64_t num_buckets);
@@ -135,6 +140,7 @@ class TableMemory {
   TableLayout layout_;
   at::Device device_;
   int64_t num_buckets_ = 0;
+  int64_t unsplit_ = 0;
 };
 
 }  // namespace torchrec_hkv::runtime

@@ -132,6 +132,14 @@ def test_the_report_names_bytes_of_syncs():
     assert "sync" not in str(_plan(2, 2, constraints))
 
 
+def test_two_replicas_on_cpus_send_each_other_rows():
+    plan = _plan(2, 2, {"user": _constraint("hkv", "row_wise")}, replica_groups=2, sync_every=10)
+    here, anywhere = (10_000 * (1 - (1 - 1e-4) ** (5120 * n)) / 2 for n in (1, 2))
+    # The last step has no number of its own, but is among the columns.
+    size = 8 * here + anywhere * (4 * (16 + 2) + 2 * 8)
+    assert plan.reports["user"].sync_bytes == pytest.approx(size)
+
+
 @pytest.mark.parametrize("argument", ["replica_groups", "sync_every"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_impossible_numbers_are_refused(argument, value):

@@ -15,6 +15,7 @@ from torchrec_hkv.hash_table import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
+from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
 
 
 @functools.lru_cache(256)
@@ -71,6 +72,11 @@ def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
 def state_width(spec: OptimizerSpec | None, dim: int) -> int:
     optimizer = hash_table_optimizer(spec)
     return 0 if optimizer is None else optimizer.state_width(dim)
+
+
+def counts_own_steps(spec: OptimizerSpec | None) -> bool:
+    """Whether a row's state has the number of its updates."""
+    return layout_of(spec) >= OWN_STEPS
 
 
 def layout_of(spec: OptimizerSpec | None) -> int:

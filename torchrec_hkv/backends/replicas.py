@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torchrec_hkv.hash_table.replicas import Synced, Wire
 
 __all__ = ["AveragedTensors", "ReplicaSync", "Synced"]
+
+#: Values of tensors that are averaged in one call; a larger tensor has a call of its own.
+_PACKED_VALUES = 1 << 22
 
 
 class ReplicaSync(abc.ABC):
@@ -33,6 +37,15 @@ class ReplicaSync(abc.ABC):
             states: whether optimizer states are reconciled, too.
         """
 
+    @classmethod
+    def joined(cls, syncs: Sequence[Self]) -> Sequence[ReplicaSync]:
+        """Syncs of all that some do, as one or in fewer calls; by default they stay as they are.
+
+        Args:
+            syncs: of this class, of one process group.
+        """
+        return syncs
+
 
 class AveragedTensors:
     """Tensors that are averaged whole, as TorchRec does it for stock tables.
@@ -47,9 +60,26 @@ class AveragedTensors:
     def average(self, tensors: Iterable[torch.Tensor]) -> Synced:
         """Replaces floating-point tensors by their means, and others by their maxima."""
         wire = Wire(self._process_group)
+        averaged: list[torch.Tensor] = []
         for tensor in tensors:
             if tensor.is_floating_point():
-                wire.average(tensor)
+                averaged.append(tensor)
             else:
                 wire.reduce(tensor, dist.ReduceOp.MAX)
+        for some in _packed(averaged):
+            wire.average(some)
         return Synced(sent_bytes=wire.sent_bytes)
+
+
+def _packed(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one device that travel together: small ones, or a large one."""
+    some: list[torch.Tensor] = []
+    taken = 0
+    for tensor in tensors:
+        if some and (taken + tensor.numel() > _PACKED_VALUES or tensor.device != some[0].device):
+            yield some
+            some, taken = [], 0
+        some.append(tensor)
+        taken += tensor.numel()
+    if some:
+        yield some

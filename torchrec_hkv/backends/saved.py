@@ -46,6 +46,8 @@ class SavedFolder:
         files: names of the files.
         is_whole: True if the files hold the whole shard, False if they hold only what changed
             since an earlier save.
+        entry_files: names of the files that a load verifies itself with
+            :attr:`FileOptions.verify`.
     """
 
     save: str
@@ -54,6 +56,7 @@ class SavedFolder:
     columns: tuple[int, int]
     files: tuple[str, ...]
     is_whole: bool = True
+    entry_files: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,8 @@ class FileOptions:
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written,
             or int8 for codes of 8 bits with a scale a row; None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
+        verify: whether a load verifies :attr:`SavedFolder.entry_files` while it reads them, since
+            that has not been done before.
         handle: handle of a non-blocking save. When the backend's method returns, all that the table
             holds is copied; the handle's threads may write it later (:meth:`SaveHandle.defer`).
 
@@ -86,6 +91,7 @@ class FileOptions:
     states: bool = True
     row_dtype: torch.dtype | None = None
     compression: Literal["zstd"] | None = None
+    verify: bool = False
     handle: SaveHandle | None = None
 
     def __post_init__(self) -> None:
@@ -152,6 +158,11 @@ class TablesLoad(abc.ABC):
             ValueError: the files are inconsistent, or entries found no slot although none may be
                 lost. The table is empty afterwards.
         """
+
+    def undo(self) -> None:
+        """Makes the tables of a group as they were made, after :meth:`run`, with
+        :attr:`FileOptions.verify`, has failed or has not been called."""
+        raise NotImplementedError
 
 
 class EntriesLoad(abc.ABC):

@@ -37,6 +37,7 @@ from torchrec_hkv.checkpoint.tables import (
     GroupLoad,
     Layers,
     Trackers,
+    are_untouched,
     check_tables,
     files_to_verify,
     open_tables,
@@ -347,10 +348,13 @@ def load(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
+        # What can be undone is verified while it is loaded, so that it is read once.
+        fresh = all(on_every_rank(lambda: are_untouched(tables)))
         with reported(f"Verifying {folder.name}"):
-            on_every_rank(lambda: _verify(layers, list(tables), options))
+            on_every_rank(lambda: _verify(layers, list(tables), options, but_entries=fresh))
         loads: list[GroupLoad] = []
-        on_every_rank(lambda: loads.extend(open_tables(layers, tables, options)))
+        opening = dataclasses.replace(options, verify=fresh)
+        on_every_rank(lambda: loads.extend(open_tables(layers, tables, opening)))
         on_every_rank(lambda: [group.load.check() for group in loads])
         if optimizer is not None:
             rates = record.learning_rates
@@ -358,7 +362,20 @@ def load(
         tensors.check(record.files)
         total = sum(group.load.bytes for group in loads) + tensors.bytes
         with reported(f"Loading {folder.name}", total):
-            of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
+            loaded = False
+            try:
+                of_ranks = on_every_rank(
+                    lambda: [shard for group in loads for shard in group.run()]
+                )
+                loaded = True
+            except ValueError:
+                if fresh:  # says what is wrong with which file
+                    on_every_rank(lambda: _verify(layers, list(tables), options))
+                raise
+            finally:
+                if fresh and not loaded:
+                    for group in loads:
+                        group.load.undo()
             tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
@@ -413,11 +430,13 @@ def read_saved(path: Path) -> Layers:
     return [(folder, Record.read(folder))]
 
 
-def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
-    """Verifies this rank's share of all files."""
+def _verify(
+    layers: Layers, tables: list[str], options: FileOptions, *, but_entries: bool = False
+) -> None:
+    """Verifies this rank's share of all files, or of those that a load does not verify itself."""
     folder, record = layers[0]
     known = [key for key in tables if key in record.tables]
-    of_tables = _share(files_to_verify(layers, known))
+    of_tables = _share(files_to_verify(layers, known, but_entries=but_entries))
     of_tensors = _share(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [

@@ -257,8 +257,15 @@ def check_tables(
 Layers = Sequence[tuple[Path, Record]]
 
 
-def files_to_verify(layers: Layers, keys: Iterable[str]) -> list[tuple[str, SavedShard, str]]:
+def files_to_verify(
+    layers: Layers, keys: Iterable[str], *, but_entries: bool = False
+) -> list[tuple[str, SavedShard, str]]:
     """Backend, shard and name of each file of the tables.
+
+    Args:
+        layers: the checkpoint.
+        keys: full names of the tables.
+        but_entries: whether files that a load verifies itself are left out.
 
     Raises:
         ValueError: a folder is damaged, or is not the one that was saved with the checkpoint.
@@ -268,7 +275,10 @@ def files_to_verify(layers: Layers, keys: Iterable[str]) -> list[tuple[str, Save
         table = layers[0][1].tables[key]
         for index in range(len(table.shards or [])):
             for saved, held in _shard_layers(layers, key, index):
-                files += [(table.backend, saved, name) for name in held.files]
+                skipped = held.entry_files if but_entries else ()
+                files += [
+                    (table.backend, saved, name) for name in held.files if name not in skipped
+                ]
     return files
 
 
@@ -327,6 +337,18 @@ def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, recor
                 f"{where}: its {what} is {found[what]}, but {RECORD} names {value}: it may be "
                 "another shard's folder, copied here."
             )
+
+
+def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
+    """Whether all tables that have files are on this rank as they were made."""
+    rank = _rank()
+    return all(
+        table.collection.group_lookups()[shard.key].is_untouched()
+        for table in tables.values()
+        if table.has_files
+        for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)
+        if holder == rank
+    )
 
 
 def open_tables(

@@ -478,8 +478,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             for number in (1, groups)
         )
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        backend = registry.get(option.backend)
+        backend, device = registry.get(option.backend), self._topology.compute_device
         return max(
-            backend.sync_bytes(shard, optimizer, here, anywhere, groups)
+            backend.sync_bytes(shard, optimizer, here, anywhere, groups, device)
             for shard in shards_of(option)
         )

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #endif
 
+#include "hash_table/grow.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -40,6 +41,13 @@ inline const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
 
 inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
   return static_cast<int64_t>(bucket) * table.bucket_slots;
+}
+
+// The two buckets of an id.
+inline BucketChoice buckets_of(const TableView& table, int64_t id) {
+  if (table.unsplit == 0) [[likely]]
+    return choose_buckets(id, table.num_buckets);
+  return choose_while_split(id, table.num_buckets, table.unsplit);
 }
 
 inline int64_t row_bytes(const TableView& table) { return table.rows.bytes(); }

@@ -96,7 +96,7 @@ class Finder {
 
   [[gnu::always_inline]] void choose(int64_t at) {
     InFlight& it = flying(at);
-    it.choice = choose_buckets(ids_[position(at)], table_.num_buckets);
+    it.choice = buckets_of(table_, ids_[position(at)]);
     prefetch_line(table_, it.choice.first);
   }
 

@@ -20,6 +20,12 @@ uint16_t* line_of(const TableView& table, int64_t bucket) {
   return table.digests + bucket * kBucketDigests;
 }
 
+void empty_bucket(const TableView& table, int64_t bucket) {
+  uint16_t* const line = line_of(table, bucket);
+  std::fill_n(line, table.bucket_slots, kEmptyDigest);
+  std::fill(line + table.bucket_slots, line + kBucketDigests, kClosedDigest);
+}
+
 // All but the digests.
 void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (from == to) return;
@@ -31,20 +37,19 @@ void move_entry(const TableView& table, int64_t from, int64_t to) {
   std::memcpy(table.state(to), table.state(from), table.states.width * sizeof(float));
 }
 
-void split_bucket(const TableView& table, uint32_t bucket) {
+// after: the table once this bucket, among others, has been split.
+void split_bucket(const TableView& after, uint32_t bucket) {
   uint16_t old[kBucketDigests];
-  std::memcpy(old, line_of(table, bucket), sizeof(old));
-  uint16_t* const lines[2] = {line_of(table, int64_t{2} * bucket),
-                              line_of(table, int64_t{2} * bucket + 1)};
-  const int64_t base = static_cast<int64_t>(bucket) * table.bucket_slots;
-  for (int p = 0; p < kBucketDigests; ++p) {
-    const uint16_t fill = p < table.bucket_slots ? kEmptyDigest : kClosedDigest;
-    lines[0][p] = lines[1][p] = fill;
-    if (p >= table.bucket_slots || old[p] == kEmptyDigest) continue;
-    const BucketChoice choice = choose_buckets(table.ids[base + p], table.num_buckets * 2);
-    const uint32_t target = split_target(choice, bucket);
-    lines[target & 1][p] = old[p];
-    move_entry(table, base + p, static_cast<int64_t>(target) * table.bucket_slots + p);
+  std::memcpy(old, line_of(after, bucket), sizeof(old));
+  empty_bucket(after, bucket);
+  empty_bucket(after, int64_t{2} * bucket);
+  empty_bucket(after, int64_t{2} * bucket + 1);
+  const int64_t base = static_cast<int64_t>(bucket) * after.bucket_slots;
+  for (int p = 0; p < after.bucket_slots; ++p) {
+    if (old[p] == kEmptyDigest) continue;
+    const uint32_t target = split_target(buckets_of(after, after.ids[base + p]), bucket);
+    line_of(after, target)[p] = old[p];
+    move_entry(after, base + p, static_cast<int64_t>(target) * after.bucket_slots + p);
   }
 }
 
@@ -58,10 +63,9 @@ std::vector<int64_t> find_astray(const TableView& table, int64_t begin, int64_t 
       const int64_t base = bucket * table.bucket_slots;
       const uint16_t* line = line_of(table, bucket);
       for (int p = 0; p < table.bucket_slots; ++p) {
-        if (line[p] != kEmptyDigest &&
-            is_astray(table.ids[base + p], static_cast<uint32_t>(bucket), table.num_buckets)) {
-          mine.push_back(base + p);
-        }
+        if (line[p] == kEmptyDigest) continue;
+        const BucketChoice choice = buckets_of(table, table.ids[base + p]);
+        if (choice.first != bucket && choice.second != bucket) mine.push_back(base + p);
       }
     }
     const std::lock_guard<std::mutex> lock(mutex);
@@ -71,31 +75,45 @@ std::vector<int64_t> find_astray(const TableView& table, int64_t begin, int64_t 
   return astray;
 }
 
-void settle(const TableView& table, int64_t slot) {
-  const BucketChoice choice = choose_buckets(table.ids[slot], table.num_buckets);
-  const int64_t to = free_slot(table, choice);
-  move_entry(table, slot, to);
-  line_of(table, to / table.bucket_slots)[to % table.bucket_slots] = choice.digest;
-  line_of(table, slot / table.bucket_slots)[slot % table.bucket_slots] = kEmptyDigest;
+void settle(const TableView& table, int64_t begin, int64_t end, int threads) {
+  for (int64_t some = begin; some < end; some += kListedBuckets) {
+    const int64_t until = std::min(end, some + kListedBuckets);
+    for (const int64_t slot : find_astray(table, some, until, threads)) {
+      const BucketChoice choice = buckets_of(table, table.ids[slot]);
+      const int64_t to = free_slot(table, choice);
+      move_entry(table, slot, to);
+      line_of(table, to / table.bucket_slots)[to % table.bucket_slots] = choice.digest;
+      line_of(table, slot / table.bucket_slots)[slot % table.bucket_slots] = kEmptyDigest;
+    }
+  }
 }
 
 }  // namespace
 
-void split_buckets(const TableView& table, int threads) {
-  for (SplitRange range = SplitRange::first(table.num_buckets);; range = range.next()) {
+void empty_buckets(const TableView& table, int64_t begin, int64_t end, int threads) {
+  parallel_for(end - begin, 1024, threads, [&](int64_t first, int64_t last) {
+    for (int64_t bucket = begin + first; bucket < begin + last; ++bucket) {
+      empty_bucket(table, bucket);
+    }
+  });
+}
+
+void split_buckets(const TableView& table, uint32_t unsplit, int threads) {
+  TableView after = table;
+  for (SplitRange range = SplitRange::first(table.unsplit);; range = range.next()) {
+    range.begin = std::max(range.begin, unsplit);
+    after.unsplit = range.begin;
     parallel_for(range.end - range.begin, 64, threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        split_bucket(table, range.begin + static_cast<uint32_t>(i));
+        split_bucket(after, range.begin + static_cast<uint32_t>(i));
       }
     });
-    if (range.is_last()) break;
-  }
-  TableView doubled = table;
-  doubled.num_buckets *= 2;
-  doubled.num_slots *= 2;
-  for (int64_t begin = 0; begin < doubled.num_buckets; begin += kListedBuckets) {
-    const int64_t end = std::min<int64_t>(doubled.num_buckets, begin + kListedBuckets);
-    for (const int64_t slot : find_astray(doubled, begin, end, threads)) settle(doubled, slot);
+    // Those of the last bucket may be in the one behind it.
+    const int64_t split = int64_t{2} * range.end;
+    settle(after, int64_t{2} * range.begin, split, threads);
+    if (split < table.num_buckets) settle(after, split, split + 1, threads);
+    if (split == table.num_buckets && range.begin > 0) settle(after, 0, 1, threads);
+    if (range.begin == unsplit) break;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -73,7 +74,7 @@ class MissingIds {
         }
         for (int64_t i = 0; i < n; ++i) {
           const int64_t id = batch.ids[positions[i]];
-          const BucketChoice choice = choose_buckets(id, tables[table].num_buckets);
+          const BucketChoice choice = buckets_of(tables[table], id);
           *to++ = Missing{positions[i], table, choice, kNoGroup, kNoGroup, false};
         }
       }

@@ -1,4 +1,5 @@
 // Restores entries of a file to a table, on the CPU.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -10,6 +11,8 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
+
+constexpr int64_t kAhead = 12;  // entries
 
 struct Widths {
   int64_t row;    // bytes
@@ -62,10 +65,22 @@ void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owne
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, int threads) {
   const Widths widths = widths_of(table);
+  const HomeVectors rows(table.rows), states(table.states);
+  const auto prefetch = [&](int64_t slot) {
+    if (slot < 0 || slot >= table.num_slots) return;
+    prefetch_to_write(&digest_at(table, slot));
+    prefetch_to_write(&table.ids[slot]);
+    prefetch_to_write(&table.last_steps[slot]);
+    if (table.scores != nullptr) prefetch_to_write(&table.scores[slot]);
+    rows.prefetch_to_write(slot);
+    states.prefetch_to_write(slot);
+  };
   parallel_for(entries.n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch(slots[i + kAhead]);
       const int64_t slot = slots[i];
-      const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
+      const BucketChoice choice = buckets_of(table, entries.ids[i]);
       const int64_t bucket = slot < 0 ? -1 : slot / table.bucket_slots;
       placed[i] = false;
       if (bucket != choice.first && bucket != choice.second) continue;
@@ -93,7 +108,7 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
   const Widths widths = widths_of(table);
   for (int64_t i = 0; i < entries.n; ++i) {
-    const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
+    const BucketChoice choice = buckets_of(table, entries.ids[i]);
     int64_t slot = free_slot(table, choice);
     if (slot == kNoSlot) {
       const Victim victim = lowest_rank(table, choice, UINT32_MAX);

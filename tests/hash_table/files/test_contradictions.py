@@ -3,29 +3,11 @@
 import dataclasses
 
 import pytest
-import torch
 
+from tests.support.rewritten import rewrite
 from tests.support.saved_tables import assert_refused, buckets_of, filled, like
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.shard_files import ShardReader, ShardWriter, Staging, fields_of
-
-
-def rewrite(folder, change):
-    """Rewrites the only shard of a table, with correct checksums."""
-    manifest = Manifest.read(folder)
-    (shard,) = manifest.shards
-    fields = fields_of(4, torch.float32, 0, False)
-    staging = Staging(fields, shard.entries)
-    with ShardReader(folder / shard.file, fields, shard) as reader:
-        (memory,) = ({k: v.clone() for k, v in b.items()} for b in reader.batches(staging))
-    owners = change(memory) or (0, 1 << 16)
-    (folder / shard.file).unlink()
-    with ShardWriter(folder / shard.file, staging, owners, shard.entries) as writer:
-        writer.append(memory)
-        written = writer.finish()
-    dataclasses.replace(manifest, shards=(written,)).write(folder)
-    Manifest.commit(folder)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torchrec_hkv.backends.hkv.table import (
     state_of,
 )
 from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_of, tiers
-from torchrec_hkv.backends.optimizers import hash_table_optimizer, state_width
+from torchrec_hkv.backends.optimizers import counts_own_steps, hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -37,7 +37,7 @@ from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
 from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
-from torchrec_hkv.hash_table.replicas import id_sync_bytes
+from torchrec_hkv.hash_table.replicas import id_sync_bytes, swaps
 
 
 class HKVBackend(Backend):
@@ -105,12 +105,20 @@ class HKVBackend(Backend):
         touched: float,
         touched_anywhere: float,
         replicas: int,
+        device_type: str,
     ) -> float:
         options, width = options_of(shard), state_width(optimizer, shard.dim)
         if options.dense:
             return 8 * shard.capacity * (shard.dim + width) * (replicas - 1) / replicas
         return id_sync_bytes(
-            touched, touched_anywhere, shard.dim, width, options.table_eviction, replicas
+            touched,
+            touched_anywhere,
+            shard.dim,
+            width,
+            options.table_eviction,
+            replicas,
+            own_steps=counts_own_steps(optimizer),
+            swaps=swaps(replicas, device_type),
         )
 
     def routes_by_hash(self, options: BackendOptions) -> bool:

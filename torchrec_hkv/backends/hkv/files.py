@@ -64,6 +64,7 @@ class HashTablesLoad(TablesLoad):
     ) -> None:
         self._group = group
         self._keys = [key for key, *_ in saved.values()]
+        self._tables, self._epoch = list(saved), group.epoch
         self._loads = [
             PartsLoad(
                 group,
@@ -75,6 +76,7 @@ class HashTablesLoad(TablesLoad):
                 allow_loss=options.allow_loss,
                 batch_bytes=options.batch_bytes,
                 threads=options.threads,
+                verify=options.verify,
             )
             for table, (_, rows, feature, shards, owners) in saved.items()
         ]
@@ -108,6 +110,13 @@ class HashTablesLoad(TablesLoad):
             loads = zip(self._keys, self._loads, strict=True)
             return {key: Placed(load.entries, load.run()) for key, load in loads}
 
+    def undo(self) -> None:
+        with self._group.alone():
+            for table in self._tables:
+                self._group.clear_table(table)
+            self._group.set_clock(0)
+            self._group.set_epoch(self._epoch)
+
 
 def saved_folder(folder: Path) -> SavedFolder:
     """Implements :meth:`Backend.saved_folder`."""
@@ -120,6 +129,7 @@ def saved_folder(folder: Path) -> SavedFolder:
         (begin, begin + manifest.table["dim"]),
         tuple(manifest.files),
         manifest.changes is None,
+        frozenset(shard.file for shard in manifest.shards),
     )
 
 

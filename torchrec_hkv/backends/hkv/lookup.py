@@ -30,6 +30,7 @@ from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.digest import table_digest
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.groups.counters import DEVICE_COUNTS
+from torchrec_hkv.hash_table.replicas import GroupSync, Wire
 
 
 class HKVLookup(RowsById, GroupLookup):
@@ -159,7 +160,8 @@ class HKVLookup(RowsById, GroupLookup):
 
     def replica_sync(self, process_group: dist.ProcessGroup) -> HashTablesSync:
         by_id = [index for key, index in self._index.items() if key not in self._dense]
-        return HashTablesSync(self._group, by_id, list(self._dense.values()), process_group)
+        syncs = [GroupSync(self._group, by_id, Wire(process_group))] if by_id else []
+        return HashTablesSync(syncs, list(self._dense.values()), process_group)
 
     def dense_states(self, key: str) -> dict[str, Tensor]:
         return self._dense[key].read(states=True)
@@ -209,6 +211,10 @@ class HKVLookup(RowsById, GroupLookup):
 
     def digest(self, key: str) -> tuple[int, int]:
         return table_digest(self._group, self._index[key])
+
+    def is_untouched(self) -> bool:
+        group = self._group
+        return group.clock == 0 and not any(group.sizes()) and not group.optimizer_steps.any()
 
     def open_files(
         self,

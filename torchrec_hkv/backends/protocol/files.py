@@ -57,6 +57,12 @@ class FilesLookup:
         """
         raise NotImplementedError
 
+    def is_untouched(self) -> bool:
+        """Whether the tables are as they were made. A load then verifies files while it reads them
+        (:attr:`FileOptions.verify`), as it can be undone (:meth:`TablesLoad.undo`). False, the
+        default, has all files verified before anything changes."""
+        return False
+
     def open_files(
         self,
         saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],

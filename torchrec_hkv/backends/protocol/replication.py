@@ -60,6 +60,7 @@ class ReplicatedBackend:
         touched: float,
         touched_anywhere: float,
         replicas: int,
+        device_type: str,
     ) -> float:
         """Bytes that a rank sends for a shard in a sync of replicas; 0 by default. An all-reduce of
         n bytes counts as ``2 n (replicas - 1) / replicas``.
@@ -70,6 +71,7 @@ class ReplicatedBackend:
             touched: different ids of the shard that a replica looks up from one sync to the next.
             touched_anywhere: those that some replica looks up.
             replicas: how many.
+            device_type: ``"cpu"`` or ``"cuda"``.
         """
         return 0.0
 

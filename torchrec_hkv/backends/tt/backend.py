@@ -113,6 +113,7 @@ class TTBackend(Backend):
         touched: float,
         touched_anywhere: float,
         replicas: int,
+        device_type: str,
     ) -> float:
         # Averages are taken in float32.
         spec = state_of(shard, optimizer)

@@ -76,7 +76,7 @@ class TTLookup(CachedLookup, GroupLookup):
             self._caches.replicate(self._replicas)
 
     def replica_sync(self, process_group: dist.ProcessGroup) -> CoresSync:
-        return CoresSync(self._cores, self._states, self._step, process_group)
+        return CoresSync(self._cores, [*self._states, self._step], process_group)
 
     def forward(
         self,

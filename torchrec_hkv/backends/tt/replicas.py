@@ -11,12 +11,11 @@ from torchrec_hkv.backends.replicas import AveragedTensors, ReplicaSync, Synced
 
 
 class CoresSync(ReplicaSync):
-    """A group of Tensor-Train tables.
+    """Groups of Tensor-Train tables.
 
     Args:
         cores: cores of all tables of this replica.
-        states: states of the optimizer.
-        step: int64 ``[1]``, updates so far.
+        states: states of the optimizers, and numbers of updates so far.
         process_group: the ranks that hold the same tables.
     """
 
@@ -24,14 +23,20 @@ class CoresSync(ReplicaSync):
         self,
         cores: Sequence[Tensor],
         states: Sequence[Tensor],
-        step: Tensor,
         process_group: dist.ProcessGroup,
     ) -> None:
-        self._cores, self._states = tuple(cores), (*states, step)
-        self._averages = AveragedTensors(process_group)
+        self._cores, self._states = tuple(cores), tuple(states)
+        self._process_group = process_group
+
+    @classmethod
+    def joined(cls, syncs: Sequence[CoresSync]) -> Sequence[CoresSync]:
+        cores = [core for one in syncs for core in one._cores]
+        states = [state for one in syncs for state in one._states]
+        return [cls(cores, states, syncs[0]._process_group)]
 
     def check(self) -> None:
         """Refuses none."""
 
     def sync(self, states: bool) -> Synced:
-        return self._averages.average((*self._cores, *(self._states if states else ())))
+        averages = AveragedTensors(self._process_group)
+        return averages.average((*self._cores, *(self._states if states else ())))

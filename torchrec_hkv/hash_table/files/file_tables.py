@@ -361,19 +361,19 @@ def verify_shard(
             f"{path} is inconsistent: {misplaced} of its {shard.entries} ids are not in their "
             "own buckets."
         )
-    _check_unique(folder, manifest, shard, fields, batch_bytes)
+    check_unique(folder, manifest, shard, fields, batch_bytes)
 
 
-def _check_unique(
+def check_unique(
     folder: Path,
     manifest: Manifest,
     shard: Shard,
     fields: Sequence[Field],
     batch_bytes: int,
 ) -> None:
-    """Raises if an id occurs twice. Only shards of the same owner buckets are compared, since ids
-    of other owner buckets differ. There are several only if an owner bucket was too large for
-    one."""
+    """Raises if an id of a shard occurs twice. Only shards of the same owner buckets are compared,
+    since ids of other owner buckets differ. There are several only if an owner bucket was too large
+    for one."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
     if shard != together[0]:

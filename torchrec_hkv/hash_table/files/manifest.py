@@ -14,6 +14,7 @@ import torch
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
+from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.json_schema import (
     ByType,
@@ -41,11 +42,8 @@ _LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
 _MOST_CAPACITY = 1 << 37
 _MOST_SLOTS = 1 << 38
-# State layouts: the number of an optimizer, plus 256 if rows count their own steps.
-_OWN_STEPS = 256
-_LAYOUTS = [
-    int(kind) + own for own in (0, _OWN_STEPS) for kind in _C.Optimizer.__members__.values()
-]
+# State layouts: the number of an optimizer, and whether rows count their own steps.
+_LAYOUTS = [int(kind) + own for own in (0, OWN_STEPS) for kind in _C.Optimizer.__members__.values()]
 
 
 #: Schema of save ids (:func:`new_save_id`).
@@ -334,7 +332,7 @@ def _check_table(manifest: Manifest, place: Place) -> None:
             initializer_from_fields(fields["initializer"])
         except ValueError as error:
             raise ValueError(f"{place.file}: table.initializer is impossible: {error}") from None
-    kind, own_steps = _C.Optimizer(layout % _OWN_STEPS), layout >= _OWN_STEPS
+    kind, own_steps = _C.Optimizer(layout % OWN_STEPS), layout >= OWN_STEPS
     needed = _C.OptimizerConfig(kind=kind, own_steps=own_steps).state_width(fields["dim"])
     if fields["state_dim"] < needed:
         raise (

@@ -22,9 +22,10 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import Target, check_unique
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
+from torchrec_hkv.hash_table.files.read_checks import Look, ShardCheck
 from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
@@ -48,6 +49,19 @@ _MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
 # Number of batches besides those that are read ahead: the one being inserted, and the tensors
 # selected and converted from it.
 _COPIES = 3
+# Bytes for each slot that a look for ids that occur twice takes.
+_LOOK_BYTES = 64
+
+
+_Read = tuple[dict[str, Tensor], Look | None]
+
+
+def _read(
+    reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
+) -> _Read:
+    """Reads entries, and looks at them if they are checked."""
+    batch = reader.read(first, n, staging)
+    return batch, None if check is None else check.look(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +132,8 @@ class PartsLoad:
             buckets.
         batch_bytes: memory limit in bytes, on the host and on the device each.
         threads: number of threads that read files.
+        verify: whether files of entries are verified while they are loaded, since that has not been
+            done before.
     """
 
     def __init__(
@@ -132,12 +148,14 @@ class PartsLoad:
         allow_loss: bool | None = False,
         batch_bytes: int = BATCH_BYTES,
         threads: int = 1,
+        verify: bool = False,
     ) -> None:
         if allow_loss is None:
             allow_loss = rows is not None and rows >= _saved_rows(parts)
         self._group, self._table, self._feature = group, table, feature
         self._owners, self._allow_loss = owners, allow_loss
         self._batch_bytes, self._threads = batch_bytes, threads
+        self._verify = verify
         self._spec = group.tables[table]
         self.name = group.labels[table]
         self._target = Target(group, table, batch_bytes)
@@ -370,7 +388,37 @@ class PartsLoad:
                 f"table {self.name!r}: {lost} entries of the checkpoint found no slot: give "
                 "it a larger num_embeddings, or pass allow_loss=True."
             )
+        if self._verify:
+            self._check_unique()
         return lost
+
+    def _check_unique(self) -> None:
+        """Raises if an id occurs twice. Looking up one of two that are in the table finds the
+        other; of files that were written beside others, ids are read again."""
+        group, table = self._group, self._table
+        at_a_time = max(1, self._batch_bytes // _LOOK_BYTES)
+        for first in range(0, group.present_slots(table), at_a_time):
+            n = min(at_a_time, group.present_slots(table) - first)
+            place = (group.counter_tensor, group.handle, table)
+            owners = _ops.slot_owners(*place, first, n)
+            slots = (owners >= 0).nonzero().flatten() + first
+            ids, _ = group.ids_and_steps(table, slots)
+            if not torch.equal(self._find(ids), slots):
+                raise ValueError(f"table {self.name!r}: the checkpoint holds an id more than once.")
+        for _, parts in self._by_columns[1:]:
+            for part in parts:
+                for folder, manifest in part.layers:
+                    for shard in manifest.shards:
+                        check_unique(folder, manifest, shard, part.fields, self._batch_bytes)
+
+    def _find(self, ids: Tensor) -> Tensor:
+        """Slots of ids, counted from the table's first; negative where an id is not there."""
+        group = self._group
+        offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=ids.device)
+        offsets[self._feature + 1 :] = ids.numel()
+        first = sum(group.full_slots(t) for t in range(self._table))
+        slots = group.find(ids, offsets, 1)
+        return torch.where(slots >= 0, slots - first, slots)
 
     def _batches(self, part: Part) -> Iterator[dict[str, Tensor]]:
         """The table's entries in a shard, read ahead by threads; each batch is valid until the
@@ -385,11 +433,13 @@ class PartsLoad:
         with contextlib.ExitStack() as stack:
             free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
             pool = stack.enter_context(ThreadPoolExecutor(self._threads))
-            ahead: list[tuple[Future[dict[str, Tensor]], Staging, int, bool]] = []
+            ahead: list[tuple[Future[_Read], Staging, int, bool, ShardCheck | None]] = []
 
             def take() -> Iterator[dict[str, Tensor]]:
-                future, staging, layer, has_others = ahead.pop(0)
-                batch = future.result()
+                future, staging, layer, has_others, check = ahead.pop(0)
+                batch, look = future.result()
+                if check is not None and look is not None:
+                    check.add(look, len(batch["ids"]))
                 picked = slots.pick(layer, batch["slots"])
                 if has_others:
                     mine = self._mine(batch["ids"])
@@ -402,13 +452,17 @@ class PartsLoad:
 
             for layer, path, shard, has_others in self._shards(part):
                 reader = stack.enter_context(ShardReader(path, fields, shard))
+                check = None
+                if self._verify:
+                    manifest = part.layers[layer][1]
+                    check = ShardCheck(path, manifest, shard, part.owners)
                 for first in range(0, shard.entries, size):
                     if len(ahead) == self._threads:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
-                    future = pool.submit(reader.read, first, n, staging)
-                    ahead.append((future, staging, layer, has_others))
+                    future = pool.submit(_read, reader, first, n, staging, check)
+                    ahead.append((future, staging, layer, has_others, check))
             while ahead:
                 yield from take()
 
@@ -460,12 +514,9 @@ class PartsLoad:
         were left out, or were missing in the shard of the first column; they are skipped."""
         group, table, device = self._group, self._table, self._group.device
         ids = batch["ids"].to(device)
-        offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=device)
-        offsets[self._feature + 1 :] = ids.numel()
-        slots = group.find(ids, offsets, 1)
+        slots = self._find(ids)
         there = (slots >= 0).nonzero().flatten()
-        first = sum(group.full_slots(t) for t in range(table))
-        slots = slots[there] - first
+        slots = slots[there]
         kept = _ops.read_slots(group.handle, table, slots)
         own_ids, rows, last_steps, scores, states = kept
         given = self._states_of(batch, columns).to(device)

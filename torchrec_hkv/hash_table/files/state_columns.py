@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 
-_OWN_STEPS = 256
+#: Added to the number of a layout whose rows have their number of updates.
+OWN_STEPS = 256
 _OF_COLUMNS = {
     _C.Optimizer.MOMENTUM: 1,
     _C.Optimizer.ADAGRAD: 1,
@@ -36,8 +37,8 @@ class StateColumns:
     @classmethod
     def of_layout(cls, layout: int) -> StateColumns:
         """Makes it from the layout number in saved states."""
-        kind = _C.Optimizer(layout % _OWN_STEPS)
-        own_step = layout >= _OWN_STEPS
+        kind = _C.Optimizer(layout % OWN_STEPS)
+        own_step = layout >= OWN_STEPS
         return cls(_OF_COLUMNS.get(kind, 0), (kind in _OF_ROWS) + own_step)
 
 

@@ -66,7 +66,7 @@ class GroupCalls(GroupStrictness):
     ) -> tuple[Tensor, Tensor]:
         """Looks up rows, the initial row for missing ids, and whether each id was found. Changes
         nothing."""
-        with self.unchanged():
+        with self.reading():
             slots = self.find_slots(ids, offsets, batch_size)
             return self._gather(ids, offsets, batch_size, slots)
 

@@ -108,7 +108,8 @@ class GroupContents:
 
     def export_table(self, table: int) -> TableState:
         """A copy of a table's contents."""
-        state = self._group.export_table(table)
+        with self.unchanged():
+            state = self._group.export_table(table)
         fields = [field.name for field in dataclasses.fields(TableState)]
         return TableState(**{name: getattr(state, name) for name in fields})
 

@@ -30,6 +30,30 @@ class Hold:
         self._group.release(self._kind)
 
 
+class Unchanged(Hold):
+    """A hold in which nothing changes, and no table is in the middle of growing.
+
+    Args:
+        group: the group.
+    """
+
+    def __init__(self, group: _C.TableGroup) -> None:
+        super().__init__(group, _C.Hold.UNCHANGED)
+
+    def __enter__(self) -> None:
+        if not self._group.splitting():
+            super().__enter__()
+            if not self._group.splitting():
+                return
+            self._group.release(self._kind)  # another thread's table began to grow
+        self._group.hold(_C.Hold.ALONE)
+        try:
+            self._group.finish_growth()
+            super().__enter__()
+        finally:
+            self._group.release(_C.Hold.ALONE)
+
+
 class GroupHolds:
     """Locks of a group; a base of ``TableGroup``."""
 
@@ -45,6 +69,10 @@ class GroupHolds:
         Raises:
             RuntimeError: this thread changes a table within the context.
         """
+        return Unchanged(self._group)
+
+    def reading(self) -> Hold:
+        """Like :meth:`unchanged`, but a table may be in the middle of growing."""
         return Hold(self._group, _C.Hold.UNCHANGED)
 
     def alone(self) -> Hold:

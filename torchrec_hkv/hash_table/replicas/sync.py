@@ -1,9 +1,11 @@
-"""One sync of the replicas of a group of tables; ``docs/concepts/replicas.md`` has the rules."""
+"""One sync of the replicas of groups of tables; ``docs/concepts/replicas.md`` has the rules."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -32,11 +34,12 @@ def id_sync_bytes(
     state_dim: int,
     eviction: EvictionPolicy,
     replicas: int,
+    *,
+    own_steps: bool = False,
+    swaps: bool = False,
 ) -> float:
-    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them.
-
-    This is for collective calls. Two replicas on CPUs send 8 bytes less for each id that some
-    replica has touched.
+    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them, but
+    for the few that all tables of a group share.
 
     Args:
         touched: ids that this replica has touched.
@@ -45,10 +48,14 @@ def id_sync_bytes(
         state_dim: float32 values of optimizer state of a row.
         eviction: the policy.
         replicas: how many.
+        own_steps: whether the optimizer counts the updates of each row.
+        swaps: whether the replicas send each other messages (:func:`~.wire.swaps`).
     """
-    numbers = 1 + keeps_scores(eviction) + sums_scores(eviction)
-    reduced = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
-    return 8 * touched * (replicas - 1) + 2 * reduced * (replicas - 1) / replicas
+    numbers = keeps_scores(eviction) + sums_scores(eviction)
+    if not swaps:
+        numbers += 1 + own_steps  # a message has them among the columns
+    exchanged = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
+    return 8 * touched * (replicas - 1) + 2 * exchanged * (replicas - 1) / replicas
 
 
 class GroupSync:
@@ -75,6 +82,11 @@ class GroupSync:
         self._batch_bytes = batch_bytes
         self._room = 0  # for as many ids as came the last time, so that one call is enough
 
+    @property
+    def group(self) -> TableGroup:
+        """This replica's."""
+        return self._group
+
     def sync(self, states: bool = True) -> Synced:
         """Applies the rules, after :meth:`check`; a collective call of the ranks that hold the same
         shards.
@@ -83,26 +95,7 @@ class GroupSync:
             states: whether optimizer states are reconciled. Otherwise they stay, and those of ids
                 that are inserted are 0.
         """
-        wire, group = self._wire, self._group
-        if wire.size == 1:
-            return Synced()
-        sent_before = wire.sent_bytes
-        with group.alone():
-            looks = [self._changes[table].look() for table in self._tables]
-            merged = self._gather_ids(looks)
-            tables = [
-                TableSync(group, table, self._changes[table], wire.size, states, look, ids)
-                for table, look, ids in zip(self._tables, looks, merged, strict=True)
-            ]
-            if wire.swaps(group.device):
-                swap_rows(tables, wire, self._batch_bytes // _COPIES)
-            else:
-                for some in rounds(tables, self._batch_bytes // _COPIES):
-                    exchange(some, wire)
-            done = sum((table.finish() for table in tables), Synced())
-            for changes in self._changes.values():
-                changes.synced()
-        return dataclasses.replace(done, sent_bytes=wire.sent_bytes - sent_before)
+        return sync_together([self], states)
 
     def check(self) -> None:
         """Refuses a sync; a collective call of the same ranks.
@@ -110,52 +103,138 @@ class GroupSync:
         Raises:
             RuntimeError: in a replica a backward is still to come.
         """
-        wire, group = self._wire, self._group
+        check_together([self])
+
+    def _is_pending(self) -> bool:
+        """Whether a backward is still to come here."""
+        group = self._group
         if group.first_open_step <= group.clock:
             gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage
-        pending = torch.zeros(wire.size, dtype=torch.int64, device=group.device)
-        pending[wire.rank] = group.first_open_step <= group.clock
-        wire.reduce(pending)
-        if pending.any():
-            names = ", ".join(repr(group.tables[table].name) for table in self._tables)
+        return group.first_open_step <= group.clock
+
+    def _look(self) -> list[Changed]:
+        """What changed in each table."""
+        return [self._changes[table].look() for table in self._tables]
+
+    def _head(self) -> Tensor:
+        """Numbers of updates of all tables, and the clock."""
+        steps = self._group.optimizer_steps
+        return torch.cat([steps, steps.new_tensor([self._group.clock])])
+
+    def _follow(self, heads: Tensor) -> None:
+        """Clock and numbers of updates become the highest.
+
+        Args:
+            heads: int64 ``[replicas, tables + 1]``.
+        """
+        tables = list(self._tables)
+        self._group.optimizer_steps[tables] = heads[:, tables].amax(dim=0)
+        self._group.advance_clock(int(heads[:, -1].amax()))
+
+    def _table_syncs(
+        self, looks: Sequence[Changed], merged: Sequence[MergedIds], states: bool
+    ) -> list[TableSync]:
+        size = self._wire.size
+        return [
+            TableSync(self._group, table, self._changes[table], size, states, look, ids)
+            for table, look, ids in zip(self._tables, looks, merged, strict=True)
+        ]
+
+    def _end(self) -> None:
+        for changes in self._changes.values():
+            changes.synced()
+
+
+def check_together(syncs: Sequence[GroupSync]) -> None:
+    """Refuses a sync of several groups; a collective call of the ranks that hold the same shards.
+
+    Args:
+        syncs: of groups on one device, over wires to the same replicas; the first one's is used.
+
+    Raises:
+        RuntimeError: in a replica a backward is still to come.
+    """
+    wire, device = syncs[0]._wire, syncs[0].group.device
+    pending = torch.zeros((len(syncs), wire.size), dtype=torch.int64, device=device)
+    pending[:, wire.rank] = torch.tensor([sync._is_pending() for sync in syncs])
+    wire.reduce(pending)
+    for sync, replicas in zip(syncs, pending.tolist(), strict=True):
+        if any(replicas):
+            names = ", ".join(repr(sync.group.tables[table].name) for table in sync._tables)
             raise RuntimeError(
                 f"The backward of a lookup in tables {names} is still to come, in replicas "
-                f"{pending.nonzero().flatten().tolist()}: call sync() after the backward, and "
-                "before the next lookup in training."
+                f"{[replica for replica, is_pending in enumerate(replicas) if is_pending]}: call "
+                "sync() after the backward, and before the next lookup in training."
             )
 
-    def _gather_ids(self, looks: Sequence[Changed]) -> list[MergedIds]:
-        """Merges the ids of each table. Clock and numbers of updates become the highest."""
-        group, wire = self._group, self._wire
-        kinds = [
-            ids
-            for look in looks
-            for ids in (look.touched[: look.num_new], look.touched[look.num_new :], look.left)
+
+def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
+    """Brings the replicas of several groups together: their tables share all calls and messages.
+
+    Args:
+        syncs: as for :func:`check_together`, which is called before.
+        states: as for :meth:`GroupSync.sync`.
+    """
+    wire, device = syncs[0]._wire, syncs[0].group.device
+    if wire.size == 1:
+        return Synced()
+    sent_before = wire.sent_bytes
+    most_bytes = min(sync._batch_bytes for sync in syncs) // _COPIES
+    with contextlib.ExitStack() as held:
+        for sync in syncs:
+            held.enter_context(sync.group.alone())
+        looks = [sync._look() for sync in syncs]
+        merged = _gather_ids(syncs, looks, wire)
+        tables = [
+            table
+            for sync, *of_sync in zip(syncs, looks, merged, strict=True)
+            for table in sync._table_syncs(*of_sync, states)
         ]
-        sizes = torch.tensor([group.clock, *map(len, kinds)], device=group.device)
-        ids, room = torch.cat(kinds), self._room
-        own = torch.cat([group.optimizer_steps, sizes, ids[:room]])
-        begin = len(group.tables) + len(sizes)  # of ids
-        messages = wire.gather_same(_padded(own, begin + room))
-        heads = torch.stack([part[:begin] for part in messages])
-        updates = len(group.tables)
-        tables = list(self._tables)
-        group.optimizer_steps[tables] = heads[:, tables].amax(dim=0)
-        of_replicas = heads[:, updates:].tolist()
-        group.advance_clock(max(clock for clock, *_ in of_replicas))
-        lengths = [sum(sizes) for _, *sizes in of_replicas]
-        parts = [
-            part[begin : begin + length] for part, length in zip(messages, lengths, strict=True)
-        ]
-        if max(lengths) > room:
-            rest = wire.gather(ids[room:], [max(0, length - room) for length in lengths])
-            parts = [torch.cat(both) for both in zip(parts, rest, strict=True)]
-        self._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
-        gathered = [part.split(sizes) for part, (_, *sizes) in zip(parts, of_replicas, strict=True)]
-        return [
-            merge_ids([parts[first : first + 3] for parts in gathered], wire.rank)
-            for first in range(0, len(kinds), 3)
-        ]
+        if wire.swaps(device):
+            swap_rows(tables, wire, most_bytes)
+        else:
+            for some in rounds(tables, most_bytes):
+                exchange(some, wire)
+        done = sum((table.finish() for table in tables), Synced())
+        for sync in syncs:
+            sync._end()
+    return dataclasses.replace(done, sent_bytes=wire.sent_bytes - sent_before)
+
+
+def _gather_ids(
+    syncs: Sequence[GroupSync], looks: Sequence[Sequence[Changed]], wire: Wire
+) -> list[list[MergedIds]]:
+    """Merges the ids of each table. Clocks and numbers of updates become the highest."""
+    kinds = [
+        ids
+        for look in itertools.chain.from_iterable(looks)
+        for ids in (look.touched[: look.num_new], look.touched[look.num_new :], look.left)
+    ]
+    heads = [sync._head() for sync in syncs]
+    widths = [head.numel() for head in heads]
+    sizes = heads[0].new_tensor([ids.numel() for ids in kinds])
+    ids, room = torch.cat(kinds), syncs[0]._room
+    own = torch.cat([*heads, sizes, ids[:room]])
+    begin = sum(widths) + len(kinds)  # of ids
+    messages = wire.gather_same(_padded(own, begin + room))
+    *of_groups, of_kinds = torch.stack([part[:begin] for part in messages]).split(
+        [*widths, len(kinds)], dim=1
+    )
+    for sync, of_group in zip(syncs, of_groups, strict=True):
+        sync._follow(of_group)
+    sizes_of = of_kinds.tolist()
+    lengths = [sum(its) for its in sizes_of]
+    parts = [part[begin : begin + length] for part, length in zip(messages, lengths, strict=True)]
+    if max(lengths) > room:
+        rest = wire.gather(ids[room:], [max(0, length - room) for length in lengths])
+        parts = [torch.cat(both) for both in zip(parts, rest, strict=True)]
+    syncs[0]._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
+    gathered = [part.split(its) for part, its in zip(parts, sizes_of, strict=True)]
+    merged = iter(
+        merge_ids([of_replica[first : first + 3] for of_replica in gathered], wire.rank)
+        for first in range(0, len(kinds), 3)
+    )
+    return [list(itertools.islice(merged, len(of_sync))) for of_sync in looks]
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

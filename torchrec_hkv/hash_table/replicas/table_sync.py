@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.file_tables import Target
-from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
@@ -82,7 +82,7 @@ class TableSync:
         self.width = width if states else 0
         parts = StateColumns.of_layout(group.state_layout)
         # The optimizer's own count of a row's updates comes last (csrc/common/optimizers.h).
-        has_own_step = states and group.state_layout >= 256
+        has_own_step = states and group.state_layout >= OWN_STEPS
         used = parts.of_columns * dim + parts.of_rows
         self.own_step = dim + used - 1 if has_own_step else None
         self.merge = ScoreMerge(self.spec)

@@ -17,6 +17,12 @@ class Transfer(Protocol):
         """Returns when it has arrived, or, of one that is sent, when its memory is free again."""
 
 
+def swaps(replicas: int, device_type: str) -> bool:
+    """Whether replicas send each other messages: two on CPUs. That is quicker there than collective
+    calls, which hand each message from thread to thread."""
+    return replicas == 2 and device_type == "cpu"
+
+
 class Wire:
     """Collective calls of the ranks that hold the same shards.
 
@@ -43,11 +49,13 @@ class Wire:
             size = tensor.numel() * tensor.element_size()
             self.sent_bytes += 2 * size * (self.size - 1) // self.size
 
-    def average(self, tensor: Tensor) -> None:
-        """Replaces a tensor by its mean, which is taken in float32."""
-        mean = tensor.detach().to(torch.float32, copy=True).contiguous()
-        self.reduce(mean)
-        tensor.detach().copy_(mean / self.size)
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by their means, which are taken in float32, in one call."""
+        sums = torch.cat([tensor.detach().to(torch.float32).flatten() for tensor in tensors])
+        self.reduce(sums)
+        parts = sums.div_(self.size).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """The tensors of all replicas, of one dimension; their lengths may differ.
@@ -66,9 +74,8 @@ class Wire:
         return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
     def swaps(self, device: torch.device) -> bool:
-        """Whether there are two replicas that send each other messages, on CPUs. That is quicker
-        there than collective calls, which hand each message from thread to thread."""
-        return self.size == 2 and device.type == "cpu"
+        """Whether these replicas do; see :func:`swaps`."""
+        return swaps(self.size, device.type)
 
     def send(self, tensor: Tensor, number: int) -> Transfer:
         """Begins to send a tensor to the other of two replicas.

@@ -230,7 +230,16 @@ class DMPCollection(model_parallel.DMPCollection):
                     shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
 
     def _make_syncs(self) -> Iterable[ReplicaSync]:
-        """The syncs of all groups of tables of ours on this rank."""
+        """The syncs of all tables of ours on this rank: those of a kind with the same replicas in
+        as few as there can be."""
+        kinds: dict[tuple[type[ReplicaSync], dist.ProcessGroup], list[ReplicaSync]] = {}
+        for sync, replicas in self._syncs_of_groups():
+            kinds.setdefault((type(sync), replicas), []).append(sync)
+        for (kind, _), syncs in kinds.items():
+            yield from kind.joined(syncs)
+
+    def _syncs_of_groups(self) -> Iterable[tuple[ReplicaSync, dist.ProcessGroup]]:
+        """The sync of each group of tables, and the ranks that hold the same shards."""
         for _, collection in named_collections(self):
             lookups = collection.group_lookups()
             seen: set[GroupLookup] = set()
@@ -240,7 +249,8 @@ class DMPCollection(model_parallel.DMPCollection):
                 for key in table.state.keys_on(dist.get_rank()):
                     if lookups[key] not in seen:
                         seen.add(lookups[key])
-                        yield lookups[key].replica_sync(collection.replica_group)
+                        replicas = collection.replica_group
+                        yield lookups[key].replica_sync(replicas), replicas
 
     def sync(self, include_optimizer_state: bool = True) -> None:
         """Brings the replicas together; a collective call of all ranks.
