@@ -28,11 +28,15 @@ def compiler_version() -> str:
 
 
 def _library() -> ctypes.CDLL:
-    source = ROOT / "benchmarks" / "unordered_map.cpp"
+    sources = (
+        ROOT / "benchmarks" / "unordered_map.cpp",
+        ROOT / "csrc" / "common" / "initial_rows.cpp",
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "unordered_map.so"
         command = [compiler(), "-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-shared"]
-        command += ["-fPIC", "-pthread", f"-I{ROOT / 'csrc'}", str(source), "-o", str(path)]
+        command += ["-fPIC", "-pthread", f"-I{ROOT / 'csrc'}", *map(str, sources)]
+        command += ["-o", str(path)]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
