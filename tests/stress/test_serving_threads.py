@@ -25,7 +25,8 @@ pytestmark = [
 
 
 def test_readers_and_a_writer(tmp_path):
-    sources = ["serving/lookup_cpu.cpp", "serving/place_cpu.cpp", "common/parallel.cpp"]
+    sources = ["serving/lookup_cpu.cpp", "serving/place_cpu.cpp"]
+    sources += ["common/initial_rows.cpp", "common/parallel.cpp"]
     program = tmp_path / "threads"
     command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-march=x86-64-v3"]
     command += [f"-I{ROOT / 'csrc'}", str(Path(__file__).with_name("serving_threads.cpp"))]
