@@ -127,7 +127,8 @@ std::vector<int64_t> TableGroup::look_and_grow(const hash_table::Batch& batch,
 }
 
 int64_t TableGroup::misses(int64_t table) const {
-  return counters_.const_data_ptr<int64_t>()[table * kNumCounters + hash_table::kMisses];
+  return counters_
+      .const_data_ptr<int64_t>()[table * hash_table::kNumCounters + hash_table::kMisses];
 }
 
 bool TableGroup::splitting() const {
