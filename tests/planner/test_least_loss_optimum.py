@@ -1,260 +1,69 @@
-"""The chosen plan against all plans of small models: the first by the number of tables that lose
-something, then by the loss, then by the time of the slowest rank.
-
-The reference has the bytes and times of each option from the planner's estimates. Losses, places
-and order are its own.
-"""
+"""The chosen plan against all plans of small models."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-import random
-
 import pytest
-import torch
-from torchrec import EmbeddingBagConfig
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
 
-from tests.support.calibrations import calibration
-from tests.support.models import make_model
-from torchrec_hkv import (
-    EmbeddingShardingPlanner,
-    HKVOptions,
-    ParameterConstraints,
-    TTOptions,
-    get_default_sharders,
+from tests.support.all_plans import (
+    all_options,
+    best_plan,
+    case,
+    equal_tables,
+    make_planner,
+    planned,
+    rooms_of,
+    same,
 )
-from torchrec_hkv.planner import IdFrequencies, QualityCurve
 
 pytestmark = pytest.mark.compat
-
-_DIM, _RANKS = 16, 2
-_CURVES = {
-    "compression": {0.5: 0.01, 0.1: 0.03, 0.01: 0.2},
-    "rows": {0.9: 0.002, 0.3: 0.3},
-    "precision": {0.5: 0.001},
-}
-
-
-def _curve_at(kind, share):
-    """Linear in the logarithm between neighbouring points, the last segment going on."""
-    points = [(0.0, 0.0)] + [(-math.log(s), loss) for s, loss in _CURVES[kind].items()]
-    x = -math.log(share)
-    segments = list(itertools.pairwise(points))
-    (x0, y0), (x1, y1) = next((s for s in segments if x <= s[1][0]), segments[-1])
-    return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
-
-
-def _loss(option, counts, rows):
-    """What an option loses, from first principles: None for nothing."""
-    options = getattr(option, "backend_options", None)
-    if isinstance(options, TTOptions):
-        (p0, p1, p2), (q0, q1, q2), rank = options.p, options.q, options.ranks
-        cores = p0 * q0 * rank + rank * p1 * q1 * rank + rank * p2 * q2
-        kept = cores / (_DIM * min(rows, len(counts)))
-        return None if kept >= 1 else _curve_at("compression", kept)
-    if not isinstance(options, HKVOptions):
-        return None
-    total = None
-    if options.capacity is not None and options.capacity < rows:
-        held = sum(sorted(counts, reverse=True)[: options.capacity])
-        total = _curve_at("rows", min(held / sum(counts), 1 - 1e-9))
-    if options.row_dtype is not None:
-        total = (total or 0.0) + _curve_at("precision", 0.5)
-    return total
-
-
-def _ways(option):
-    """All ways to give the shards of an option to ranks: (bytes, time) by rank."""
-    parts = [(s.storage.hbm + s.storage.ddr, s.perf.total) for s in option.shards]
-    if option.partition_by == "uniform":
-        yield [(each,) for each in parts]
-        return
-    for ranks in itertools.product(range(_RANKS), repeat=len(parts)):
-        yield [
-            tuple(part for part, rank in zip(parts, ranks, strict=True) if rank == own)
-            for own in range(_RANKS)
-        ]
-
-
-def _best(by_table, room, most_loss=math.inf, most_time=math.inf, by_time=False):
-    """The key of the best plan of all: number that lose, loss, time. None where nothing fits."""
-    best = None
-    every = [
-        [(option_loss, way) for option, option_loss in table for way in _ways(option)]
-        for table in by_table
-    ]
-    for plan in itertools.product(*every):
-        losses = [loss for loss, _ in plan if loss is not None]
-        ranks = [[p for _, way in plan for p in way[rank]] for rank in range(_RANKS)]
-        time = max(sum(t for _, t in rank) for rank in ranks)
-        if any(sum(b for b, _ in rank) > room for rank in ranks):
-            continue
-        if sum(losses) > most_loss + 1e-12 or time > most_time:
-            continue
-        key = (len(losses), sum(losses), time)
-        if best is None or (_by_time(key) < _by_time(best) if by_time else key < best):
-            best = key
-    return best
-
-
-def _by_time(key):
-    return (key[2], key[1])
-
-
-def _case(seed):
-    """Tables with a few options each, on two ranks of a CPU."""
-    draw = random.Random(seed)
-    tables, constraints, counts = [], {}, {}
-    for index in range(draw.choice([2, 2, 3])):
-        name, (p, rows) = f"t{index}", draw.choice([((8, 8, 16), 1000), ((16, 16, 16), 4000)])
-        counts[name] = [1e6 / (i + 1) ** draw.uniform(0.2, 1.5) for i in range(rows)]
-        options = [
-            TTOptions(ranks=rank, p=p, q=(2, 2, 4)) for rank in draw.sample(range(1, 12), k=2)
-        ]
-        capacity = draw.randrange(rows // 8, rows)
-        options += [HKVOptions(capacity=capacity)]
-        if draw.random() < 0.5:
-            options += [HKVOptions(row_dtype=torch.float16)]
-        constraints[name] = ParameterConstraints(
-            compute_kernels=draw.choice([["fused", "hkv", "tt"], ["fused", "tt"], ["hkv", "tt"]]),
-            sharding_types=["table_wise", "row_wise"],
-            frequencies=IdFrequencies(tuple((1, count) for count in counts[name])),
-            quality_curves={k: QualityCurve(tuple(v.items())) for k, v in _CURVES.items()},
-        )
-        kernels = constraints[name].compute_kernels
-        constraints[name].options = tuple(
-            o for o in options if ("tt" if isinstance(o, TTOptions) else "hkv") in kernels
-        )
-        tables.append(
-            EmbeddingBagConfig(
-                name=name, num_embeddings=rows, embedding_dim=_DIM, feature_names=[f"f{index}"]
-            )
-        )
-    costs = {kernel: draw.uniform(1e-3, 9e-3) for kernel in ("fused", "hkv", "tt")}
-    return make_model(tables), constraints, counts, costs, draw
-
-
-def _equal_tables(seed):
-    """Tables that differ only in how often they are looked up."""
-    model, constraints, counts, costs, draw = _case(seed)
-    first = model.ebc.embedding_bag_configs()[0]
-    names = [f"t{index}" for index in range(draw.choice([2, 3]))]
-    constraints = {
-        name: dataclasses.replace(constraints["t0"], pooling_factors=[draw.uniform(1, 40)])
-        for name in names
-    }
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=first.num_embeddings,
-            embedding_dim=_DIM,
-            feature_names=[f"f{name}"],
-        )
-        for name in names
-    ]
-    return make_model(tables), constraints, dict.fromkeys(names, counts["t0"]), costs, draw
-
-
-def _planner(constraints, costs, room, **kwargs):
-    return EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=_RANKS, local_world_size=_RANKS, compute_device="cpu", ddr_cap=room
-        ),
-        batch_size=8,
-        constraints=constraints,
-        calibration=calibration(**costs),
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        **kwargs,
-    )
-
-
-def _all_options(model, constraints, counts, costs):
-    planner = _planner(constraints, costs, 1 << 40)
-    by_table = {}
-    for option in planner._enumerator.enumerate(model, get_default_sharders()):
-        rows = option.tensor.shape[0]
-        loss = _loss(option, counts[option.name], rows)
-        by_table.setdefault(option.name, []).append((option, loss))
-    return list(by_table.values())
-
-
-def _planned(planner, model):
-    """The key of the planner's plan, None where it refuses."""
-    try:
-        plan = planner.plan(model, get_default_sharders())
-    except PlannerError:
-        return None
-    losses = [r.loss.value for r in plan.plan["ebc"].reports.values() if r.loss is not None]
-    return len(losses), sum(losses), planner._perf_model.rate(planner._best_plan)
-
-
-def _rooms(by_table, draw):
-    """Bytes of a rank between what the smallest and what the largest options take."""
-    sizes = [
-        [sum(s.storage.hbm + s.storage.ddr for s in option.shards) for option, _ in table]
-        for table in by_table
-    ]
-    least, most = sum(map(min, sizes)), sum(map(max, sizes))
-    return [round(least / 2 + draw.random() ** 2 * (most - least / 2)) for _ in range(4)]
-
-
-def _same(planned, best):
-    if best is None or planned is None:
-        return planned is best
-    return planned == (best[0], pytest.approx(best[1]), pytest.approx(best[2]))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_least_loss(seed):
-    model, constraints, counts, costs, draw = _case(seed)
-    by_table = _all_options(model, constraints, counts, costs)
-    for room in _rooms(by_table, draw):
-        planned = _planned(_planner(constraints, costs, room), model)
-        assert _same(planned, _best(by_table, room)), room
+    model, constraints, counts, costs, draw = case(seed)
+    by_table = all_options(model, constraints, counts, costs)
+    for room in rooms_of(by_table, draw):
+        found = planned(make_planner(constraints, costs, room), model)
+        assert same(found, best_plan(by_table, room)), room
 
 
 @pytest.mark.parametrize("seed", range(28, 40))
 def test_of_equal_losses_the_fastest(seed):
-    model, constraints, counts, costs, draw = _equal_tables(seed)
-    by_table = _all_options(model, constraints, counts, costs)
-    for room in _rooms(by_table, draw):
-        best = _best(by_table, room)
-        planned = _planned(_planner(constraints, costs, room), model)
+    model, constraints, counts, costs, draw = equal_tables(seed)
+    by_table = all_options(model, constraints, counts, costs)
+    for room in rooms_of(by_table, draw):
+        best = best_plan(by_table, room)
+        found = planned(make_planner(constraints, costs, room), model)
         if best is None or best[0] < 2:
-            assert _same(planned, best), room
+            assert same(found, best), room
         else:  # levels that change places
-            assert planned[:2] == (best[0], pytest.approx(best[1]))
+            assert found[:2] == (best[0], pytest.approx(best[1]))
 
 
 @pytest.mark.parametrize("seed", range(12, 20))
 def test_the_fastest_within_a_bound_on_loss(seed):
-    model, constraints, counts, costs, draw = _case(seed)
-    by_table = _all_options(model, constraints, counts, costs)
-    for room in _rooms(by_table, draw):
+    model, constraints, counts, costs, draw = case(seed)
+    by_table = all_options(model, constraints, counts, costs)
+    for room in rooms_of(by_table, draw):
         bound = draw.choice([0.0, 0.01, 0.05, 1.0])
-        planner = _planner(constraints, costs, room, max_quality_loss=bound)
-        best = _best(by_table, room, most_loss=bound, by_time=True)
-        assert _same(planned := _planned(planner, model), best), (room, bound, planned, best)
+        planner = make_planner(constraints, costs, room, max_quality_loss=bound)
+        best = best_plan(by_table, room, most_loss=bound, fastest=True)
+        assert same(found := planned(planner, model), best), (room, bound, found, best)
 
 
 @pytest.mark.parametrize("seed", range(20, 28))
 def test_the_least_loss_within_a_bound_on_time(seed):
-    model, constraints, counts, costs, draw = _case(seed)
-    by_table = _all_options(model, constraints, counts, costs)
-    for room in _rooms(by_table, draw):
-        usual = _best(by_table, room)
+    model, constraints, counts, costs, draw = case(seed)
+    by_table = all_options(model, constraints, counts, costs)
+    for room in rooms_of(by_table, draw):
+        usual = best_plan(by_table, room)
         if usual is None:
             continue
         bound = usual[2] * draw.choice([0.5, 0.8, 1.0, 1.5])
-        planner = _planner(constraints, costs, room, max_step_time=bound)
-        best = _best(by_table, room, most_time=bound)
-        planned = _planned(planner, model)
+        planner = make_planner(constraints, costs, room, max_step_time=bound)
+        best = best_plan(by_table, room, most_time=bound)
+        found = planned(planner, model)
         if best is not None and best[0] == 0:
             # Of plans where nothing is lost the fastest is taken, here as anywhere.
-            assert planned[:2] == (0, 0)
-        assert _same(planned, best), (room, bound, planned, best)
+            assert found[:2] == (0, 0)
+        assert same(found, best), (room, bound, found, best)

@@ -1,0 +1,143 @@
+"""Training steps on a CPU that evict, under several policies, in one run on the same ids.
+
+    python -m benchmarks.eviction_cpu --out benchmarks/results/eviction_cpu.csv
+
+Full tables get ids of more rows than they have room for; each missing one takes the place of
+another. Forward, backward and row-wise Adagrad. The policies take turns; medians of the time that
+passed, and of the processor time of all threads, which a machine with other work disturbs less.
+``missing`` is the share of ids that were not in their table, ``evicted`` the share that took
+another's place, and the ratios are to the first policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import report
+from benchmarks.ids import power_law
+from benchmarks.training_step_cpu import Clock, HashTables, between, now
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+WARM_UP = 3
+#: Name, ids for each row of a table, power of their law (0: uniform).
+STREAMS = [("uniform", 1.09, 0.0), ("uniform", 1.35, 0.0), ("power law", 4.0, 1.05)]
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("policy", "stream", "universe", "tables", "rows", "dim", "batch", "ids_per_bag", "threads")
+
+
+def draw(args: argparse.Namespace, universe: float, power: float) -> Tensor:
+    """Ids of one batch, of which equal numbers are different ids in each call."""
+    n, most = args.tables * args.batch * args.bag, int(universe * args.rows)
+    if power:
+        return power_law(n, most, power, torch.device("cpu"))
+    return torch.randint(most, (n,))
+
+
+def steady(
+    args: argparse.Namespace, policy: str, universe: float, batches: list[Tensor]
+) -> HashTables:
+    """Full tables under a policy, after some lookups: those of ``batches``."""
+    tables = [
+        TableSpec(f"t{t}", args.rows, args.dim, policy, initializer=Uniform(-0.05, 0.05))
+        for t in range(args.tables)
+    ]
+    group = TableGroup(tables, list(range(args.tables)), RowWiseAdagrad())
+    for ids in torch.randperm(int(universe * args.rows)).split(1 << 16):
+        ends = torch.arange(args.tables + 1) * len(ids)
+        group.find_or_insert(ids.repeat(args.tables), ends, 1)
+    tables = HashTables(group, args.batch)
+    for ids in batches:
+        group.find_or_insert(ids, offsets_of(args), args.batch)
+    return tables
+
+
+def offsets_of(args: argparse.Namespace) -> Tensor:
+    """Offsets of a batch's bags."""
+    return torch.arange(args.tables * args.batch + 1) * args.bag
+
+
+def counted(tables: HashTables, *names: str) -> list[int]:
+    """Sums of counters over the tables."""
+    counters = tables.group.counters()
+    return [sum(table[name] for table in counters) for name in names]
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """One row a stream and policy."""
+    offsets = offsets_of(args)
+    grad = torch.randn(args.batch, args.tables * args.dim)
+    for name, universe, power in args.streams:
+        earlier = [draw(args, universe, power) for _ in range(args.earlier)]
+        sides = {policy: steady(args, policy, universe, earlier) for policy in args.policies}
+        times: dict[str, list[Clock]] = {policy: [] for policy in sides}
+        names = ("lookups", "hits", "evicted")
+        before = {policy: counted(side, *names) for policy, side in sides.items()}
+        load_before = os.getloadavg()[0]
+        for turn in range(args.steps + WARM_UP):
+            ids = draw(args, universe, power)
+            for policy in sides if turn % 2 else reversed(sides):
+                begin = now()
+                sides[policy](ids, offsets).backward(grad)
+                if turn >= WARM_UP:
+                    times[policy].append(between(begin, now()))
+        ms = {
+            policy: [statistics.median(t[clock] for t in its) for clock in range(2)]
+            for policy, its in times.items()
+        }
+        for policy, side in sides.items():
+            after = counted(side, *names)
+            lookups, hits, evicted = (a - b for a, b in zip(after, before[policy], strict=True))
+            yield {
+                "policy": policy,
+                "stream": name,
+                "universe": universe,
+                "tables": args.tables,
+                "rows": args.rows,
+                "dim": args.dim,
+                "batch": args.batch,
+                "ids_per_bag": args.bag,
+                "threads": args.threads,
+                "missing": round(1 - hits / lookups, 4),
+                "evicted": round(evicted / lookups, 4),
+                "step_ms": round(ms[policy][0], 3),
+                "step_cpu_ms": round(ms[policy][1], 3),
+                "ratio": round(ms[policy][0] / ms[args.policies[0]][0], 3),
+                "cpu_ratio": round(ms[policy][1] / ms[args.policies[0]][1], 3),
+                "system_load": round(load_before, 2),
+            }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses arguments, measures, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows a table")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--bag", type=int, default=10, help="ids a bag")
+    parser.add_argument("--steps", type=int, default=41, help="timed steps a row")
+    parser.add_argument("--earlier", type=int, default=200, help="lookups before, in batches")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--policies", nargs="+", default=["lru", "adaptive"])
+    parser.add_argument(
+        "--streams",
+        type=lambda at: STREAMS[int(at)],
+        nargs="+",
+        default=STREAMS,
+        help=f"numbers of streams, from 0: {', '.join(f'{s[0]} of {s[1]}' for s in STREAMS)}",
+    )
+    parser.add_argument("--out", type=Path, help="CSV file")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    report(measure(args), args.out, KEYS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Ranks of unequal memory, and tables larger than a rank, against all plans of small models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.support.all_plans import (
+    all_options,
+    best_plan,
+    case,
+    make_planner,
+    planned,
+    rooms_of,
+    same,
+)
+
+pytestmark = pytest.mark.compat
+
+
+def unequal(room, num_ranks, draw):
+    """As much memory in total, in parts of any size. Some ranks may have next to none."""
+    parts = [draw.random() ** 2 + 1e-3 for _ in range(num_ranks)]
+    return [math.ceil(room * num_ranks * part / sum(parts)) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_least_loss_on_unequal_ranks(seed, num_ranks):
+    model, constraints, counts, costs, draw = case(seed)
+    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+        rooms = unequal(room, num_ranks, draw)
+        by_table = all_options(model, constraints, counts, costs, rooms)
+        found = planned(make_planner(constraints, costs, rooms), model)
+        assert same(found, best := best_plan(by_table, rooms)), (rooms, found, best)
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+@pytest.mark.parametrize(
+    ("sharding_types", "more_kernels"),
+    [
+        (["table_wise"], []),
+        (["data_parallel"], ["dense"]),
+        (["data_parallel", "table_wise"], ["dense"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_tables_that_are_not_divided(seed, sharding_types, more_kernels):
+    """A rank has whole tables, or none: the largest may fit nowhere."""
+    model, constraints, counts, costs, draw = case(seed, sharding_types, more_kernels)
+    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+        rooms = unequal(room, 2, draw)
+        by_table = all_options(model, constraints, counts, costs, rooms)
+        found = planned(make_planner(constraints, costs, rooms), model)
+        assert same(found, best := best_plan(by_table, rooms)), (rooms, found, best)
+
+
+@pytest.mark.parametrize("seed", range(80, 88))
+def test_the_fastest_within_a_bound_on_loss_on_unequal_ranks(seed):
+    model, constraints, counts, costs, draw = case(seed, ["data_parallel", "table_wise"], ["dense"])
+    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+        rooms, bound = unequal(room, 2, draw), draw.choice([0.0, 0.01, 0.05, 1.0])
+        by_table = all_options(model, constraints, counts, costs, rooms)
+        planner = make_planner(constraints, costs, rooms, max_quality_loss=bound)
+        best = best_plan(by_table, rooms, most_loss=bound, fastest=True)
+        assert same(found := planned(planner, model), best), (rooms, bound, found, best)
