@@ -91,9 +91,6 @@ def left(script: Path, *arguments: object) -> str:
     ("script", "arguments"),
     [
         ("train_movielens.py", ["--batch-size", 200, "--epochs", 1, "--runs", "hkv"]),
-        ("train_deepfm.py", ["--batch-size", 200, "--epochs", 1]),
-        ("compress_dlrm.py", ["--batch-size", 200, "--epochs", 1]),
-        ("train_two_tower.py", ["--batch-size", 64, "--epochs", 1]),
         ("train_online.py", ["--batch-size", 64, "--days", 14]),
         ("train_sequence.py", ["--batch-size", 20, "--epochs", 1, "--runs", "hkv"]),
     ],
