@@ -21,6 +21,7 @@ def reported(rank: int, _world_size: int, _device: torch.device, folder: Path) -
     return printed.getvalue(), out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu"])
 def test_rank_0_alone_reports(run_ranks, tmp_path):
     assert run_ranks(2, reported, tmp_path) == [("row 0\nrow 1\n", True), ("", False)]

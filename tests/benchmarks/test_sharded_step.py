@@ -77,6 +77,7 @@ def kinds_of_sides(_rank: int, _world_size: int, device: torch.device) -> dict[s
     return {side: type(model.module).__name__ for side, model in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu"])
 def test_sides_are_torchrecs_own_tables_and_ours(run_ranks):
     (kinds,) = run_ranks(1, kinds_of_sides)

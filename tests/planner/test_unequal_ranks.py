@@ -25,6 +25,7 @@ def unequal(room, num_ranks, draw):
     return [math.ceil(room * num_ranks * part / sum(parts)) for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40, 52))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_least_loss_on_unequal_ranks(seed, num_ranks):

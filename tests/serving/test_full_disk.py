@@ -39,6 +39,7 @@ class Scores(nn.Module):
         return self.over(self.ebc(features).values())
 
 
+@pytest.mark.slow
 def test_export(disk):
     model = Scores()
     ones = torch.ones(6, dtype=torch.int64)
