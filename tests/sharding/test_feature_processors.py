@@ -21,6 +21,7 @@ from tests.support.backends import BACKENDS
 from tests.support.models import topology
 from torchrec_hkv import (
     EmbeddingShardingPlanner,
+    HKVOptions,
     ParameterConstraints,
     checkpoint,
     get_default_sharders,
@@ -45,7 +46,7 @@ class _Model(nn.Module):
         return output.square().sum() / BATCH, output
 
 
-def _make(kernel, sharding_type, is_collection, world_size, device):
+def _make(kernel, sharding_type, is_collection, world_size, device, options=None):
     rows = IDS if kernel == "fused" else 16 * IDS
     tables = [
         EmbeddingBagConfig(
@@ -61,7 +62,9 @@ def _make(kernel, sharding_type, is_collection, world_size, device):
         processors = {key: PositionWeightedModule(LONGEST, device) for key in KEYS}
     model = _Model(FeatureProcessedEmbeddingBagCollection(bags, processors))
     constraints = {
-        f"t_{key}": ParameterConstraints(compute_kernels=[kernel], sharding_types=[sharding_type])
+        f"t_{key}": ParameterConstraints(
+            compute_kernels=[kernel], sharding_types=[sharding_type], options=options
+        )
         for key in KEYS
     }
     planner = EmbeddingShardingPlanner(
@@ -181,6 +184,16 @@ def _save_and_load(rank, world_size, device, folder):
 
 def test_checkpoint_metrics_and_refusals(run_ranks, tmp_path):
     run_ranks(2, _save_and_load, tmp_path / "saved")
+
+
+def _scored(rank, world_size, device):
+    options = HKVOptions(eviction="customized", score_feature="f1")
+    with pytest.raises(ValueError, match="'t_f0' takes scores from its batches"):
+        _make("hkv", "row_wise", True, world_size, device, options)
+
+
+def test_scores_are_refused(run_ranks):
+    run_ranks(1, _scored)
 
 
 def test_a_sharder_of_stock_tables_is_refused():

@@ -276,8 +276,16 @@ class BackendFeatureProcessedEmbeddingBagCollectionSharder(
             module_fqn: path of the module in the model.
 
         Raises:
-            ValueError: a backend can't serve a table as planned.
+            ValueError: a backend can't serve a table as planned, or a table takes scores.
         """
+        for name, sharding in params.items():
+            options = getattr(sharding, "options", None)
+            if options is not None and options.score_source is not None:
+                raise ValueError(
+                    f"Table {name!r} takes scores from its batches, which are sent as weights, and "
+                    "the feature processors of its FeatureProcessedEmbeddingBagCollection replace "
+                    "the weights: use an eviction policy other than 'customized'."
+                )
         bags_path = None if module_fqn is None else joined(module_fqn, PROCESSED_BAGS)
         made = super().shard(module, params, env, device, bags_path)
         bags = getattr(made, PROCESSED_BAGS)
