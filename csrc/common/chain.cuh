@@ -45,7 +45,8 @@ struct LaunchShape {
   int shared_percent = -1;
 };
 
-// Of the current device. Cached for each device, because every launch needs it.
+// The compute capability of the current device. The result is cached for each device, because every
+// launch needs it.
 int compute_capability();
 
 // Allows a kernel's dynamic shared memory and cluster. Calls the driver once for each kernel and

@@ -53,7 +53,7 @@ enum Counter : int32_t {
 // Rows or states: a vector for each slot and, if the table has frames, for each frame.
 struct RowStore {
   char* homes;   // [num_slots][width]; in host memory if there are frames
-  char* frames;  // [num frames][width]; null: all vectors are at home
+  char* frames;  // [num frames][width]; null: no vector has a frame
   int32_t width;
   RowType type;
 
@@ -113,8 +113,8 @@ struct TableView {
   HKV_HOST_DEVICE bool has(int64_t slot) const {
     return static_cast<uint64_t>(slot - first_slot) < static_cast<uint64_t>(num_slots);
   }
-  // Whether it pays to prefetch the vectors in the frame (for kNoFrame: at home) into a GPU's
-  // cache.
+  // Whether the vectors of a slot with this frame (kNoFrame: without a frame) are in HBM, so that a
+  // GPU may prefetch them.
   HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !homes_on_host; }
   // The present address, for reading. A writer must mark the frame (cuda/hbm_cache/frames.cuh).
   HKV_HOST_DEVICE char* row(int64_t slot) const { return rows.at(slot, frames.frame_of(slot)); }

@@ -114,7 +114,7 @@ def rooms_by_rank(room):
 
 
 def by_time(key):
-    """Of a plan's key, what orders plans where loss is traded for time."""
+    """The part of a plan's key by which plans are ordered when loss is traded for time."""
     return (key[2], key[1])
 
 
@@ -201,7 +201,7 @@ def make_planner(constraints, costs, room, **kwargs):
 
 
 def all_options(model, constraints, counts, costs, room=1 << 40):
-    """Of each table, the options and what they lose.
+    """The options of each table and the loss of each option.
 
     Args:
         model: with the tables.

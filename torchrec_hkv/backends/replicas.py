@@ -39,7 +39,7 @@ class ReplicaSync(abc.ABC):
 
     @classmethod
     def joined(cls, syncs: Sequence[Self]) -> Sequence[ReplicaSync]:
-        """Syncs of all that some do, as one or in fewer calls; by default they stay as they are.
+        """Joins syncs, so that they share collective calls; by default returns them unchanged.
 
         Args:
             syncs: of this class, of one process group.

@@ -74,8 +74,8 @@ class FileOptions:
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written,
             or int8 for codes of 8 bits with a scale a row; None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
-        verify: whether a load verifies :attr:`SavedFolder.entry_files` while it reads them, since
-            that has not been done before.
+        verify: whether a load verifies :attr:`SavedFolder.entry_files` while it reads them. If
+            False, they have been verified before.
         handle: handle of a non-blocking save. When the backend's method returns, all that the table
             holds is copied; the handle's threads may write it later (:meth:`SaveHandle.defer`).
 
@@ -160,8 +160,8 @@ class TablesLoad(abc.ABC):
         """
 
     def undo(self) -> None:
-        """Makes the tables of a group as they were made, after :meth:`run`, with
-        :attr:`FileOptions.verify`, has failed or has not been called."""
+        """Empties the tables of a group again, as they were before the load. Called if :meth:`run`
+        with :attr:`FileOptions.verify` has failed on a rank."""
         raise NotImplementedError
 
 

@@ -340,7 +340,7 @@ def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, recor
 
 
 def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
-    """Whether all tables that have files are on this rank as they were made."""
+    """Whether this rank's shards of all tables with files are empty and have not been used."""
     rank = _rank()
     return all(
         table.collection.group_lookups()[shard.key].is_untouched()

@@ -95,8 +95,8 @@ inline void prefetch_bytes(const void* from, int64_t bytes) {
   prefetch_lines<kWrite>(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
-// Rows or states of a table on the CPU, which are all at home. For loops over many rows, in which
-// the checks for frames and the width in TableView::row would dominate.
+// Addresses of the rows or states of a table on the CPU, where no row has a frame. Loops over many
+// rows use it, because the checks in TableView::row would dominate them.
 class HomeVectors {
  public:
   explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}

@@ -58,9 +58,10 @@ class FilesLookup:
         raise NotImplementedError
 
     def is_untouched(self) -> bool:
-        """Whether the tables are as they were made. A load then verifies files while it reads them
-        (:attr:`FileOptions.verify`), as it can be undone (:meth:`TablesLoad.undo`). False, the
-        default, has all files verified before anything changes."""
+        """Whether the tables are empty and have not been used. If True, a load verifies files while
+        it reads them (:attr:`FileOptions.verify`), because it can be undone
+        (:meth:`TablesLoad.undo`). If False, the default, all files are verified before anything
+        changes."""
         return False
 
     def open_files(

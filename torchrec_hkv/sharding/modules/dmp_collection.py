@@ -230,8 +230,8 @@ class DMPCollection(model_parallel.DMPCollection):
                     shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
 
     def _make_syncs(self) -> Iterable[ReplicaSync]:
-        """The syncs of all tables of ours on this rank: those of a kind with the same replicas in
-        as few as there can be."""
+        """The syncs of this rank's tables on backends. Syncs of one class and one process group are
+        joined, so that they share calls."""
         kinds: dict[tuple[type[ReplicaSync], dist.ProcessGroup], list[ReplicaSync]] = {}
         for sync, replicas in self._syncs_of_groups():
             kinds.setdefault((type(sync), replicas), []).append(sync)

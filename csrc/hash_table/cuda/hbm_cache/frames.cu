@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Writes rows and states of new ids, in their frames or at home.
+// Writes the rows and states of new ids: to their frames in HBM, or else to host memory.
 template <NewRows kRows>
 __global__ void __launch_bounds__(kThreads)
     write_new_kernel(const TableView* __restrict__ tables, const Batch batch,

@@ -41,8 +41,8 @@ struct FrameClaim {
 };
 
 // Gives a frame to a slot that the present call has touched, if it has none. No slot may be touched
-// or filled meanwhile. kNew: the slot's id is new, its row at home has no meaning, and its frame
-// becomes dirty. The caller must move the rows.
+// or filled meanwhile. kNew: the slot's id is new, its row in host memory is not valid, and its
+// frame becomes dirty. The caller must move the rows.
 //
 // Under LRU, rows that were touched again after they came leave after those that were not: most
 // incoming ids of a skewed distribution are rare, and would evict rows that are touched every few

@@ -14,9 +14,9 @@ namespace torchrec_hkv::hash_table::cuda {
 // A row that has got a frame, in one word.
 class Move {
  public:
-  // slot: numbered through the group. place: of the frame, in its set. is_new: the row at home has
-  // no meaning and is not loaded. leaver: 1 + the number in the set of the slot whose row leaves
-  // the frame; 0: no row leaves.
+  // slot: its number in the group. place: the frame's number in its set. is_new: the row in host
+  // memory is not valid, and is not loaded. leaver: 1 + the number in the set of the slot whose row
+  // leaves the frame; 0: no row leaves.
   __device__ __forceinline__ Move(int64_t slot, int64_t place, bool is_new, uint32_t leaver)
       : bits_(static_cast<uint64_t>(slot) << kLow | static_cast<uint64_t>(place) << kPlaceAt |
               static_cast<uint64_t>(is_new) << kNewAt | leaver) {}

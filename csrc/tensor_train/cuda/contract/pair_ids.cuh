@@ -157,8 +157,8 @@ struct TwoIds {
     }
   }
 
-  // Of the ids from distinct id `first` on, `left` exist. If the second does not, the product that
-  // sums over ids has zeros for it.
+  // `left` distinct ids are left, beginning with `first`. If only one is left, the second of the
+  // pair is set to zeros, so that it adds nothing to the sum over ids.
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
     if (left == 1) low[1] = high[1] = 0.0f;
     if (factors == nullptr) return;
