@@ -189,7 +189,7 @@ class TableGroup {
   bool reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots);
   // Splits all buckets that are yet to be split.
   void finish_growth();
-  // Whether a table has such buckets. Its slots then have no order that a file could name.
+  // Whether a table has such buckets. Files can't describe the order of its slots meanwhile.
   bool splitting() const;
   int64_t present_slots(int64_t table) const;
   int64_t full_slots(int64_t table) const;
@@ -233,20 +233,20 @@ class TableGroup {
                                      const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
   void grow_on_gpu(int64_t table, int64_t num_buckets);
-  // Backs the memory of so many buckets.
+  // Backs the memory of this number of buckets.
   void back(int64_t table, int64_t num_buckets);
-  // A table's counter, on a CPU.
+  // The counter of misses of a table on a CPU.
   int64_t misses(int64_t table) const;
-  // A table on a CPU begins to double: from now on it has twice as many buckets, which are backed,
-  // and half of them are yet to be split.
+  // Begins to double a table on a CPU: it has twice as many buckets from now on, and all of its old
+  // buckets are yet to be split. The memory must be backed.
   void begin_split(int64_t table);
-  // Splits buckets until so many are left; all of them.
+  // Splits buckets until `unsplit` of them are left.
   void split(int64_t table, int64_t unsplit);
   void finish_split(int64_t table);
-  // Splits some buckets of tables that have begun to. sizes: of the tables with the ids that will
-  // be inserted, where they have just been counted; otherwise empty.
+  // Splits some buckets of each table that is doubling. sizes: the number of entries of each table
+  // after this call's insertions, or empty if they have not been counted.
   void split_some(const std::vector<int64_t>& sizes);
-  // Slots have changed.
+  // Called after slots have moved: uploads the views and counts a growth.
   void note_growth();
   // The fewest buckets in which all ids of a state are found at their places, or all buckets.
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;

@@ -26,8 +26,8 @@ constexpr int64_t kMostLooks = 16;
 // before a table is 95 % full.
 bool too_few(int64_t slots, int64_t entries) { return entries > slots - slots / 8; }
 
-// On a CPU a table doubles bit by bit: in each call that inserts some of its buckets are split. It
-// begins as above, and ends before its entries take 15/16 of the slots that it had.
+// On a CPU a table doubles in steps: each call that inserts splits some of its buckets. Doubling
+// begins as above, and ends before the entries take 15/16 of the old number of slots.
 int64_t split_begin(int64_t slots) { return slots - slots / 8; }
 int64_t split_end(int64_t slots) { return slots - slots / 16; }
 
@@ -158,9 +158,9 @@ void TableGroup::split_some(const std::vector<int64_t>& sizes) {
     const TableMemory& memory = memory_[t];
     if (memory.unsplit() == 0) continue;
     Growth& growth = growth_[t];
-    // Ids that were missed are those that came, or more: not all of them are admitted, and one may
-    // be missed several times. Counters that a user has set to 0 say nothing: then the host looks
-    // in time, as its bound says.
+    // The number of misses is an upper bound of the number of new entries: not every id is
+    // admitted, and an id may be missed several times. If a user has reset the counters, the host
+    // counts the entries in time, because it keeps a bound of its own.
     growth.misses = std::min(growth.misses, misses(t));
     const int64_t entries = sizes.empty() ? growth.counted + misses(t) - growth.misses : sizes[t];
     const int64_t begin = split_begin(memory.split_slots());
