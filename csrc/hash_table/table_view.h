@@ -179,6 +179,13 @@ struct GroupShape {
   bool rows_of_16_bits() const {  // of all tables
     return !int8_rows && row_classes != 0 && (row_classes & ((1u << kWidthClasses) - 1)) == 0;
   }
+  // Whether all tables have rows of many columns.
+  bool all_wide() const {
+    constexpr int32_t kWide = 384;
+    constexpr auto kClass = static_cast<uint32_t>(WidthClass::k512);
+    constexpr uint32_t kNarrow = (1u << kClass) - 1;
+    return widest > kWide && (row_classes & (kNarrow | kNarrow << kWidthClasses)) == 0;
+  }
 };
 
 // The rank of an entry. The lowest leaves a full bucket.

@@ -98,8 +98,14 @@ __global__ void __launch_bounds__(kThreads)
     sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                   Listed* __restrict__ list, uint32_t* __restrict__ numbers) {
   __shared__ Joins joins;
-  joins.clear();
   enter_chain();
+  bool looks = false;  // whether the miniatures of some table look on
+  for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
+    const int32_t t = batch.feature_tables[f];
+    looks |= t < kMostTables && miniatures_look_on(tables[t]);
+  }
+  if (!__syncthreads_or(looks)) return;
+  joins.clear();
   __syncthreads();
 #pragma unroll 1
   for (int round = 0; round < kSampleRounds; ++round) {

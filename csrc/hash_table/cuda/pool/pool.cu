@@ -4,6 +4,7 @@
 #include "hash_table/cuda/pool/bag.cuh"
 #include "hash_table/cuda/pool/pool_int8.h"
 #include "hash_table/cuda/pool/pool_tiles.h"
+#include "hash_table/cuda/pool/pool_wide.h"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/kernels.h"
 
@@ -125,6 +126,10 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
     return;
   }
   if (shape.four_wide && out.stride % 4 == 0) {
+    if (shape.float32_rows && shape.all_wide()) {
+      pool_wide(tables, batch, slots, pooling, out, stream);
+      return;
+    }
     const bool hot = static_cast<const volatile UpdateHint*>(hint)->hot_slots != 0;
     pool_four_wide(tables, batch, slots, pooling, out, shape, hot, stream);
     return;

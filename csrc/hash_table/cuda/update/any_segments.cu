@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
   auto* const sum = reinterpret_cast<float*>(own);
   const auto place_at = [&](int number) { return own + ring.sum + number * ring.of_place; };
   const int lane = Lanes::lane();
-  const auto n = static_cast<uint32_t>(update.batch.num_ids);
-  const Pairs& sorted = scratch.pairs.pairs;
+  const uint32_t n = scratch.short_positions(update.batch.num_ids);
+  const Pairs& sorted = scratch.short_pairs;
   const OptimizerConfig& optimizer = update.optimizer;
   const RowType type = update.grad.type;
   uint32_t at = (blockIdx.x * kSegmentThreads + threadIdx.x) / kLanes * kLanes;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
   bool carried = false;  // the chunk begins in a segment that the tile has begun
   bool open = false;     // the segment has a sum already
   while (at < n) {
-    const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, tile_end, carried,
+    const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, tile_end, n, carried,
                                     row_class);
     const Share& share = chunk.share;
     char* row = nullptr;

@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t found[kRowClasses], first[kRowClasses];
   if (threadIdx.x < kRowClasses) found[threadIdx.x] = 0;
   __syncthreads();
-  const Pairs& sorted = scratch.pairs.pairs;
+  const Pairs& sorted = scratch.short_pairs;
   const uint32_t at = blockIdx.x * kThreads + threadIdx.x;
   uint32_t classes = 0;
-  if (at < batch.num_ids) {
+  if (at < scratch.short_positions(batch.num_ids)) {
     const Pair pair = sorted.load(at);
     if (sorted.key_of(pair) != no_slot) {
       const uint32_t value = sorted.value_of(pair);

@@ -1,6 +1,7 @@
 // Updates the rows of long segments, after the sums of their pieces have been computed. The sum of
-// a segment is that of kShares shares of its pieces, in a fixed order. One warp sums the pieces of
-// a segment with at most kShares of them; for longer segments each warp of a block sums a share.
+// a segment is that of kPieceShares shares of its pieces, in a fixed order. One warp sums a segment
+// with at most that many pieces. The others are distributed to blocks by groups of columns: each
+// warp sums a share, a column a lane, and the last block to finish a group updates the row.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -9,32 +10,58 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr uint32_t kShares = kThreads / kWarp;
+static_assert(kPieceShares == kThreads / kWarp);
 
-__device__ __forceinline__ uint32_t pieces_of(const LongSegment& segment) {
-  return (segment.length + static_cast<uint32_t>(kPieceSize) - 1) /
-         static_cast<uint32_t>(kPieceSize);
+// Columns that other blocks have just written.
+template <int kWidth>
+__device__ __forceinline__ Columns<kWidth> load_columns_l2(const float* from) {
+  Columns<kWidth> columns;
+  if constexpr (kWidth == 4) {
+    const uint4 words = load_vector_l2(from);
+    columns.v[0] = __uint_as_float(words.x), columns.v[1] = __uint_as_float(words.y);
+    columns.v[2] = __uint_as_float(words.z), columns.v[3] = __uint_as_float(words.w);
+  } else {
+    columns.v[0] = __uint_as_float(load_l2(reinterpret_cast<const uint32_t*>(from)));
+  }
+  return columns;
+}
+
+// Sums pieces for kOwn columns of a lane: its column of each kWarp neighbouring ones. from: the
+// first piece's columns, of which there are `columns`. widest: distance of two pieces.
+template <int kOwn>
+__device__ __forceinline__ void sum_pieces(const float* from, uint32_t pieces, int32_t widest,
+                                           int32_t columns, float* sums) {
+  constexpr int kAhead = 16 / kOwn;
+  const auto lane = static_cast<int32_t>(threadIdx.x % kWarp);
+  float own[kOwn] = {};
+#pragma unroll kAhead
+  for (uint32_t p = 0; p < pieces; ++p, from += widest) {
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      if (k * kWarp + lane < columns) own[k] += from[k * kWarp + lane];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kOwn; ++k) sums[k * kWarp + lane] = own[k];
 }
 
 // kWidth: columns of a vector, 4 where the group allows. kInt8: some table has rows of 8 bits.
 template <int kWidth, bool kColumnStates, bool kInt8>
-__global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
+__global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     long_segments_kernel(const TableView* __restrict__ tables,
                          const __grid_constant__ Update update,
                          const __grid_constant__ Scratch scratch, UpdateHint* hint) {
-  constexpr int32_t kColumns = kWarp * 4;  // at a time
-  __shared__ float shares[kShares][kColumns];
+  constexpr int32_t kMostColumns = 4 * kWarp;  // of a group
+  __shared__ float shares[kPieceShares][kMostColumns];
   wait_for_kernel_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     hint->unique_ids = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
     hint->longest_feature = *scratch.longest_feature;
-    hint->hot_slots = *scratch.hot_slots;
   }
   if (is_refused(update.batch)) return;
   const LongSegments& longs = scratch.long_segments;
   const Pairs& sorted = scratch.pairs.pairs;
-  const uint32_t warp = threadIdx.x / kWarp;
-  const uint32_t number = *longs.number;
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const float rate = *update.learning_rate;
   const auto table_of_segment = [&](const Pair& pair) -> const TableView& {
     const uint32_t value = sorted.value_of(pair);
@@ -43,65 +70,80 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const auto slot_of = [&](const Pair& pair, const TableView& table) {
     return static_cast<int64_t>(sorted.key_of(pair)) - table.first_slot;
   };
-  // Calls visit(column) for the lane's columns among the first `columns` ones.
-  const auto for_columns = [&](int32_t columns, const auto& visit) {
-    for (int32_t c = threadIdx.x % kWarp * kWidth; c < columns; c += kWarp * kWidth) visit(c);
+  // The sum of a piece, from a column on.
+  const auto piece_sum = [&](uint32_t piece, int32_t column) {
+    return longs.sums + static_cast<int64_t>(piece) * longs.widest + column;
   };
-  // Columns of the sum of consecutive pieces.
-  const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t column) {
-    Columns<kWidth> sum = Columns<kWidth>::zero();
-    const float* from = longs.sums + static_cast<int64_t>(begin) * longs.widest + column;
-#pragma unroll 4
-    for (uint32_t p = begin; p < end; ++p, from += longs.widest) {
-      sum.add(1.0f, Columns<kWidth>::load(from));
-    }
-    return sum;
+
+  // Narrow groups have more loads in flight for each column, wide ones need fewer rounds.
+  const int32_t of_group = longs.widest <= kMostColumns ? kWarp : kMostColumns;
+  const auto groups_of = [&](int32_t columns) {
+    return static_cast<uint32_t>((columns + of_group - 1) / of_group);
   };
-  for (uint32_t r = blockIdx.x; r < number; r += gridDim.x) {
-    const LongSegment segment = longs.segments[r];
-    const uint32_t pieces = pieces_of(segment);
-    if (pieces <= kShares) continue;
+  const uint32_t groups = groups_of(longs.widest);
+  const uint32_t works = *longs.number_many * groups;
+  for (uint32_t work = blockIdx.x; work < works; work += gridDim.x) {
+    LongSegment* const listed = &longs.segments[longs.capacity - 1 - work / groups];
+    const LongSegment segment = *listed;
     const Pair pair = sorted.load(segment.first);
     const TableView& table = table_of_segment(pair);
-    float* const total = longs.sums + static_cast<int64_t>(segment.first_piece) * longs.widest;
-    for (int32_t first = 0; first < table.dim(); first += kColumns) {
-      const int32_t columns = min(kColumns, table.dim() - first);
-      for_columns(columns, [&](int32_t column) {
-        sum_pieces(segment.first_piece + pieces * warp / kShares,
-                   segment.first_piece + pieces * (warp + 1) / kShares, first + column)
-            .store(&shares[warp][column]);
-      });
-      __syncthreads();  // all pieces of these columns have been read, too
-      if (warp == 0) {
-        for_columns(columns, [&](int32_t column) {
-          Columns<kWidth> sum = Columns<kWidth>::zero();
-#pragma unroll
-          for (uint32_t w = 0; w < kShares; ++w) {
-            sum.add(1.0f, Columns<kWidth>::load(&shares[w][column]));
-          }
-          sum.store(total + first + column);
-        });
-      }
-      __syncthreads();
+    const int32_t first_column = static_cast<int32_t>(work % groups) * of_group;
+    const int32_t columns = min(of_group, table.dim() - first_column);
+    if (columns <= 0) continue;
+    const uint32_t pieces = segment.pieces();
+    const uint32_t begin = pieces * warp / kPieceShares, end = pieces * (warp + 1) / kPieceShares;
+    const float* const from = piece_sum(segment.first_piece + begin, first_column);
+    if (of_group == kWarp) {
+      sum_pieces<1>(from, end - begin, longs.widest, columns, shares[warp]);
+    } else {
+      sum_pieces<4>(from, end - begin, longs.widest, columns, shares[warp]);
     }
+    __syncthreads();  // all pieces of these columns have been read, too
+    float* const total = piece_sum(segment.first_piece, 0);
     if (warp == 0) {
-      update_row_in_memory<kWidth, kColumnStates, kInt8>(
-          table, update.optimizer, rate, slot_of(pair, table),
-          [&](int32_t column) { return Columns<kWidth>::load(total + column); }, total);
+      for (auto c = static_cast<int32_t>(lane); c < columns; c += kWarp) {
+        float sum = 0.0f;
+#pragma unroll
+        for (uint32_t w = 0; w < kPieceShares; ++w) sum += shares[w][c];
+        total[first_column + c] = sum;
+      }
+      __threadfence();
+      __syncwarp();
+      uint32_t summed = 0;
+      if (lane == 0) summed = atomicAdd(&listed->summed, 1u) + 1;
+      summed = __shfl_sync(kAllLanes, summed, 0);
+      if (summed == groups_of(table.dim())) {
+        __threadfence();
+        update_row_in_memory<kWidth, kColumnStates, kInt8>(
+            table, update.optimizer, rate, slot_of(pair, table),
+            [&](int32_t its_column) { return load_columns_l2<kWidth>(total + its_column); }, total);
+      }
     }
+    __syncthreads();
   }
-  for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kShares * gridDim.x) {
+  const uint32_t number = *longs.number;
+  for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kPieceShares * gridDim.x) {
     const LongSegment segment = longs.segments[r];
-    const uint32_t pieces = pieces_of(segment);
-    if (pieces > kShares) continue;
+    const uint32_t pieces = segment.pieces();
     const Pair pair = sorted.load(segment.first);
     const TableView& table = table_of_segment(pair);
     update_row_in_memory<kWidth, kColumnStates, kInt8>(
         table, update.optimizer, rate, slot_of(pair, table),
         [&](int32_t column) {
-          return sum_pieces(segment.first_piece, segment.first_piece + pieces, column);
+          const float* const from = piece_sum(segment.first_piece, column);
+          Columns<kWidth> its[kPieceShares];
+#pragma unroll
+          for (uint32_t p = 0; p < kPieceShares; ++p) {
+            if (p < pieces) its[p] = Columns<kWidth>::load(from + int64_t{p} * longs.widest);
+          }
+          Columns<kWidth> sum = Columns<kWidth>::zero();
+#pragma unroll
+          for (uint32_t p = 0; p < kPieceShares; ++p) {
+            if (p < pieces) sum.add(1.0f, its[p]);
+          }
+          return sum;
         },
-        longs.sums + static_cast<int64_t>(segment.first_piece) * longs.widest);
+        piece_sum(segment.first_piece, 0));
   }
 }
 
@@ -119,7 +161,7 @@ void update_long_segments(const TableView* tables, const Update& update, const S
   };
   const auto kernel =
       shape.int8_rows ? choose.template operator()<true>() : choose.template operator()<false>();
-  const unsigned blocks = resident_grid(states ? 3 : 4, update.batch.num_ids * 4);
+  const unsigned blocks = resident_grid(states ? 2 : 3, update.batch.num_ids * 4);
   launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }
 

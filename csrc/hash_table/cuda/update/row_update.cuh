@@ -427,8 +427,10 @@ __device__ __forceinline__ void update_row_in_memory(const TableView& view,
   __syncwarp();  // all lanes have read them
   using Source = RowInMemory<kWidth, kInt8, GradientOf>;
   const Source source{table, values, state, gradient};
-  RowUpdate<kWarp, 1, kWidth, kColumnStates, kInt8, Source>::run(table, source, values, state, once,
-                                                                 renewed);
+  // Several vectors in a step, because a warp waits for the loads of each step.
+  constexpr int kVectors = kColumnStates ? 1 : 2;
+  RowUpdate<kWarp, kVectors, kWidth, kColumnStates, kInt8, Source>::run(table, source, values,
+                                                                        state, once, renewed);
   if (leads) store_once_values(once, table.dim, state, optimizer);
 }
 

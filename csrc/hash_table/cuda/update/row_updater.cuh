@@ -65,6 +65,12 @@ struct RowUpdater {
     adapts = kKind == Optimizer::kSgd && config.kind == Optimizer::kRowWiseAdagrad;
     terms = begin_row(config, learning_rate, static_cast<float>(*table.optimizer_step));
   }
+  // For sums of the columns from `first` on. Returns whether there are any.
+  __device__ __forceinline__ bool begin_part(const TableView& table, int32_t first) {
+    dim = min(kColumns, table.rows.width - first);
+    policy = evict_first();
+    return dim > 0;
+  }
   __device__ __forceinline__ static int32_t column(int vector) {
     return (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
   }

@@ -49,6 +49,12 @@ Units units_of(const UpdateSize& size) {
   return units;
 }
 
+// A segment longer than kLongest has at most one piece for each kLongest of its positions.
+size_t most_long_segments(const UpdateSize& size) {
+  static_assert(kPieceSize >= 2 * kLongest);
+  return size.num_ids / kLongest + 1;
+}
+
 struct Lists {
   LongSegment* segments;
   uint32_t* segment_of;
@@ -60,9 +66,7 @@ struct Lists {
 Lists place_lists(const UpdateSize& size, char* base) {
   Lists lists{};
   Carver carver(base);
-  // A segment longer than kLongest has at most one piece for each kLongest of its positions.
-  static_assert(kPieceSize >= 2 * kLongest);
-  const size_t most = size.num_ids / kLongest + 1;
+  const size_t most = most_long_segments(size);
   lists.segments = carver.take<LongSegment>(most);
   lists.segment_of = carver.take<uint32_t>(most);
   lists.sums = carver.take<float>(most * size.widest);
@@ -86,19 +90,25 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   *this = Scratch{};
   Carver carver(base);
   constexpr size_t kCounts = 64;  // including alignment
-  auto* const counts = carver.take<uint32_t>(kCounts);
+  orders = size.orders;
+  const size_t number = kCounts + (orders ? 2 * kBagBins : 0);
+  auto* const counts = carver.take<uint32_t>(number);
   words = counts;
-  word_bytes = kCounts * sizeof(uint32_t);
+  word_bytes = number * sizeof(uint32_t);
   long_segments.number = counts;
   long_segments.pieces = counts + 1;
+  long_segments.number_many = counts + 3;
+  long_segments.capacity = static_cast<uint32_t>(most_long_segments(size));
   long_segments.widest = size.widest;
   unique = counts + 2;
   longest_feature = counts + 4;
   hot_slots = counts + 5;
+  number_short = counts + 8 + kRowClasses;
+  bag_bins = counts + kCounts;
   bad_bag = reinterpret_cast<int64_t*>(counts + 6);
   units = units_of(size);
   units.number = counts + 8;
-  static_assert(8 + kRowClasses <= kCounts);
+  static_assert(8 + kRowClasses < kCounts);
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 
   const size_t half = half_bytes(size);
@@ -108,9 +118,11 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   char* const first = carver.take<char>(half);
   middle = carver.take<char>(in_middle);
   char* const second = carver.take<char>(half);
+  char* const ordered = orders ? carver.take<char>(half) : nullptr;
   if (base == nullptr) return carver.used();
 
   pairs = SortedPairs{place_half(size, first), place_half(size, second)};
+  if (orders) short_pairs = place_half(size, ordered);
   cub_sort = middle;
   return carver.used();
 }
@@ -124,6 +136,7 @@ void Scratch::begin_lists(const UpdateSize& size) {
   long_segments.segment_of = lists.segment_of;
   long_segments.sums = lists.sums;
   units.lists = lists.units;
+  if (!orders) short_pairs = pairs.pairs;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -37,15 +37,26 @@ struct LongSegment {
   uint32_t first;  // in the sorted order
   uint32_t length;
   uint32_t first_piece;
+  uint32_t summed;  // number of groups of columns whose sum is complete; only of many pieces
+
+  HKV_HOST_DEVICE uint32_t pieces() const {
+    return (length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
+  }
 };
 
-// Segments longer than kLongest, and their pieces.
+// The sum of a segment is that of this number of shares of its pieces, in a fixed order.
+constexpr uint32_t kPieceShares = 8;
+
+// Segments longer than kLongest, and their pieces. Those with more than kPieceShares pieces are
+// listed from the end of the array on.
 struct LongSegments {
-  uint32_t* number;       // of segments
+  uint32_t* number;       // of segments with few pieces
+  uint32_t* number_many;  // of those with many
   uint32_t* pieces;       // their number
-  LongSegment* segments;  // in the order in which they were found
-  uint32_t* segment_of;   // by piece
-  float* sums;            // [pieces][widest]
+  LongSegment* segments;  // [capacity]
+  uint32_t capacity;
+  uint32_t* segment_of;  // by piece
+  float* sums;           // [pieces][widest]
   int32_t widest;
 };
 
@@ -74,6 +85,7 @@ struct UpdateSize {
   uint32_t row_classes;  // of the tables, one bit each
   bool weighted;         // ids have weights
   size_t cub_sort_bytes;
+  bool orders;  // whether short segments are ordered by their bags (order_by_bag.cu)
 
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
   // comes last.
@@ -83,10 +95,18 @@ struct UpdateSize {
   PairFormat format() const;
 };
 
+constexpr int kBagBins = 256;  // ranges of bags by which short segments are ordered
+
 struct Scratch {
   SortedPairs pairs;
-  uint32_t* bags;  // by position; null if values are bags
-  void* words;     // words that are initially zero, including those of the lists
+  // The pairs of the segments that are not long: those of `pairs`, which has long ones too, or if
+  // `orders` a copy in the order of bags.
+  Pairs short_pairs;
+  bool orders;
+  uint32_t* number_short;  // if `orders`, of short_pairs
+  uint32_t* bag_bins;      // if `orders`, [2][kBagBins]: number of positions, and of those written
+  uint32_t* bags;          // by position; null if values are bags
+  void* words;             // words that are initially zero, including those of the lists
   size_t word_bytes;
   int64_t* bad_bag;           // number, from 1, of a bag with invalid offsets; 0: none
   uint32_t* unique;           // segments of one position
@@ -98,6 +118,12 @@ struct Scratch {
   Units units;
   char* middle;
 
+#ifdef __CUDACC__
+  // Number of short_pairs.
+  __device__ __forceinline__ uint32_t short_positions(int64_t num_ids) const {
+    return orders ? *number_short : static_cast<uint32_t>(num_ids);
+  }
+#endif
   // Allocates all but the lists from `base` on, which is aligned to 256 bytes. Returns the number
   // of bytes; `base` may be null.
   size_t place(const UpdateSize& size, char* base);

@@ -39,15 +39,17 @@ struct TileMemory {
   static constexpr int32_t kPlaces =
       ((kOfSegments > kOfPiece ? kOfSegments : kOfPiece) + 15) / 16 * 16;
 
-  int32_t row;       // offset of the row in a place, after the gradient
-  int32_t states;    // offset of the states, after the row
-  int32_t of_state;  // distance of two column states; size of a gradient
-  int32_t of_place;  // size of a place
+  int32_t row;          // offset of the row in a place, after the gradient
+  int32_t states;       // offset of the states, after the row
+  int32_t of_state;     // distance of two column states; size of a gradient
+  int32_t of_gradient;  // size of a piece's gradient, of which a part is summed at a time
+  int32_t of_place;     // size of a place
   int32_t of_tile;
 
-  // columns: of the widest row. places: number of positions in flight, and of a piece's gradients
-  // in flight.
-  TileMemory(int32_t columns, int32_t element_bytes, int places, int gradients) {
+  // columns: of the widest row. places: number of positions in flight. gradients: of a piece, in
+  // flight, with piece_columns columns each.
+  TileMemory(int32_t columns, int32_t element_bytes, int places, int gradients,
+             int32_t piece_columns) {
     const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
     const int32_t of_row = aligned(columns * element_bytes);
     // Vectors of 16-bit rows may extend beyond the last columns.
@@ -55,16 +57,23 @@ struct TileMemory {
     if (element_bytes == sizeof(float)) of_state = of_row;
     row = of_state;
     states = row + of_row;
+    of_gradient = min(of_state, piece_columns * static_cast<int32_t>(sizeof(float)));
     of_place = states + kStates * of_state;
-    of_tile = kPlaces + max(places * of_place, gradients * of_state);
+    of_tile = kPlaces + max(places * of_place, gradients * of_gradient);
   }
 };
 
-// The number of a piece's gradients in flight, in the memory of `depth` positions.
-template <typename Element>
-constexpr int pieces_depth(int depth) {
-  return sizeof(Element) == sizeof(float) ? 2 * depth : depth + depth / 2;
-}
+// How a tile of lanes sums a piece. Of wide rows it sums a part of the columns at a time, so that
+// the gradients of all samples stay in L2 while pieces of these columns are summed.
+template <typename Element, int kVectors, int kDepth>
+struct PieceParts {
+  static constexpr int kOfPart = kVectors < 2 ? kVectors : 2;  // vectors of a lane
+  static constexpr int kParts = kVectors / kOfPart;
+  // In flight, in about the memory of kDepth positions.
+  static constexpr int kGradients = kParts > 1                         ? 8
+                                    : sizeof(Element) == sizeof(float) ? 2 * kDepth
+                                                                       : kDepth + kDepth / 2;
+};
 
 // kDepth: positions in flight.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
@@ -73,6 +82,13 @@ struct SegmentTile {
   using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
   using Own = typename Updater::Own;
   using Memory = TileMemory<kLanes, column_states(kKind)>;
+  using Parts = PieceParts<Element, kVectors, kDepth>;
+  using PieceSummer = RowUpdater<kKind, Element, kLanes, Parts::kOfPart>;
+
+  // Positions of a warp at which the segments begin that it takes at a time. Wide rows take longer,
+  // and fewer of them distribute them more evenly.
+  static constexpr int kSpan = kVectors >= 4 ? kLanes / 4 : kLanes;
+  static_assert(kSpan == kLanes || kLanes == kWarp);
 
   const TableView* __restrict__ tables;
   const Update& update;
@@ -113,12 +129,12 @@ struct SegmentTile {
     updater.begin(tables[table], update.optimizer, rate);
   }
 
-  // Sums a piece; long_segments.cu then updates the row. Neighbouring positions with the same
-  // gradient, such as those of an id that a bag has several times, read it once.
-  __device__ __forceinline__ void add_piece(uint32_t piece) {
-    constexpr int kGradients = pieces_depth<Element>(kDepth);  // under way
+  // Sums a part of a piece's columns; long_segments.cu then updates the row. Neighbouring positions
+  // with the same gradient, such as those of an id that a bag has several times, read it once.
+  __device__ __forceinline__ void add_piece(uint32_t piece, uint32_t part) {
+    constexpr int kGradients = Parts::kGradients;  // under way
     constexpr int kBatches = Memory::kChunk / kLanes;
-    char* const last_place = places + (kGradients - 1) * memory.of_state;
+    char* const last_place = places + (kGradients - 1) * memory.of_gradient;
     const LongSegments& longs = scratch.long_segments;
     const LongSegment segment = longs.segments[longs.segment_of[piece]];
     uint32_t chunk =
@@ -139,7 +155,10 @@ struct SegmentTile {
     look();
     const uint32_t table = Lanes::of_lane(shares[0].table, 0);
     if (!is_of_class(tables[table], row_class)) return;
-    hold(table);
+    const auto first_column = static_cast<int32_t>(part) * PieceSummer::kColumns;
+    PieceSummer summer;
+    if (!summer.begin_part(tables[table], first_column)) return;
+    const int32_t gradient_offset = first_column * element_size(gradient_type);
     // Items are written to a ring of two chunks: those of the next chunk when all others are in
     // flight.
     constexpr uint32_t kItemMask = 2 * Memory::kChunk - 1;
@@ -158,44 +177,44 @@ struct SegmentTile {
     const auto begin = [&](char* to) {
       if (begun == written && chunk < end) write_items();
       if (begun < written) {
-        updater.copy_gradient(to, its_items[begun++ & kItemMask].gradient, gradient_type);
+        summer.copy_gradient(to, its_items[begun++ & kItemMask].gradient + gradient_offset,
+                             gradient_type);
       }
       end_copies();
     };
-    Own sum;
+    typename PieceSummer::Own sum;
     sum.clear();
     char* arrived = places;
 #pragma unroll 1
     for (int k = 0; k < kGradients; ++k) {
       begin(arrived);
-      arrived = arrived == last_place ? places : arrived + memory.of_state;
+      arrived = arrived == last_place ? places : arrived + memory.of_gradient;
     }
 #pragma unroll 1
     for (uint32_t i = 0; i < written; ++i) {
       wait_for_copies<kGradients - 1>();
-      const Own gradient = updater.load(gradient_type, arrived);
+      const typename PieceSummer::Own gradient = summer.load(gradient_type, arrived);
       const float scale = scaled ? scales[i & kItemMask] : 1.0f;
       const auto times = static_cast<int>(its_items[i & kItemMask].times);
       begin(arrived);
 #pragma unroll 1
       for (int k = 0; k < times; ++k) sum.add(scale, gradient);
-      arrived = arrived == last_place ? places : arrived + memory.of_state;
+      arrived = arrived == last_place ? places : arrived + memory.of_gradient;
     }
-    updater.store(longs.sums + static_cast<int64_t>(piece) * longs.widest, sum);
+    summer.store(longs.sums + static_cast<int64_t>(piece) * longs.widest + first_column, sum);
   }
 
-  // Updates the rows of the segments that begin at the tile's positions of a warp's 32, from
-  // `first` on.
-  __device__ __forceinline__ void update_segments(uint32_t first) {
-    const auto n = static_cast<uint32_t>(update.batch.num_ids);
-    const Pairs& sorted = scratch.pairs.pairs;
+  // Updates the rows of the segments that begin at kSpan positions from `first` on. n: number of
+  // positions.
+  __device__ __forceinline__ void update_segments(uint32_t first, uint32_t n) {
+    const Pairs& sorted = scratch.short_pairs;
     SortedPlace place = SortedPlace::load(sorted, first + lane, n);
     Own sum;
     sum.clear();
     bool carried = false;
     uint32_t at = first;
     do {
-      const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, first + kLanes, carried,
+      const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, first + kSpan, n, carried,
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;

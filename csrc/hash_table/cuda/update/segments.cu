@@ -33,25 +33,28 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
   let_next_kernel_start();
   if (!is_refused(update.batch)) {
     const bool listed = row_class != kAllRowClasses;  // the group has other classes
-    const auto n = static_cast<uint32_t>(update.batch.num_ids);
+    using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
+    constexpr uint32_t kParts = Segments::Parts::kParts, kSpans = kLanes / Segments::kSpan;
+    const uint32_t n = scratch.short_positions(update.batch.num_ids);
     const uint32_t* const list = listed ? scratch.units.of(row_class) : nullptr;
     const uint32_t units = listed ? scratch.units.number[row_class] : (n + kWarp - 1) / kWarp;
     const uint32_t pieces = *scratch.long_segments.pieces;
     constexpr uint32_t kTiles = kWarp / kLanes;
-    const uint32_t piece_warps = (pieces + kTiles - 1) / kTiles;
+    const uint32_t piece_warps = (pieces * kParts + kTiles - 1) / kTiles;
     const auto first_lane = static_cast<uint32_t>(Tile<kLanes>::first_lane());
-    SegmentTile<kKind, Element, kLanes, kVectors, kDepth> tile(tables, update, scratch, memory,
-                                                               row_class, shared);
-    // Pieces come first, as they take longest.
-    const uint32_t works = piece_warps + units;
+    Segments tile(tables, update, scratch, memory, row_class, shared);
+    // Pieces come first, as they take longest; first the first parts of all.
+    const uint32_t works = piece_warps + units * kSpans;
     for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < works;
          work += gridDim.x * kSegmentWarps) {
       if (work < piece_warps) {
-        const uint32_t piece = work * kTiles + first_lane / kLanes;
-        if (piece < pieces) tile.add_piece(piece);
+        const uint32_t number = work * kTiles + first_lane / kLanes;
+        if (number < pieces * kParts) tile.add_piece(number % pieces, number / pieces);
       } else {
-        const uint32_t unit = work - piece_warps;
-        tile.update_segments((listed ? list[unit] : unit) * kWarp + first_lane);
+        const uint32_t unit = (work - piece_warps) / kSpans;
+        const uint32_t span = (work - piece_warps) % kSpans;
+        tile.update_segments(
+            (listed ? list[unit] : unit) * kWarp + first_lane + span * Segments::kSpan, n);
       }
     }
   }
@@ -80,11 +83,14 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
         const auto kernel = segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kBlocks>;
         const int32_t columns =
             min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+        using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
         const TileMemory<kLanes, kStates> memory(columns, sizeof(Element), kDepth,
-                                                 pieces_depth<Element>(kDepth));
+                                                 Segments::Parts::kGradients,
+                                                 Segments::PieceSummer::kColumns);
         const int bytes = kSegmentThreads / kLanes * memory.of_tile;
         const int64_t n = update.batch.num_ids;
-        const int64_t warps = (n + kWarp - 1) / kWarp + (n / kLongest + 1) * kLanes / kWarp + 1;
+        const int64_t warps = (n + kWarp - 1) / kWarp * kLanes / Segments::kSpan +
+                              (n / kLongest + 1) * Segments::Parts::kParts * kLanes / kWarp + 1;
         const int64_t all = (warps + kSegmentWarps - 1) / kSegmentWarps;
         const int64_t blocks = listed ? min(all, int64_t{resident_grid(2 * kBlocks, n)}) : all;
         LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};

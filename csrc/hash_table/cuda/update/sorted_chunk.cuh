@@ -14,8 +14,8 @@ __device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_
   return row_class == kAllRowClasses || row_class_of(table.dim(), table.rows.type) == row_class;
 }
 
-// A chunk of the segments that a tile updates: those that begin at its first kLanes positions and
-// are not long. The last one may continue for several chunks.
+// A chunk of the segments that a tile updates: those that begin at its first positions and are not
+// long. The last one may continue for several chunks.
 template <int kLanes>
 struct SortedChunk {
   using Lanes = Tile<kLanes>;
@@ -27,11 +27,11 @@ struct SortedChunk {
   unsigned mask;  // lanes whose positions belong to the tile
   bool goes_on;   // the last segment continues in the next chunk
 
-  // at: the chunk's first position. tile_end: end of the tile's first chunk. carried: the last
-  // segment of the previous chunk continues.
+  // at: the chunk's first position. tile_end: the tile takes segments that begin before. n: number
+  // of positions. carried: the last segment of the previous chunk continues.
   __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, const SortedPlace& place,
-                                         uint32_t at, uint32_t tile_end, bool carried,
+                                         uint32_t at, uint32_t tile_end, uint32_t n, bool carried,
                                          int32_t row_class)
       : key(scratch.pairs.pairs.key_of(place.pair)), share{}, table(tables) {
     const int lane = Lanes::lane();
@@ -40,7 +40,7 @@ struct SortedChunk {
     const unsigned long_mask = Lanes::ballot(begins && place.far == key);
     const unsigned begun = begin_mask & ((2u << lane) - 1);
     const int from = 31 - __clz(static_cast<int>(begun));  // begin of the position's segment
-    bool mine = at + lane < static_cast<uint32_t>(update.batch.num_ids) && key != update.no_slot &&
+    bool mine = at + lane < n && key != update.no_slot &&
                 (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
     if (mine) {
       share = share_of(update, scratch.bags, scratch.pairs.pairs.value_of(place.pair));

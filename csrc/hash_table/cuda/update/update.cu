@@ -2,8 +2,9 @@
 //
 // First the positions of a batch are grouped by slot: pairs of slot and bag are written
 // (prepare.cu) and sorted, in one sort or, if each feature has a table of its own, for each table
-// apart (sort_by_table.cu). This needs no gradients, so it can run beside the forward as soon as
-// slots are known.
+// apart (sort_by_table.cu). Where gradients would not stay in L2, segments of equal slots are then
+// put in the order of their bags (order_by_bag.cu). All this needs no gradients, so it can run
+// beside the forward as soon as slots are known.
 //
 // Then rows are updated. Adjacent pairs of equal slots form a segment. Its gradients are summed in
 // the order of the batch, and its row is updated once (segments.cu, any_segments.cu). Long segments
@@ -54,9 +55,19 @@ size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t by
   return sort(pairs, n, bits, memory, bytes, stream);
 }
 
+// Whether the gradients of a table's bags do not stay in L2. Those of bags with few ids are read
+// once in any order.
+bool orders_by_bag(int64_t num_ids, int64_t num_bags, const GroupShape& shape) {
+  constexpr int64_t kCachedBytes = int64_t{16} << 20;
+  const int64_t bytes = num_bags * shape.widest * static_cast<int64_t>(sizeof(float));
+  return shape.all_wide() && num_ids >= 4 * num_bags &&
+         bytes / max(1, shape.features_apart) >= kCachedBytes;
+}
+
 UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const GroupShape& shape,
                    bool weighted) {
-  UpdateSize size{num_ids, num_bags, num_slots, shape.widest, shape.row_classes, weighted, 0};
+  UpdateSize size{num_ids,           num_bags, num_slots, shape.widest,
+                  shape.row_classes, weighted, 0,         orders_by_bag(num_ids, num_bags, shape)};
   SortedPairs none{{nullptr, nullptr, size.format()}, {nullptr, nullptr, size.format()}};
   size.cub_sort_bytes = sort_all(&none, num_ids, size.key_bits(), nullptr, 0, nullptr);
   return size;
@@ -127,6 +138,7 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
              stream);
   }
   scratch.begin_lists(size);
+  if (scratch.orders) order_by_bag(batch, no_slot, scratch, stream);
   list_segments(tables, batch, no_slot, scratch, stream);
   return Grouping{scratch.pairs.pairs.keys != first_half};
 }

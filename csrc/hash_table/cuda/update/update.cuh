@@ -72,13 +72,14 @@ template <int kLanes>
 __device__ __forceinline__ void note_long_segment(const LongSegments& longs, int64_t first,
                                                   int64_t length) {
   using Lanes = Tile<kLanes>;
-  const auto pieces = static_cast<uint32_t>((length + kPieceSize - 1) / kPieceSize);
+  LongSegment segment{static_cast<uint32_t>(first), static_cast<uint32_t>(length), 0, 0};
+  const uint32_t pieces = segment.pieces();
   uint32_t number = 0, first_piece = 0;
   if (Lanes::lane() == 0) {
-    number = atomicAdd(longs.number, 1u);
-    first_piece = atomicAdd(longs.pieces, pieces);
-    longs.segments[number] =
-        LongSegment{static_cast<uint32_t>(first), static_cast<uint32_t>(length), first_piece};
+    number = pieces > kPieceShares ? longs.capacity - 1 - atomicAdd(longs.number_many, 1u)
+                                   : atomicAdd(longs.number, 1u);
+    segment.first_piece = first_piece = atomicAdd(longs.pieces, pieces);
+    longs.segments[number] = segment;
   }
   number = Lanes::of_lane(number, 0);
   first_piece = Lanes::of_lane(first_piece, 0);
@@ -139,6 +140,11 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 // other kernels occupy most of the GPU when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
                    int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream);
+
+// Copies the pairs of short segments to scratch.short_pairs, in the order of their bags
+// (order_by_bag.cu).
+void order_by_bag(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
+                  cudaStream_t stream);
 
 // Lists long segments, counts segments of one position and, in groups of several row classes, lists
 // the units of each class (list_segments.cu).
