@@ -68,11 +68,9 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 }
 
 // Updates the score of a slot for several lookups of one call. given: under frequency policies the
-// sum of their scores, otherwise the score of one of them. spread: most ids occur once; an exchange
-// is faster then than a write, whose sector memory reads first.
+// sum of their scores, otherwise the score of one of them.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given,
-                                             bool spread = false) {
+                                             const Visit& visit, uint64_t given) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
@@ -82,15 +80,10 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
     case Eviction::kEpochLfu:
       add_to_count_of_epoch(score, visit.epoch(), given);
       break;
-    default: {
-      const unsigned long long renewed =
-          first_score(table.eviction, visit.now(), visit.epoch(), given);
-      if (spread) {
-        atomicExch(score, renewed);
-      } else {
-        store_l2(score, renewed);
-      }
-    }
+    default:
+      // An exchange, because a write of a part of a sector is slower if ids are spread.
+      atomicExch(score, static_cast<unsigned long long>(
+                            first_score(table.eviction, visit.now(), visit.epoch(), given)));
   }
 }
 

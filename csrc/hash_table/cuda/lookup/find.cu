@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     }
     count_touchers(touchers, entry, counted);
     __syncthreads();
-    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, spread);
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);
   }
   if (given) {
     slots[at] = result;
