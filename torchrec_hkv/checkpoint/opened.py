@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.entries_reader import (
     read_entries,
 )
 from torchrec_hkv.hash_table.files.manifest import MANIFEST, OWNERS, Manifest
-from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_bytes
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.initializers import initializer_from_fields

@@ -11,8 +11,9 @@ from tests.support.rewritten import rewrite
 from tests.support.saved_tables import buckets_of, entries, filled, like, shard_files
 from torchrec_hkv.hash_table.files import save
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
-from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.hash_table.files.parts_load import PartsLoad
 from torchrec_hkv.hash_table.files.read_checks import combined_crc32
+from torchrec_hkv.hash_table.files.saved_part import Part
 
 
 def load(table, folder, owners=(0, OWNERS), **options):

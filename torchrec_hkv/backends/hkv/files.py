@@ -12,7 +12,8 @@ from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
-from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.hash_table.files.parts_load import PartsLoad
+from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.warn import warn
 
 

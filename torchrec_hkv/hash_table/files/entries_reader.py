@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
