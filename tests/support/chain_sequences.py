@@ -30,7 +30,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.files import read_saved
+from torchrec_hkv.checkpoint.layers import files_to_verify, read_saved, saved_shards
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import (
     METADATA,
@@ -40,7 +40,6 @@ from torchrec_hkv.checkpoint.record import (
     TableShardRecord,
     shard_folder,
 )
-from torchrec_hkv.checkpoint.tables import files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.tensors import file_record, verify_file
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, files, initial_rows
 from torchrec_hkv.hash_table.files.changes import ChangeTracker

@@ -15,19 +15,14 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.files import (
-    BATCH_BYTES,
-    THREADS,
-    check_blocking,
-    load,
-    read_saved,
-    save_to,
-    saving,
-)
+from torchrec_hkv.checkpoint.defaults import BATCH_BYTES, THREADS
+from torchrec_hkv.checkpoint.layers import read_saved
+from torchrec_hkv.checkpoint.model_load import load
+from torchrec_hkv.checkpoint.model_save import check_blocking, save_to, saving
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.tables import Trackers, see_tables
+from torchrec_hkv.checkpoint.table_save import Trackers, see_tables
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves

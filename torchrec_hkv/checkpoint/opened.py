@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.chain import NEWEST, Chain, Link
-from torchrec_hkv.checkpoint.files import read_saved
+from torchrec_hkv.checkpoint.layers import Layers, read_saved, saved_shards
 from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.checkpoint.tables import Layers, saved_shards
 from torchrec_hkv.hash_table.files.entries_reader import (
     collect_entries,
     count_owners,

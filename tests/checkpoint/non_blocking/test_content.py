@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpointed import evaluate, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.files import save_to, saving
+from torchrec_hkv.checkpoint.model_save import save_to, saving
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import SaveHandle
