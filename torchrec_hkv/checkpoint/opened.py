@@ -20,7 +20,8 @@ from torchrec_hkv.hash_table.files.entries_reader import (
     owner_ranges,
     read_entries,
 )
-from torchrec_hkv.hash_table.files.manifest import MANIFEST, OWNERS, Manifest
+from torchrec_hkv.hash_table.files.file_names import MANIFEST
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
 from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_bytes
 from torchrec_hkv.hash_table.initial_rows import initial_rows

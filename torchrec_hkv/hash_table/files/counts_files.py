@@ -24,7 +24,8 @@ from torchrec_hkv.hash_table.files.counts import (
     placed_cells,
     set_of,
 )
-from torchrec_hkv.hash_table.files.manifest import Counts, counts_name
+from torchrec_hkv.hash_table.files.file_names import counts_name
+from torchrec_hkv.hash_table.files.manifest import Counts
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
 

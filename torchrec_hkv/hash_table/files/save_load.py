@@ -22,6 +22,7 @@ from torchrec_hkv.hash_table.files.counts_files import (
     verify_counts,
     write_counts,
 )
+from torchrec_hkv.hash_table.files.file_names import counts_name
 from torchrec_hkv.hash_table.files.file_tables import (
     FileTable,
     Source,
@@ -34,11 +35,8 @@ from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
     Reduced,
-    counts_name,
     new_save_id,
-    prepare_folder,
     reduced_of,
-    remove_others,
     sync_folder,
 )
 from torchrec_hkv.hash_table.files.range_writer import (
@@ -47,6 +45,7 @@ from torchrec_hkv.hash_table.files.range_writer import (
     range_writers,
     write_shards,
 )
+from torchrec_hkv.hash_table.files.save_folder import prepare_folder, remove_others
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     dequantised,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.replicas.table_sync import Part, TableSync, rounds
+from torchrec_hkv.hash_table.replicas.sync_part import Part, rounds
+from torchrec_hkv.hash_table.replicas.table_sync import TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
 #: Messages that are on their way while one is merged.
