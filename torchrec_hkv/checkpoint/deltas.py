@@ -22,7 +22,7 @@ from torchrec_hkv.checkpoint.model_save import check_blocking, save_to, saving
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.table_save import Trackers, see_tables
+from torchrec_hkv.checkpoint.shard_save import Trackers, see_tables
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves

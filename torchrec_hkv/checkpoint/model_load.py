@@ -22,7 +22,7 @@ from torchrec_hkv.checkpoint.learning_rates import check_learning_rates, put_lea
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD
-from torchrec_hkv.checkpoint.table_load import GroupLoad, are_untouched, open_tables, warn_of_losses
+from torchrec_hkv.checkpoint.shard_load import GroupLoad, are_untouched, open_tables, warn_of_losses
 from torchrec_hkv.checkpoint.table_records import check_tables
 from torchrec_hkv.checkpoint.tensors import TensorsLoad, file_size, verify_file
 from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, this_rank

@@ -22,8 +22,8 @@ from torchrec_hkv.checkpoint.learning_rates import learning_rates
 from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import TENSORS, FileRecord, Record
+from torchrec_hkv.checkpoint.shard_save import Trackers, save_tables, saved_folders
 from torchrec_hkv.checkpoint.table_records import records_of
-from torchrec_hkv.checkpoint.table_save import Trackers, save_tables, saved_folders
 from torchrec_hkv.checkpoint.tensors import check_savable, file_record, local_bytes, save_tensors
 from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, this_rank, world_size
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder

@@ -13,9 +13,9 @@ from torchrec_hkv.hash_table.files.changes import read_left
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts_load import PartsLoad
-from torchrec_hkv.hash_table.files.save_load import verify
 from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging
+from torchrec_hkv.hash_table.files.table_load import verify
 from torchrec_hkv.hash_table.ops import owner_rank
 
 #: TORCHREC_HKV_CHAINS=10000 for the stress run.

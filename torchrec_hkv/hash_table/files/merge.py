@@ -17,7 +17,6 @@ from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, sync_folder
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder
-from torchrec_hkv.hash_table.files.save_load import default_shard_bytes
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
@@ -27,6 +26,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     entry_bytes,
     manifest_fields,
 )
+from torchrec_hkv.hash_table.files.table_save import default_shard_bytes
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import reads_files_of
-from torchrec_hkv.hash_table.files.save_load import describe
 from torchrec_hkv.hash_table.files.saved_part import Part
 from torchrec_hkv.hash_table.files.state_columns import Columns
+from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 # Properties in which shards of the same table may differ, and the initializer of later rows, whose

@@ -18,13 +18,14 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
 from torchrec_hkv.hash_table.files.file_tables import Target, check_unique
+from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
 from torchrec_hkv.hash_table.files.part_reader import PartReader
-from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD
 from torchrec_hkv.hash_table.files.saved_part import Part, saved_rows
 from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
+from torchrec_hkv.hash_table.files.table_load import SAFE_LOAD
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 
