@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_hkv.checkpoint.opened import SavedTable
 from torchrec_hkv.hash_table.files.entries_reader import read_entries
-from torchrec_hkv.hash_table.files.saved_part import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
 from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance
@@ -76,7 +76,7 @@ def bytes_to_look_at(table: SavedTable) -> int:
     )
 
 
-def _look_bytes(part: Part) -> int:
+def _look_bytes(part: SavedPart) -> int:
     names = ("ids", "slots", "last_steps", "scores")
     return entry_bytes([field for field in part.fields if field.name in names])
 
@@ -140,13 +140,13 @@ def look(table: SavedTable, batch_bytes: int) -> dict[str, Any]:
     return described
 
 
-def _row(table: SavedTable) -> list[Part]:
+def _row(table: SavedTable) -> list[SavedPart]:
     """The shards that make up one row."""
     owners = min(part.owners for part in table.parts or ())
     return [part for part in table.parts or () if part.owners == owners]
 
 
-def _ages(part: Part, last_steps: Tensor) -> Tensor:
+def _ages(part: SavedPart, last_steps: Tensor) -> Tensor:
     return (part.manifest.clock - (last_steps.long() & _U32)) & _U32
 
 

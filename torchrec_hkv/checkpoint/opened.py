@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.entries_reader import (
 )
 from torchrec_hkv.hash_table.files.file_names import MANIFEST
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
-from torchrec_hkv.hash_table.files.saved_part import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_bytes
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
@@ -45,10 +45,10 @@ class SavedTable:
     name: str
     backend: str
     identity: dict[str, Any]
-    parts: tuple[Part, ...] | None
+    parts: tuple[SavedPart, ...] | None
 
     @property
-    def first_columns(self) -> list[Part]:
+    def first_columns(self) -> list[SavedPart]:
         """The shards that hold the first column. Together they hold each id once."""
         begin = min(part.columns.begin for part in self.parts or ())
         return [part for part in self.parts or () if part.columns.begin == begin]
@@ -141,7 +141,7 @@ class SavedTable:
         return {**joined, "rows": rows}
 
 
-def initial_rows_of(part: Part, ids: Tensor) -> Tensor:
+def initial_rows_of(part: SavedPart, ids: Tensor) -> Tensor:
     table = part.manifest.table
     made = table["initializer"]
     return initial_rows(
@@ -189,7 +189,7 @@ class Saved:
             parts = None
             if record.shards is not None:
                 parts = tuple(
-                    Part(
+                    SavedPart(
                         shard.folder,
                         shard.owners,
                         Manifest.read(shard.folder),
@@ -203,7 +203,7 @@ class Saved:
     @classmethod
     def _table(cls, path: Path) -> Saved:
         manifest = Manifest.read(path)
-        part = Part(path, (0, OWNERS), manifest)
+        part = SavedPart(path, (0, OWNERS), manifest)
         name = manifest.table["name"]
         return cls(path, "table", (), {name: SavedTable(name, "hkv", manifest.table, (part,))})
 

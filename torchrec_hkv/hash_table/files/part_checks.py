@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import reads_files_of
-from torchrec_hkv.hash_table.files.saved_part import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.state_columns import Columns
 from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 _MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
 
 
-def check_same_table(group: TableGroup, table: int, parts: Sequence[Part]) -> None:
+def check_same_table(group: TableGroup, table: int, parts: Sequence[SavedPart]) -> None:
     """Checks that saved shards are of a table of a group, with the states of its optimizer.
 
     Raises:
@@ -37,7 +37,7 @@ def check_same_table(group: TableGroup, table: int, parts: Sequence[Part]) -> No
             _check_optimizer(group, here["name"], part)
 
 
-def _check_optimizer(group: TableGroup, name: str, part: Part) -> None:
+def _check_optimizer(group: TableGroup, name: str, part: SavedPart) -> None:
     saved, own = part.manifest.state_layout, group.state_layout
     if saved != own:
         raise ValueError(
@@ -59,7 +59,7 @@ def check_covered(
     name: str,
     columns: Columns,
     owners: tuple[int, int],
-    by_columns: Sequence[tuple[Columns, Sequence[Part]]],
+    by_columns: Sequence[tuple[Columns, Sequence[SavedPart]]],
 ) -> None:
     """Checks that saved shards cover every column and owner bucket of a table.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Shard
 from torchrec_hkv.hash_table.files.read_checks import Look, ShardCheck
-from torchrec_hkv.hash_table.files.saved_part import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes
 from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.progress import advance
@@ -51,7 +51,7 @@ class PartReader:
     verify: bool
     pin: bool
 
-    def count(self, part: Part) -> int:
+    def count(self, part: SavedPart) -> int:
         """Number of entries in a shard; reads at most their ids."""
         if part.earlier and self._covers(part.owners):
             return part.manifest.total_entries
@@ -70,7 +70,7 @@ class PartReader:
                     count += int(self._is_of_owners(ids).sum()) if has_others else len(ids)
         return count
 
-    def batches(self, part: Part, least_bytes: int) -> Iterator[dict[str, Tensor]]:
+    def batches(self, part: SavedPart, least_bytes: int) -> Iterator[dict[str, Tensor]]:
         """The entries in a shard; each batch is valid until the next.
 
         Args:
@@ -122,7 +122,7 @@ class PartReader:
             while ahead:
                 yield from take()
 
-    def _shards(self, part: Part) -> Iterator[tuple[int, Path, Shard, bool]]:
+    def _shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
         """Files of a shard that may hold ids of the owner buckets: index of the layer, path, file,
         and whether it may also hold other ids."""
         for layer, (folder, manifest) in enumerate(part.layers):

@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
 from torchrec_hkv.hash_table.files.part_reader import PartReader
-from torchrec_hkv.hash_table.files.saved_part import Part, saved_rows
+from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
 from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
 from torchrec_hkv.hash_table.files.table_load import SAFE_LOAD
@@ -61,7 +61,7 @@ class PartsLoad:
         group: TableGroup,
         table: int,
         feature: int,
-        parts: Sequence[Part],
+        parts: Sequence[SavedPart],
         owners: tuple[int, int],
         *,
         rows: int | None = None,

@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.files.state_columns import Columns
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SavedPart:
     """A shard of a saved table.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
         return self.manifest.state_layout == 0 and self.manifest.table["state_dim"] == 0
 
 
-def saved_rows(parts: Sequence[Part]) -> int:
+def saved_rows(parts: Sequence[SavedPart]) -> int:
     """Number of rows of a saved table over all ranks."""
     first = min(part.columns.begin for part in parts)
     return sum(part.manifest.capacity for part in parts if part.columns.begin == first)

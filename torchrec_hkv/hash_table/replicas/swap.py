@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.replicas.sync_part import Part, rounds
+from torchrec_hkv.hash_table.replicas.sync_part import SyncPart, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
@@ -34,7 +34,7 @@ class _PartOfMessage:
         begin: where the part begins.
     """
 
-    def __init__(self, part: Part, own: Tensor, theirs: Tensor, begin: int) -> None:
+    def __init__(self, part: SyncPart, own: Tensor, theirs: Tensor, begin: int) -> None:
         self.part = part
         record = part.n * part.of.record_columns
         end = begin + (record + 1) // 2
@@ -62,7 +62,7 @@ class _PartOfMessage:
 class _Message:
     """Parts that travel together, both ways."""
 
-    def __init__(self, parts: Sequence[Part], wire: Wire, number: int) -> None:
+    def __init__(self, parts: Sequence[SyncPart], wire: Wire, number: int) -> None:
         self._given, self._wire, self._number = parts, wire, number
         size = sum(part.words for part in parts)
         self._own = torch.empty(size, dtype=torch.int64)

@@ -18,7 +18,7 @@ _ops = torch.ops.torchrec_hkv
 _STEP_BITS = 0xFFFFFFFF
 
 
-class Part:
+class SyncPart:
     """Some ids of a table on their way.
 
     Args:
@@ -219,14 +219,14 @@ class Part:
         )
 
 
-def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[Part]]:
+def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[SyncPart]]:
     """All ids of all tables in parts that travel together.
 
     Args:
         tables: their syncs.
         most_bytes: maximal bytes of the rows of one round.
     """
-    some: list[Part] = []
+    some: list[SyncPart] = []
     taken = 0
     for table in tables:
         begin = 0
@@ -237,14 +237,14 @@ def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[Part]]
                 some, taken = [], 0
                 continue
             end = min(table.ids.numel(), begin + max(1, room))
-            some.append(Part(table, slice(begin, end)))
+            some.append(SyncPart(table, slice(begin, end)))
             taken += (end - begin) * table.row_bytes
             begin = end
     if some:
         yield some
 
 
-def exchange(parts: Sequence[Part], wire: Wire) -> None:
+def exchange(parts: Sequence[SyncPart], wire: Wire) -> None:
     """Brings parts together: all sums in one all-reduce, all maxima in one, all counts in one.
 
     Args:
