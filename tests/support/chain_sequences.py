@@ -44,7 +44,7 @@ from torchrec_hkv.checkpoint.tensors import file_record, verify_file
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, files, initial_rows
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.write_behind import SaveHandle
 
 DIM, KEY = 3, "ebc.embedding_bags.t"

@@ -12,7 +12,7 @@ from torchrec_hkv.checkpoint.opened import SavedTable
 from torchrec_hkv.hash_table.files.entries_reader import read_entries
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance
 
 _U32 = (1 << 32) - 1

@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table.files.parts_load import PartsLoad
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging
 from torchrec_hkv.hash_table.files.table_load import verify
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 #: TORCHREC_HKV_CHAINS=10000 for the stress run.
 CHAINS = int(os.environ.get("TORCHREC_HKV_CHAINS", "60"))

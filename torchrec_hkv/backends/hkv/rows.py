@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table import TableGroup, initial_rows
 from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv

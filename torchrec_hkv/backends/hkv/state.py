@@ -23,7 +23,7 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import (
     int8_parts,
     number_dtype,

@@ -31,7 +31,7 @@ from torchrec_hkv.checkpoint.record import (
 )
 from torchrec_hkv.checkpoint.tensors import file_record
 from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id, sync_folder
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance, unreported
 
 _OWN_NAME = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)")

@@ -19,7 +19,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     dequantised_fields,
     entry_bytes,
 )
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 
 def _fields(part: SavedPart, names: Collection[str]) -> list[Field]:

@@ -23,7 +23,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import int8_parts, join_int8, stored_as
 from torchrec_hkv.write_behind import SaveHandle
 

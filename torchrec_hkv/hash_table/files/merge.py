@@ -28,7 +28,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 )
 from torchrec_hkv.hash_table.files.table_save import default_shard_bytes
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance
 
 Layers = Sequence[tuple[Path, Manifest]]

@@ -15,7 +15,7 @@ from torchrec_hkv.hash_table.files.manifest import OWNERS, Shard
 from torchrec_hkv.hash_table.files.read_checks import Look, ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance
 
 # Number of batches besides those that are read ahead: the one being inserted, and the tensors
