@@ -22,7 +22,8 @@ from torchrec_hkv.hash_table.files.file_names import left_name
 from torchrec_hkv.hash_table.files.manifest import Changes, Manifest, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16

@@ -27,7 +27,8 @@ from torchrec_hkv.hash_table.files.counts import (
 from torchrec_hkv.hash_table.files.file_names import counts_name
 from torchrec_hkv.hash_table.files.manifest import Counts
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 
 @dataclasses.dataclass(frozen=True)
