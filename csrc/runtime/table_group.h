@@ -172,9 +172,10 @@ class TableGroup {
   int64_t hbm_bytes(int64_t table) const;
   int64_t host_bytes(int64_t table) const;
 
-  // Growth, in table_growth.cpp. A table below its full capacity doubles before its entries take
-  // more than 7/8 of its slots. Its slots then change; nothing else does. Waits for the device if a
-  // table grows or may have to, and throws during the capture of a CUDA graph.
+  // Growth. growth_schedule.cpp decides when, table_growth.cpp does it. A table below its full
+  // capacity doubles before its entries take more than 7/8 of its slots. Its slots then change;
+  // nothing else does. Waits for the device if a table grows or may have to, and throws during the
+  // capture of a CUDA graph.
 
   // Called before the ids of a batch are inserted, and before their call's turn. first_bags: number
   // of each feature's first bag, then the number of all bags; ignored without offsets.
