@@ -215,8 +215,8 @@ class TableGroup {
   void load_entries(int64_t table, const at::Tensor& ids, const at::Tensor& last_steps);
   // Called before a table grows to this many buckets. If its rows are then in host memory, they are
   // moved there, and its view has no frames. Returns whether that is so.
-  bool bring_home(int64_t table, int64_t num_buckets);
-  hash_table::TableView view_at_home(int64_t table) const;
+  bool move_rows_to_host(int64_t table, int64_t num_buckets);
+  hash_table::TableView view_without_frames(int64_t table) const;
   void upload_views();
   void make_aging();
   void make_moving_rows();

@@ -123,14 +123,14 @@ void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] in
 #ifdef TORCHREC_HKV_CUDA
   TableMemory& memory = memory_[table];
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
-  const bool at_home = bring_home(table, num_buckets);
+  const bool on_host = move_rows_to_host(table, num_buckets);
   const at::Tensor scratch =
       at::empty({hash_table::cuda::kAstrayRoom + 1}, at::dtype(at::kLong).device(device_));
   while (memory.num_buckets() < num_buckets) {
     hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream);
     memory.resize(2 * memory.num_buckets());
-    host_views_[table] =
-        at_home && memory.num_buckets() < num_buckets ? view_at_home(table) : make_view(table);
+    host_views_[table] = on_host && memory.num_buckets() < num_buckets ? view_without_frames(table)
+                                                                       : make_view(table);
   }
   fill_frames(table);
   note_growth();
@@ -138,23 +138,24 @@ void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] in
 #endif
 }
 
-hash_table::TableView TableGroup::view_at_home(int64_t table) const {
+hash_table::TableView TableGroup::view_without_frames(int64_t table) const {
   hash_table::TableView view = make_view(table);
-  view.rows.homes = memory_[table].rows_host.data();
-  if (memory_[table].states_move()) view.states.homes = memory_[table].states_host.data();
-  view.homes_on_host = true;
+  view.rows.backing = memory_[table].rows_host.data();
+  if (memory_[table].states_move()) view.states.backing = memory_[table].states_host.data();
+  view.backing_on_host = true;
   view.frames = {};
   return view;
 }
 
-bool TableGroup::bring_home([[maybe_unused]] int64_t table, [[maybe_unused]] int64_t num_buckets) {
+bool TableGroup::move_rows_to_host([[maybe_unused]] int64_t table,
+                                   [[maybe_unused]] int64_t num_buckets) {
 #ifdef TORCHREC_HKV_CUDA
   TableMemory& memory = memory_[table];
   const hash_table::TableView& view = host_views_[table];
   if (!memory.rows_on_host(num_buckets * memory.geometry().bucket_slots)) return false;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
   if (memory.rows_on_host()) {
-    hash_table::cuda::write_home(view, stream);
+    hash_table::cuda::write_back(view, stream);
   } else {
     const auto copy = [&](const SlotArray& from, const SlotArray& to, int64_t bytes) {
       if (bytes == 0) return;
@@ -166,9 +167,9 @@ bool TableGroup::bring_home([[maybe_unused]] int64_t table, [[maybe_unused]] int
       copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
     }
   }
-  // A pending backward may have to write any slot's home.
+  // A pending backward may have to write any slot's row in host memory.
   memory.empty_frames(clock_->now());
-  host_views_[table] = view_at_home(table);
+  host_views_[table] = view_without_frames(table);
   return true;
 #else
   return false;
