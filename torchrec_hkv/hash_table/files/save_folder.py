@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchrec_hkv.hash_table.files.file_names import (
-    MANIFEST,
-    UNFINISHED,
-    is_of_table,
-)
+from torchrec_hkv.hash_table.files.file_names import MANIFEST, UNFINISHED, is_of_table
 from torchrec_hkv.hash_table.files.manifest import Manifest
 
 

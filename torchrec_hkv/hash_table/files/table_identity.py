@@ -11,9 +11,7 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import name_of, policy_of
-from torchrec_hkv.hash_table.files.manifest import (
-    Manifest,
-)
+from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec

@@ -13,15 +13,9 @@ from pathlib import Path
 import torch
 
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, Look
-from torchrec_hkv.hash_table.files.counts_files import (
-    write_counts,
-)
+from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
-from torchrec_hkv.hash_table.files.file_tables import (
-    FileTable,
-    Source,
-    plan_shards,
-)
+from torchrec_hkv.hash_table.files.file_tables import FileTable, Source, plan_shards
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
 from torchrec_hkv.hash_table.files.manifest import (
     Manifest,
@@ -37,9 +31,7 @@ from torchrec_hkv.hash_table.files.range_writer import (
     write_shards,
 )
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder, remove_others
-from torchrec_hkv.hash_table.files.shard_files import (
-    entry_bytes,
-)
+from torchrec_hkv.hash_table.files.shard_files import entry_bytes
 from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.progress import expect
