@@ -118,7 +118,7 @@ def _table_text(table: dict[str, Any], format_bytes: Any) -> list[str]:
         f"{table['name']}  {table['backend']}",
         f"  ids      {table['ids']:,} in {table['slots']:,} slots, {100 * table['fill']:.1f} % full"
         f"; num_embeddings {table['capacity']:,}",
-        f"  rows     {table['dim']} x {table['dtype']}, {table['state_values']} values of states, "
+        f"  rows     {table['dim']} x {table['dtype']}, states {table['state_values']} x float32, "
         f"eviction {table['eviction']}, seed {table['seed']}",
         f"  steps    {table['steps']:,} (clock), {table['updates']:,} updates, "
         f"epoch {table['epoch']}",
