@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.chain import NEWEST, Chain, Link
+from torchrec_hkv.checkpoint.chain import Chain, Link
 from torchrec_hkv.checkpoint.layers import Layers, read_saved, saved_shards
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.hash_table.files.entries_reader import (
@@ -250,8 +250,3 @@ class Saved:
         if self.kind != "chain":
             return []
         return [(folder, Link.read(folder)) for folder, _ in reversed(self.layers)]
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether the path is the folder of a chain."""
-        return (self.path / NEWEST).is_file()
