@@ -198,7 +198,7 @@ class DeltaWriter:
 
         Raises:
             ValueError: a rank does not see the folder, the ranks were given different arguments, or
-                somebody else wrote to the folder; nothing is written. Also if ``row_dtype`` can't
+                another writer wrote to the folder; nothing is written. Also if ``row_dtype`` can't
                 represent a value.
             RuntimeError: a rank could not write.
         """
@@ -269,7 +269,7 @@ class DeltaWriter:
         elif newest is None or newest.digest != previous or number != newest.number + 1:
             raise ValueError(
                 f"{self._root} has changed since {self._last[0].name} was written: write to a "
-                "folder that nobody else writes to, with a new DeltaWriter."
+                "folder that no other writer uses, with a new DeltaWriter."
             )
         return Link(number, "base" if is_base else "delta", None if is_base else previous)
 

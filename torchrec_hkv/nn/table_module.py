@@ -163,8 +163,8 @@ class TableModule(nn.Module):
     def attach(self, owner: object, optimizer: Optimizer, state_hbm_gb: float | None) -> None:
         """Lets an optimizer train the rows; their states start from zeros, in a copied module, too.
 
-        What :class:`torchrec_hkv.nn.HKVOptimizer` and its kin call. The optimizer before it can't
-        step any more.
+        The optimizers of :mod:`torchrec_hkv.nn` call it. An optimizer that was attached before
+        can't step any more.
 
         Args:
             owner: the optimizer, as users see it.

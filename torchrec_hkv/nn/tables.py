@@ -222,7 +222,7 @@ class Tables:
         if found.interval is None:  # a second backward of one graph: what pinned it may be gone
             growths = _LOOK_AGAIN
         backward = PendingGradient(
-            # Its memory is autograd's, and somebody may write to it.
+            # A copy, because the memory belongs to autograd, and others may write to it.
             grad.clone(memory_format=torch.contiguous_format),
             found.ids,
             found.offsets,

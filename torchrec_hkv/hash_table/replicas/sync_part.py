@@ -19,7 +19,7 @@ _STEP_BITS = 0xFFFFFFFF
 
 
 class SyncPart:
-    """Some ids of a table on their way.
+    """Some ids of a table in a sync.
 
     Args:
         of: the table's sync.
