@@ -29,9 +29,9 @@ from torchrec_hkv import checkpoint
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
 from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import files_to_verify, read_saved, saved_shards
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import (
     METADATA,
     TENSORS,
@@ -282,7 +282,7 @@ class Sequence:
             chain.clear()
         link = Link(number, "base" if is_base else "delta", self._previous)
         self._previous = None
-        place, save_id = Place(self.root / link.name), new_save_id()
+        place, save_id = AtomicFolder(self.root / link.name), new_save_id()
         shard_bytes = self.random.choice((600, 2048, 2048))  # several files a shard
         place.remove_token(place.prepare())
         for index, group in enumerate(self.shards.groups):

@@ -14,13 +14,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.defaults import BATCH_BYTES, THREADS
 from torchrec_hkv.checkpoint.layers import read_saved
 from torchrec_hkv.checkpoint.model_load import load
 from torchrec_hkv.checkpoint.model_save import check_blocking, save_to, saving
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
 from torchrec_hkv.checkpoint.shard_save import Trackers, see_tables
 from torchrec_hkv.collective import on_every_rank, on_leader
@@ -231,7 +231,7 @@ class DeltaWriter:
             for tracker in self._trackers.values():
                 if tracker is not None:
                     tracker.forget()
-        place = Place(self._root / link.name)
+        place = AtomicFolder(self._root / link.name)
         self._last = None  # unless the write succeeds
         handle = None
         if not blocking:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import SavedFolder, SavedShard
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain
 from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD, Record, TableShardRecord
 
 #: Folders of checkpoints and their records, the newest first. A delta is followed by its
@@ -30,7 +30,7 @@ def read_saved(path: Path) -> Layers:
         return chain.layers()
     if not (path / RECORD).is_file():
         refuse_dcp_folder(path)
-    folder = Place(path).newest()
+    folder = AtomicFolder(path).newest()
     return [(folder, Record.read(folder))]
 
 

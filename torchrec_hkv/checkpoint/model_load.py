@@ -15,12 +15,12 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, Placed
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder, load_dcp_folder
 from torchrec_hkv.checkpoint.defaults import BATCH_BYTES, THREADS
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify, read_saved
 from torchrec_hkv.checkpoint.learning_rates import check_learning_rates, put_learning_rates
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD
 from torchrec_hkv.checkpoint.shard_load import GroupLoad, are_untouched, open_tables, warn_of_losses
 from torchrec_hkv.checkpoint.table_records import check_tables
@@ -85,7 +85,7 @@ def load(
     def arguments() -> dict[str, Any]:
         check_optimizer(optimizer)
         FileOptions(batch_bytes, threads, allow_loss)
-        Place(Path(path))
+        AtomicFolder(Path(path))
         return {
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",

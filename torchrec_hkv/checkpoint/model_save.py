@@ -16,11 +16,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Link
 from torchrec_hkv.checkpoint.defaults import BATCH_BYTES, THREADS
 from torchrec_hkv.checkpoint.learning_rates import learning_rates
 from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.shard_save import Trackers, save_tables, saved_folders
 from torchrec_hkv.checkpoint.table_records import records_of
@@ -88,7 +88,7 @@ def save(
         check_optimizer(optimizer)
         FileOptions(batch_bytes, threads)
         check_blocking(blocking, staging_bytes, device_staging_bytes)
-        Place(Path(path))
+        AtomicFolder(Path(path))
         return {
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",
@@ -98,7 +98,7 @@ def save(
 
     agreed(arguments)
     wait_for_saves()
-    options, place = FileOptions(batch_bytes, threads), Place(Path(path))
+    options, place = FileOptions(batch_bytes, threads), AtomicFolder(Path(path))
     handle = None
     if not blocking:
         handle = SaveHandle(place.path, staging_bytes, device_staging_bytes, threads)
@@ -122,7 +122,7 @@ class Saving:
 
 
 @contextlib.contextmanager
-def saving(place: Place, handle: SaveHandle | None = None) -> Iterator[Saving]:
+def saving(place: AtomicFolder, handle: SaveHandle | None = None) -> Iterator[Saving]:
     """Prepares the folder that a save writes to, on all ranks, and removes it if the save fails.
 
     At the end :attr:`Saving.last` is called: at once, or by the thread of a non-blocking save.
@@ -165,7 +165,7 @@ def _end(save: Saving, group: dist.ProcessGroup | None, error: BaseException | N
 
 
 def save_to(
-    place: Place,
+    place: AtomicFolder,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     tables: dict[str, FoundTable],

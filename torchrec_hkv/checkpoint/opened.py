@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link
 from torchrec_hkv.checkpoint.layers import Layers, read_saved, saved_shards
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.hash_table.files.entries_reader import (
     collect_entries,
     count_owners,
@@ -32,7 +32,7 @@ BATCH_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedTable:
+class OpenedTable:
     """A table in a folder.
 
     Attributes:
@@ -168,7 +168,7 @@ class Saved:
     path: Path
     kind: Literal["checkpoint", "chain", "table"]
     layers: Layers
-    tables: dict[str, SavedTable]
+    tables: dict[str, OpenedTable]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Saved:
@@ -178,7 +178,7 @@ class Saved:
             ValueError: it is none of these kinds, or a file is damaged.
         """
         path = Path(path)
-        if not path.is_dir() and not Place(path).previous.is_dir():
+        if not path.is_dir() and not AtomicFolder(path).previous.is_dir():
             raise ValueError(f"There is no folder {path}.")
         if (path / MANIFEST).is_file():
             return cls._table(path)
@@ -197,7 +197,7 @@ class Saved:
                     )
                     for shard in saved_shards(layers, name)
                 )
-            tables[name] = SavedTable(name, record.backend, record.identity, parts)
+            tables[name] = OpenedTable(name, record.backend, record.identity, parts)
         return cls(path, "chain" if is_chain else "checkpoint", layers, tables)
 
     @classmethod
@@ -205,9 +205,9 @@ class Saved:
         manifest = Manifest.read(path)
         part = SavedPart(path, (0, OWNERS), manifest)
         name = manifest.table["name"]
-        return cls(path, "table", (), {name: SavedTable(name, "hkv", manifest.table, (part,))})
+        return cls(path, "table", (), {name: OpenedTable(name, "hkv", manifest.table, (part,))})
 
-    def table(self, name: str) -> SavedTable:
+    def table(self, name: str) -> OpenedTable:
         """A table by its full name, or by its own name if only one table has it.
 
         Raises:
@@ -221,7 +221,7 @@ class Saved:
         why = f"has {len(found)} tables {name!r}" if found else f"has no table {name!r}"
         raise ValueError(f"{self.path} {why}: name one of {sorted(found or self.tables)}.")
 
-    def hash_table(self, name: str | None) -> SavedTable:
+    def hash_table(self, name: str | None) -> OpenedTable:
         """A table that has files of its own.
 
         Args:

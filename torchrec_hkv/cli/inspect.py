@@ -17,7 +17,7 @@ from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
-    from torchrec_hkv.checkpoint.opened import Saved, SavedTable
+    from torchrec_hkv.checkpoint.opened import OpenedTable, Saved
 
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
@@ -88,7 +88,7 @@ def _folder(saved: Saved) -> dict[str, Any]:
     return content
 
 
-def _by_number(table: SavedTable) -> dict[str, Any]:
+def _by_number(table: OpenedTable) -> dict[str, Any]:
     """A table whose values are stored as tensors by row number."""
     return {"name": table.name, "backend": table.backend, "identity": table.identity}
 

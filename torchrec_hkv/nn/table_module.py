@@ -355,7 +355,12 @@ class TableModule(nn.Module):
         state["_owner"] = None
         group = self._tables.group
         steps = group.optimizer_steps.cpu()
-        state["_saved"] = (self._tables.plan, self._tables.contents(), Progress.of(group), steps)
+        state["_saved"] = (
+            self._tables.plan,
+            self._tables.contents(),
+            Progress.of(group),
+            steps,
+        )
         state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
         return state
 

@@ -334,7 +334,10 @@ class Tables:
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
         held = self.contents() if loaded is None else loaded
-        progress_before, steps_before = Progress.of(self.group), self.group.optimizer_steps.clone()
+        progress_before, steps_before = (
+            Progress.of(self.group),
+            self.group.optimizer_steps.clone(),
+        )
         if was_empty:  # nothing to lose: its memory may be needed
             del self.group, self._gradients
         try:

@@ -37,7 +37,7 @@ from torchrec_hkv.planner.options import disadvantage
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
-from torchrec_hkv.planner.report import LossReport, Replicas
+from torchrec_hkv.planner.report import LossReport, ReplicaGroups
 from torchrec_hkv.planner.table_reports import TableReporter
 from torchrec_hkv.sharding.modules.sharders import get_default_sharders
 from torchrec_hkv.warn import warn
@@ -120,7 +120,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         for what, number in (("replica_groups", replica_groups), ("sync_every", sync_every)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{what} is {number!r}, but must be an integer, at least 1.")
-        self._replicas = Replicas(replica_groups, sync_every)
+        self._replicas = ReplicaGroups(replica_groups, sync_every)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
         self._given, self._shard_by_batch_size = constraints, shard_by_batch_size

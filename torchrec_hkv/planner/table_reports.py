@@ -18,7 +18,7 @@ from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import KernelChoice
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.options import is_ours, shards_of
-from torchrec_hkv.planner.report import LossReport, Replicas, ReportedModulePlan, TableReport
+from torchrec_hkv.planner.report import LossReport, ReplicaGroups, ReportedModulePlan, TableReport
 from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, ring_bytes, step_traffic
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids, shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
@@ -43,7 +43,7 @@ class TableReporter:
     choices: Mapping[str, KernelChoice]
     enumerator: BackendEnumerator
     measured: Calibration | None
-    replicas: Replicas
+    replicas: ReplicaGroups
 
     def module_plan(
         self,

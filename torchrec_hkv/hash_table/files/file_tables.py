@@ -64,7 +64,7 @@ class FileTable:
         return max(1, self._batch_bytes // (parts * entry_bytes(self.fields)))
 
 
-class Source(FileTable):
+class FileSource(FileTable):
     """A table that is saved.
 
     Args:
@@ -225,7 +225,7 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-class Target(FileTable):
+class FileTarget(FileTable):
     """A table that is loaded."""
 
     def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:

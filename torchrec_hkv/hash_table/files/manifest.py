@@ -76,7 +76,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class CountsFile:
     """The file of the admission counters.
 
     Attributes:
@@ -95,7 +95,7 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class DeltaContent:
     """Description of a folder that holds only what changed in a table since an earlier save.
 
     Attributes:
@@ -160,8 +160,8 @@ class Manifest:
     entries: int
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
-    counts: Counts | None = None
-    changes: Changes | None = None
+    counts: CountsFile | None = None
+    changes: DeltaContent | None = None
     reduced: Reduced | None = None
     aging: tuple[float, float, float] | None = None
 
@@ -264,7 +264,7 @@ _COUNTS = Fields(
         "bytes": Integer(1, 1 << 40),
         "crc32": CRC32,
     },
-    Counts,
+    CountsFile,
 )
 _CHANGES = Fields(
     {
@@ -273,7 +273,7 @@ _CHANGES = Fields(
         "left": Integer(0, _MOST_SLOTS),
         "left_crc32": CRC32,
     },
-    Changes,
+    DeltaContent,
 )
 _REDUCED = Fields(
     {"dtype": Choice(("float32", "float16", "bfloat16", "int8")), "states": Flag()}, Reduced
@@ -374,7 +374,7 @@ def _check_shards(shards: Sequence[Shard], place: Place) -> None:
         begin, end = owners
 
 
-def _check_counts(counts: Counts, place: Place) -> None:
+def _check_counts(counts: CountsFile, place: Place) -> None:
     if (counts.kind == "cells") != (counts.cell_bits == 128):
         allowed = "128" if counts.kind == "cells" else "8 or 16"
         raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
@@ -383,7 +383,7 @@ def _check_counts(counts: Counts, place: Place) -> None:
         raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
 
 
-def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> None:
+def _check_changes(changes: DeltaContent, held: int, slots: int, place: Place) -> None:
     if not held <= changes.entries <= slots:
         raise place.of("entries").refuse(
             changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"

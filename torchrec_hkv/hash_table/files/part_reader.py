@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Shard
-from torchrec_hkv.hash_table.files.read_checks import Look, ShardCheck
+from torchrec_hkv.hash_table.files.read_checks import BatchCheck, ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes
 from torchrec_hkv.hash_table.routing import owner_rank
@@ -22,7 +22,7 @@ from torchrec_hkv.progress import advance
 # selected and converted from it.
 _COPIES = 3
 
-_Read = tuple[dict[str, Tensor], Look | None]
+_Read = tuple[dict[str, Tensor], BatchCheck | None]
 
 
 def _read(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
-from torchrec_hkv.hash_table.files.file_tables import Target, check_unique
+from torchrec_hkv.hash_table.files.file_tables import FileTarget, check_unique
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
@@ -79,7 +79,7 @@ class PartsLoad:
         self._reader = PartReader(owners, batch_bytes, threads, verify, pin)
         self._spec = group.tables[table]
         self.name = group.labels[table]
-        self._target = Target(group, table, batch_bytes)
+        self._target = FileTarget(group, table, batch_bytes)
         self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
         self._parts = [
             part

@@ -13,7 +13,7 @@ from typing import Any
 from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.changes import verify_left
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts, verify_counts
-from torchrec_hkv.hash_table.files.file_tables import Target, verify_shard
+from torchrec_hkv.hash_table.files.file_tables import FileTarget, verify_shard
 from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
@@ -77,7 +77,7 @@ def load(
     folder = Path(path)
     manifest = Manifest.read(folder)
     check_layers([(folder, manifest)])
-    target = Target(group, table, batch_bytes)
+    target = FileTarget(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
     _check_fits(folder, manifest, target, allow_loss)
@@ -85,7 +85,7 @@ def load(
     verify(folder, manifest, batch_bytes)
     with group.alone():
         # Another thread may have grown the table in the meantime.
-        target = Target(group, table, batch_bytes)
+        target = FileTarget(group, table, batch_bytes)
         exact = _check_fits(folder, manifest, target, allow_loss)
         lost = _replace(group, table, target, folder, manifest, exact, allow_loss)
         if manifest.counts is not None:
@@ -96,7 +96,7 @@ def load(
     return Loaded(manifest.epoch, lost)
 
 
-def _check_fits(folder: Path, manifest: Manifest, target: Target, allow_loss: bool) -> bool:
+def _check_fits(folder: Path, manifest: Manifest, target: FileTarget, allow_loss: bool) -> bool:
     """Whether every entry gets its own slot. Raises if the table may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
@@ -107,7 +107,7 @@ def _check_fits(folder: Path, manifest: Manifest, target: Target, allow_loss: bo
 def _replace(
     group: TableGroup,
     table: int,
-    target: Target,
+    target: FileTarget,
     folder: Path,
     manifest: Manifest,
     exact: bool,
@@ -186,7 +186,7 @@ def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, t
         )
 
 
-def _check_room(folder: Path, manifest: Manifest, target: Target) -> None:
+def _check_room(folder: Path, manifest: Manifest, target: FileTarget) -> None:
     # With one or two buckets, every entry fits in every slot.
     slots = target.capacity
     safe = slots if slots <= 2 * target.bucket_slots else int(SAFE_LOAD * slots)

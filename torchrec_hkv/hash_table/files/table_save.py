@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from torchrec_hkv.hash_table.files.changes import ChangeTracker, Look
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, FoundChanges
 from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
-from torchrec_hkv.hash_table.files.file_tables import FileTable, Source, plan_shards
+from torchrec_hkv.hash_table.files.file_tables import FileSource, FileTable, plan_shards
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
 from torchrec_hkv.hash_table.files.manifest import (
     Manifest,
@@ -170,12 +170,12 @@ def _write_files(
     manifest, after the deferred work.
     """
     save_name = os.urandom(4).hex()
-    found = Look()
+    found = FoundChanges()
     if tracker is not None:
         found = tracker.look(folder, save_name, batch_bytes, written, handle)
     # In a non-blocking save one thread copies, and all ranges are written in parallel.
     share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
-    source = Source(group, table, share, found.slots, reduced)
+    source = FileSource(group, table, share, found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:

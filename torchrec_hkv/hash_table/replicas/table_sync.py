@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import FileTarget
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
@@ -141,10 +141,10 @@ class TableSync:
         number = sum(part.numel() for part in ids)
         if number:
             group, table = self.group, self.table
-            target = Target(group, table, _TARGET_BYTES)
+            target = FileTarget(group, table, _TARGET_BYTES)
             group.reserve(table, min(group.sizes()[table] + number, target.capacity))
             self.changes.grew()
-            target = Target(group, table, _TARGET_BYTES)
+            target = FileTarget(group, table, _TARGET_BYTES)
             for batch in self._absent:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
