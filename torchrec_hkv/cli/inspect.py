@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
 _SHOWN = 8
+# Files do not say which of the two a table had: both keep the same scores.
+_POLICIES = {"aged_lfu": "adaptive or AgedLFU"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +121,7 @@ def _table_text(table: dict[str, Any], format_bytes: Any) -> list[str]:
         f"  ids      {table['ids']:,} in {table['slots']:,} slots, {100 * table['fill']:.1f} % full"
         f"; num_embeddings {table['capacity']:,}",
         f"  rows     {table['dim']} x {table['dtype']}, states {table['state_values']} x float32, "
-        f"eviction {table['eviction']}, seed {table['seed']}",
+        f"eviction {_POLICIES.get(table['eviction'], table['eviction'])}, seed {table['seed']}",
         f"  steps    {table['steps']:,} (clock), {table['updates']:,} updates, "
         f"epoch {table['epoch']}",
         f"  bytes    {format_bytes(table['bytes'])}, {len(table['shards'])} x "
