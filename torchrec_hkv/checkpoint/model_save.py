@@ -183,7 +183,7 @@ def save_to(
         tables: the tables of the model.
         options: how to write the files.
         save: the save; its ``last`` is set.
-        trackers: as for :func:`torchrec_hkv.checkpoint.tables.save_tables`.
+        trackers: as for :func:`torchrec_hkv.checkpoint.shard_save.save_tables`.
         link: position in a chain; None for a single checkpoint.
     """
     save_id = on_leader(new_save_id)

@@ -138,6 +138,10 @@ class BlockFile:
         """Reads bytes at offset ``at`` through the page cache."""
         return os.pread(self._file, size, at)
 
+    def read_into(self, data: memoryview, at: int) -> int:
+        """Reads bytes at offset ``at`` through the page cache; returns their number."""
+        return os.preadv(self._file, [data], at)
+
     def sync(self) -> None:
         """Flushes the file to the disk."""
         os.fsync(self._file)
