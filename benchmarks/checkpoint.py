@@ -46,7 +46,7 @@ from torchrec_hkv import (
     checkpoint,
     get_default_sharders,
 )
-from torchrec_hkv.checkpoint.files import THREADS
+from torchrec_hkv.checkpoint.defaults import THREADS
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 #: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.

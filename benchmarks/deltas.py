@@ -26,7 +26,7 @@ from benchmarks.checkpoint import OPTIMIZERS, Progress, disk_rates, fill, make_m
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.files import THREADS
+from torchrec_hkv.checkpoint.defaults import THREADS
 from torchrec_hkv.checkpoint.record import Record
 
 

@@ -10,7 +10,7 @@ streams of high priority in turn, before the batch itself is pooled and updated 
 - ``ms`` are milliseconds a step of many steps back to back, without a wait of the host's between
   them, and ``single_ms`` those of a step that begins when the device is idle (not of a prefetch,
   half of which would be missing).
-- ``fetched`` and ``written_home`` are the group's rows a step that came from host memory and went
+- ``fetched`` and ``written_back`` are the group's rows a step that came from host memory and went
   back.
 - ``link_gb_s`` is what the link to host memory gives each way where bulk copies between pinned
   memory and HBM go both ways at once, measured in the same run.
@@ -141,7 +141,7 @@ def single_ms(step: Callable[[], None]) -> float:
 def moved(tables: HashTables) -> dict[str, int]:
     """Rows that moved so far, both ways."""
     counters = tables.group.counters()
-    return {name: sum(t[name] for t in counters) for name in ("fetched", "written_home")}
+    return {name: sum(t[name] for t in counters) for name in ("fetched", "written_back")}
 
 
 def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
@@ -173,7 +173,7 @@ def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
     before = None if tables is None else moved(tables)
     ms = step_ms(step)
     row: dict[str, object] = dict.fromkeys(
-        ("single_ms", "fetched", "written_home", "link_gb_s", "link_ms", "over_link")
+        ("single_ms", "fetched", "written_back", "link_gb_s", "link_ms", "over_link")
     )
     row = {"ms": round(ms, 3), **row}
     if tables is not None and before is not None:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 
 def _wait_until(is_true) -> None:

@@ -93,3 +93,18 @@ def on_every_rank(work: Callable[[], T], pg: dist.ProcessGroup | None = None) ->
     if failures[0][0] == dist.get_rank(pg) and error is not None:
         raise error
     raise failures[0][1].as_exception(failures[0][0])
+
+
+def this_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share_of_rank(items: list[T]) -> list[T]:
+    """This rank's share of items that the ranks process together."""
+    return items[this_rank() :: world_size()]

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import io
 import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ STAGING_BYTES = 4 << 30
 THREADS = 4
 # Share of a GPU's memory that copies leave free by default, for allocations of training.
 _FREE_SHARE = 0.1
-_PIECE = 16 << 20
 # Share of staging_bytes that copies fill before the first one is written. Until then the threads
 # leave the cores to the call that copies, so that training waits only for the copying.
 _UNHURRIED_SHARE = 0.5
@@ -361,71 +358,6 @@ class _Job:
     def __init__(self, run: Callable[[], Any], lane: Hashable, piece: _Piece, always: bool) -> None:
         self.run: Any = run
         self.lane, self.piece, self.always = lane, piece, always
-
-
-class WriteBehindFile(io.RawIOBase):
-    """A new file that is written in pieces, at once or by the threads of a non-blocking save.
-
-    It is synced when it is closed.
-
-    Args:
-        path: path of the file.
-        handle: handle of a non-blocking save; None to write at once.
-
-    Raises:
-        FileExistsError: the file exists.
-    """
-
-    def __init__(self, path: Path, handle: SaveHandle | None) -> None:
-        self._path, self._handle = path, handle
-        self._piece = bytearray()
-        self._size = 0
-        #: Checksum of what has been written; final when all jobs of the file have run.
-        self.crc32 = 0
-        self._do(lambda: open(path, "xb").close())
-
-    def _do(self, job: Callable[[], Any], size: int = 0) -> None:
-        if self._handle is None:
-            job()
-        else:
-            self._handle.defer(job, size, lane=self._path)
-
-    def writable(self) -> bool:
-        """Always true."""
-        return True
-
-    def tell(self) -> int:
-        """Number of bytes written so far."""
-        return self._size
-
-    def write(self, data: Any) -> int:
-        """Writes bytes, or queues a copy of them. Returns their number."""
-        view = memoryview(data).cast("B")
-        for at in range(0, view.nbytes, _PIECE):
-            self._piece += view[at : at + _PIECE]
-            if len(self._piece) >= _PIECE:
-                self._send()
-        self._size += view.nbytes
-        return view.nbytes
-
-    def _send(self) -> None:
-        piece, self._piece = self._piece, bytearray()
-
-        def append() -> None:
-            self.crc32 = zlib.crc32(piece, self.crc32)
-            with open(self._path, "ab") as file:
-                file.write(piece)
-
-        if self._handle is not None:
-            self._handle.reserve(len(piece))
-        self._do(append, len(piece))
-
-    def close(self) -> None:
-        """Writes the rest and syncs the file."""
-        if not self.closed:
-            self._send()
-            self._do(lambda: sync_file(self._path))
-        super().close()
 
 
 def sync_file(path: Path) -> None:

@@ -1,5 +1,5 @@
 // Dispatcher op of expiry. Counted calls also sweep by themselves. Its fake is in
-// torchrec_hkv/hash_table/ops.py.
+// torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Dispatcher ops of the hash table. A group is named by its handle; ops that change a table say so
-// by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
+// by writing `counters`, the group's counters tensor. Fakes: torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <functional>

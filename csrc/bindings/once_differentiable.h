@@ -9,7 +9,6 @@
 #include "runtime/tensor.h"
 
 namespace torchrec_hkv::bindings {
-using namespace runtime;
 
 // A gradient that a backward returns. If that backward is part of a graph (create_graph=True), the
 // graph ends here: a backward that reaches this gradient raises `message`.

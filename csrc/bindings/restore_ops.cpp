@@ -1,5 +1,5 @@
 // Dispatcher ops that read a table in the order of a file and write it back. Slots are counted from
-// the table's first. Fakes are in torchrec_hkv/hash_table/ops.py.
+// the table's first. Fakes are in torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <tuple>

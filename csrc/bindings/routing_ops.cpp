@@ -1,4 +1,4 @@
-// Dispatcher ops of the row-wise input distribution. Fakes are in torchrec_hkv/hash_table/ops.py.
+// Dispatcher ops of the row-wise input distribution. Fakes: torchrec_hkv/hash_table/routing.py.
 #include <ATen/Parallel.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>

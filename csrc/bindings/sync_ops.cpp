@@ -1,6 +1,6 @@
 // Dispatcher ops of syncs of replicas and of deltas: the changed slots of a table, and rows with
 // their states as one matrix. Slots are counted from the table's first. Fakes are in
-// torchrec_hkv/hash_table/ops.py.
+// torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Dispatcher ops on the entries of a group's tables. Slots are numbered through the tables.
 // `offsets` and `batch_size` assign ids to features, and so to tables; a group of one feature needs
 // none. Rows of all tables are one matrix (hash_table/row_matrix.h). Fakes are in
-// torchrec_hkv/hash_table/ops.py.
+// torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <algorithm>

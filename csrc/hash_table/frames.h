@@ -1,5 +1,6 @@
 // HBM as a cache of rows in host memory. If a table's rows do not all fit in HBM, every slot has
-// its row and state in host memory (its home), and some slots also have a copy in a *frame* of HBM.
+// its row and state in host memory (the *backing* store), and some slots also have a copy in a
+// *frame* of HBM.
 // Then only the frame is up to date, until it is written back.
 //
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
@@ -12,7 +13,7 @@
 // and leave it are neighbours in host memory, and moves in address order are faster.
 //
 // A word of 64 bits holds a *tag* for each frame of a set: the slot of the set that it belongs to,
-// whether it differs from its home (is *dirty*), and whether its row was touched again since it
+// whether it differs from host memory (is *dirty*), and whether its row was touched again since it
 // came. So one compare-and-swap checks that a slot has no frame and gives it one, without locks and
 // without giving a slot two frames. More frames in a set mean shorter tags, which distinguish fewer
 // slots; so a set has as many frames as its number of slots allows. Large sets are used more evenly
@@ -20,7 +21,7 @@
 //
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
 // backward finds the rows of its batch in place, even while another call moves rows. If a row found
-// no frame, its set records the step (`crowded`): a pending backward may write the row's home, and
+// no frame, its set records the step (`crowded`): a pending backward may write the row there, and
 // until then no row of the set is fetched from there.
 #pragma once
 
@@ -93,12 +94,12 @@ struct Frames {
   }
 
   // The set of a slot, and the slot's number in it.
-  struct Home {
+  struct SetPlace {
     int64_t set;
     int64_t first;    // slot of the set
     uint32_t number;  // of the slot, in the set
   };
-  HKV_HOST_DEVICE Home home_of(int64_t slot) const {
+  HKV_HOST_DEVICE SetPlace place_in_set(int64_t slot) const {
 #ifdef __CUDA_ARCH__
     int64_t region = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), reciprocal));
 #else
@@ -117,25 +118,25 @@ struct Frames {
       set -= region_sets;
       ++number;
     }
-    return Home{region * region_sets + set, first + set, number};
+    return SetPlace{region * region_sets + set, first + set, number};
   }
   // The same for the set's slot number 0, which the table may not have.
-  HKV_HOST_DEVICE Home home_of_set(int64_t set) const {
+  HKV_HOST_DEVICE SetPlace first_of_set(int64_t set) const {
     const int64_t region = set / region_sets;
-    return Home{set, region * region_slots + (set - region * region_sets), 0};
+    return SetPlace{set, region * region_slots + (set - region * region_sets), 0};
   }
   // End of the slots of a set's region.
-  HKV_HOST_DEVICE int64_t end_of(const Home& home) const {
-    const int64_t end = (home.set / region_sets + 1) * region_slots;
+  HKV_HOST_DEVICE int64_t end_of(const SetPlace& in_set) const {
+    const int64_t end = (in_set.set / region_sets + 1) * region_slots;
     return end < num_slots ? end : num_slots;
   }
   HKV_HOST_DEVICE static bool is_taken(uint32_t tag) { return tag >> kTagFlags != 0; }
-  // home: of any slot of the set.
-  HKV_HOST_DEVICE int64_t slot_with(const Home& home, uint32_t number) const {
-    return home.first + static_cast<int64_t>(number) * region_sets;
+  // in_set: of any slot of the set.
+  HKV_HOST_DEVICE int64_t slot_with(const SetPlace& in_set, uint32_t number) const {
+    return in_set.first + static_cast<int64_t>(number) * region_sets;
   }
-  HKV_HOST_DEVICE int64_t slot_of(const Home& home, uint32_t tag) const {
-    return slot_with(home, (tag >> kTagFlags) - 1);
+  HKV_HOST_DEVICE int64_t slot_of(const SetPlace& in_set, uint32_t tag) const {
+    return slot_with(in_set, (tag >> kTagFlags) - 1);
   }
   // The tag of the slot with this number in its set.
   HKV_HOST_DEVICE static uint64_t tag_of(uint32_t number) {
@@ -169,9 +170,9 @@ struct Frames {
   // The frame of a slot, or kNoFrame.
   HKV_HOST_DEVICE int64_t frame_of(int64_t slot) const {
     if (tags == nullptr) return kNoFrame;
-    const Home home = home_of(slot);
-    const int place = place_of(load_tags(home.set), home.number);
-    return place < 0 ? kNoFrame : frame_at(home.set, place);
+    const SetPlace in_set = place_in_set(slot);
+    const int place = place_of(load_tags(in_set.set), in_set.number);
+    return place < 0 ? kNoFrame : frame_at(in_set.set, place);
   }
   HKV_HOST_DEVICE int64_t frame_at(int64_t set, int place) const {
     return set * frames_of_set + place;

@@ -17,7 +17,7 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
 size_t settle_scratch(int64_t num_ids, const MovingRows& moving);
 
 // Writes dirty frames back. Frames keep their rows.
-void write_home(const TableView& table, cudaStream_t stream);
+void write_back(const TableView& table, cudaStream_t stream);
 
 // Gives free frames to the slots of the highest rank.
 void fill_frames(const TableView& table, cudaStream_t stream);

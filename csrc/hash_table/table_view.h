@@ -40,7 +40,7 @@ enum Counter : int32_t {
   kUnadmitted = 5,   // ids of training lookups that were not admitted (admission.h)
   kExpired = 6,      // entries that expired (expiry.h)
   kFetched = 7,      // rows that came from host memory into a frame (frames.h)
-  kWrittenHome = 8,  // rows that were written to host memory because others took their frames
+  kWrittenBack = 8,  // rows that were written to host memory because others took their frames
   // Of kRefused, those whose buckets are full of pinned entries. Repeated ids of a call may count
   // once or several times.
   kCrowded = 9,
@@ -52,8 +52,8 @@ enum Counter : int32_t {
 
 // Rows or states: a vector for each slot and, if the table has frames, for each frame.
 struct RowStore {
-  char* homes;   // [num_slots][width]; in host memory if there are frames
-  char* frames;  // [num frames][width]; null: no vector has a frame
+  char* backing;  // [num_slots][width]; in host memory if there are frames
+  char* frames;   // [num frames][width]; null: no vector has a frame
   int32_t width;
   RowType type;
 
@@ -62,10 +62,10 @@ struct RowStore {
   int64_t stored_width() const { return bytes() / element_size(type); }
   // frame: that of the slot, or kNoFrame.
   HKV_HOST_DEVICE char* at(int64_t slot, int64_t frame) const {
-    return frame == kNoFrame || frames == nullptr ? homes + slot * bytes()
+    return frame == kNoFrame || frames == nullptr ? backing + slot * bytes()
                                                   : frames + frame * bytes();
   }
-  // Whether vectors move between home and frames.
+  // Whether vectors move between host memory and frames.
   HKV_HOST_DEVICE bool moves() const { return width > 0 && frames != nullptr; }
 };
 
@@ -93,7 +93,7 @@ struct TableView {
   uint32_t unsplit;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, if columns are sharded
-  bool homes_on_host;     // on a GPU: whether the homes of rows are in host memory, which the GPU
+  bool backing_on_host;   // on a GPU: whether the rows of slots are in host memory, which the GPU
                           // never caches; states too, unless all states are in HBM
   Eviction eviction;
   InitialRows initial_rows;
@@ -115,7 +115,7 @@ struct TableView {
   }
   // Whether the vectors of a slot with this frame (kNoFrame: without a frame) are in HBM, so that a
   // GPU may prefetch them.
-  HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !homes_on_host; }
+  HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !backing_on_host; }
   // The present address, for reading. A writer must mark the frame (cuda/hbm_cache/frames.cuh).
   HKV_HOST_DEVICE char* row(int64_t slot) const { return rows.at(slot, frames.frame_of(slot)); }
   HKV_HOST_DEVICE float* state(int64_t slot) const {

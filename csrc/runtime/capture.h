@@ -23,18 +23,4 @@ inline bool is_capturing([[maybe_unused]] c10::Device device) {
   return false;
 }
 
-// Id of that graph; 0: none.
-inline unsigned long long capture_id([[maybe_unused]] c10::Device device) {
-#ifdef TORCHREC_HKV_CUDA
-  if (device.is_cuda()) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long id = 0;
-    HKV_CUDA_CHECK(
-        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()), &status, &id));
-    return status != cudaStreamCaptureStatusNone ? id : 0;
-  }
-#endif
-  return 0;
-}
-
 }  // namespace torchrec_hkv::runtime

@@ -211,8 +211,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   if (memory.scores.most()) {
     memory.scores.tensor.copy_(converted(*this, table, present(state.scores)));
   }
-  memory.row_homes().tensor.copy_(present(state.rows));
-  memory.state_homes().tensor.copy_(present(state.states));
+  memory.backing_rows().tensor.copy_(present(state.rows));
+  memory.backing_states().tensor.copy_(present(state.states));
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
   restart_aging(table);
   admission_->clear(table);

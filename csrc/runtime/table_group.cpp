@@ -292,11 +292,12 @@ TableView TableGroup::make_view(int64_t table) const {
           memory.full_slots());
     }
   }
-  view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
+  view.rows = {memory.backing_rows().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
                config.row_type};
-  view.states = {memory.state_homes().data(), memory.states_move() ? memory.states.data() : nullptr,
+  view.states = {memory.backing_states().data(),
+                 memory.states_move() ? memory.states.data() : nullptr,
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
-  view.homes_on_host = memory.rows_on_host();
+  view.backing_on_host = memory.rows_on_host();
   if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);
   if (config.remember_evicted > 0) {
     auto* const marks = reinterpret_cast<uint16_t*>(evicted_[table].data_ptr<int16_t>());

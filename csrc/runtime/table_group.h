@@ -172,9 +172,10 @@ class TableGroup {
   int64_t hbm_bytes(int64_t table) const;
   int64_t host_bytes(int64_t table) const;
 
-  // Growth, in table_growth.cpp. A table below its full capacity doubles before its entries take
-  // more than 7/8 of its slots. Its slots then change; nothing else does. Waits for the device if a
-  // table grows or may have to, and throws during the capture of a CUDA graph.
+  // Growth. growth_schedule.cpp decides when, table_growth.cpp does it. A table below its full
+  // capacity doubles before its entries take more than 7/8 of its slots. Its slots then change;
+  // nothing else does. Waits for the device if a table grows or may have to, and throws during the
+  // capture of a CUDA graph.
 
   // Called before the ids of a batch are inserted, and before their call's turn. first_bags: number
   // of each feature's first bag, then the number of all bags; ignored without offsets.
@@ -214,8 +215,8 @@ class TableGroup {
   void load_entries(int64_t table, const at::Tensor& ids, const at::Tensor& last_steps);
   // Called before a table grows to this many buckets. If its rows are then in host memory, they are
   // moved there, and its view has no frames. Returns whether that is so.
-  bool bring_home(int64_t table, int64_t num_buckets);
-  hash_table::TableView view_at_home(int64_t table) const;
+  bool move_rows_to_host(int64_t table, int64_t num_buckets);
+  hash_table::TableView view_without_frames(int64_t table) const;
   void upload_views();
   void make_aging();
   void make_moving_rows();

@@ -6,7 +6,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Slots at the full capacity, if rows have their homes in host memory.
+// Slots at the full capacity, if rows are in host memory.
 int64_t most_on_host(const TableLayout& layout) {
   const int64_t slots = layout.geometry.num_slots();
   return slots > layout.hbm_slots ? slots : 0;

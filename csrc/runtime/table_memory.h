@@ -104,9 +104,9 @@ class TableMemory {
   bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
   int64_t num_sets() const { return tags.tensor.size(0); }
   int frames_of_set() const { return static_cast<int>(layout_.hbm_slots / num_sets()); }
-  // The homes of rows and states: by slot.
-  const SlotArray& row_homes() const { return rows_on_host() ? rows_host : rows; }
-  const SlotArray& state_homes() const {
+  // Rows and states by slot, behind the frames if there are any.
+  const SlotArray& backing_rows() const { return rows_on_host() ? rows_host : rows; }
+  const SlotArray& backing_states() const {
     return rows_on_host() && states_move() ? states_host : states;
   }
   // Whether states are in the same memory as their rows, HBM or host memory.

@@ -30,7 +30,7 @@ def test_a_row_for_each_side(tmp_path, monkeypatch):
     for side in ("hkv", "hkv_prefetch"):
         row = rows[side]
         assert int(row["fetched"]) > 0
-        assert int(row["written_home"]) > 0
+        assert int(row["written_back"]) > 0
         link, ms = float(row["link_gb_s"]), float(row["ms"])
         link_ms = int(row["fetched"]) * 128 * 4 / link / 1e6
         assert float(row["link_ms"]) == figure(link_ms, 0.05 / link)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.checkpointed import held, make_tables, train
 from torchrec_hkv import checkpoint
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 ROWS = 200
 

@@ -13,7 +13,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.support.backends import BACKENDS
 from tests.support.small import batch, make_small, outputs_and_train
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint import files
+from torchrec_hkv.checkpoint import model_save
 
 
 def _optimizers(model, device):
@@ -85,7 +85,7 @@ def _killed(rank, world_size, device, folder):
     outputs_and_train(model, rank, device, steps=5)
     if rank == 1:
         # Dies once the others have begun to write.
-        files.save_tensors = lambda *args, **kwargs: os._exit(9)
+        model_save.save_tensors = lambda *args, **kwargs: os._exit(9)
     checkpoint.save(folder, model)
 
 

@@ -46,7 +46,7 @@ def test_batches(group, ids, offsets, batch_size, error, match):
             call()
     assert group.counters()[0] == {
         **dict.fromkeys(["lookups", "hits", "inserted", "evicted", "refused"], 0),
-        **dict.fromkeys(["unadmitted", "expired", "fetched", "written_home", "size"], 0),
+        **dict.fromkeys(["unadmitted", "expired", "fetched", "written_back", "size"], 0),
         **dict.fromkeys(["host_hits", "returned"], 0),
         "capacity": 100,
     }

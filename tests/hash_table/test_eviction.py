@@ -115,7 +115,7 @@ def test_counters(device_type):
         "unadmitted": 0,
         "expired": 0,
         "fetched": 0,
-        "written_home": 0,
+        "written_back": 0,
         "host_hits": 30 if device_type == "cpu" else 0,
         "returned": 0,
         "size": 64,

@@ -152,7 +152,7 @@ def test_rows_of_a_model(device, hbm_share, optimizer):
     assert sum(table["refused"] for table in counters) == model.refused
     assert sum(table["evicted"] for table in counters) == model.evicted > 10 * STEPS
     if hbm_share is not None:
-        assert all(table["written_home"] > STEPS for table in counters)
+        assert all(table["written_back"] > STEPS for table in counters)
     for number in range(FEATURES):
         state = group.export_table(number)
         at = state.occupied.nonzero().flatten().cpu()

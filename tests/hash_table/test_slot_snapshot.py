@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import FileTarget
 from torchrec_hkv.hash_table.slot_snapshot import SlotSnapshot
 
 
@@ -68,7 +68,7 @@ class _Followed:
         }
         if self.group.tables[self.table].eviction == "lfu":
             batch["scores"] = torch.ones_like(ids)
-        Target(self.group, self.table, 1 << 20).restore(batch, exact=False)
+        FileTarget(self.group, self.table, 1 << 20).restore(batch, exact=False)
 
     def note(self) -> None:
         """Says of an entry that it changed."""

@@ -73,7 +73,7 @@ def test_a_table_has_only_what_it_uses():
 
 
 @pytest.mark.parametrize(
-    "name", ["hits", "refused", "unadmitted", "expired", "fetched", "written_home", "returned"]
+    "name", ["hits", "refused", "unadmitted", "expired", "fetched", "written_back", "returned"]
 )
 def test_a_count_is_written_from_its_first_value_on(name):
     without, with_it = (dataclasses.replace(BEFORE, **{name: count}) for count in (0, 60))

@@ -8,30 +8,30 @@ what NumPy makes of the same ids and gradients; the table only says which ids it
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import importlib.util
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.chain_faults import killed_after, spoil
+from tests.support.sharded_table import DIM, MOMENTUM, RATE, Shards, State
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
 from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.files import read_saved
-from torchrec_hkv.checkpoint.place import Place
+from torchrec_hkv.checkpoint.layers import files_to_verify, read_saved, saved_shards
 from torchrec_hkv.checkpoint.record import (
     METADATA,
     TENSORS,
@@ -40,57 +40,14 @@ from torchrec_hkv.checkpoint.record import (
     TableShardRecord,
     shard_folder,
 )
-from torchrec_hkv.checkpoint.tables import files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.tensors import file_record, verify_file
-from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, files, initial_rows
+from torchrec_hkv.hash_table import Uniform, files, initial_rows
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
-from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.files.manifest import new_save_id
 from torchrec_hkv.write_behind import SaveHandle
 
-DIM, KEY = 3, "ebc.embedding_bags.t"
-# Powers of two: products with them are exact, so that each update rounds once.
-RATE, MOMENTUM = np.float32(0.5), np.float32(0.25)
+KEY = "ebc.embedding_bags.t"
 SMALL = {"batch_bytes": 4096, "threads": 1}
-#: By id: bits of row and velocity, last step and count.
-State = dict[int, tuple[bytes, bytes, int, int]]
-
-
-class Shards:
-    """The shards of a table on so many ranks."""
-
-    def __init__(self, world_size: int, rows: int, eviction: str, **options: object) -> None:
-        self.rows, self.eviction = rows, eviction
-        self.owners = [
-            (-(-rank * OWNERS // world_size), -(-(rank + 1) * OWNERS // world_size))
-            for rank in range(world_size)
-        ]
-        spec = TableSpec(
-            "t", -(-rows // world_size), DIM, eviction, initializer=Uniform(-1, 1), **options
-        )
-        self.groups = [TableGroup([spec], [0], SGD(momentum=float(MOMENTUM))) for _ in self.owners]
-
-    def split(self, ids: list[int]) -> Iterator[tuple[TableGroup, torch.Tensor, torch.Tensor]]:
-        """Each shard's group, ids, and where these are in the list."""
-        tensor = torch.tensor(ids, dtype=torch.int64)
-        owner = owner_rank(tensor, OWNERS)
-        for group, (begin, end) in zip(self.groups, self.owners, strict=True):
-            at = ((owner >= begin) & (owner < end)).nonzero().flatten()
-            yield group, tensor[at], at
-
-    def state(self) -> State:
-        """All that they hold."""
-        found: State = {}
-        for group in self.groups:
-            state = group.export_table(0)
-            slots = state.occupied.nonzero().flatten()
-            rows, velocities = state.rows[slots].numpy(), state.states[slots].numpy()
-            steps = state.last_steps[slots].tolist()
-            counts = state.scores[slots].tolist() if state.scores.numel() else [0] * len(slots)
-            for i, id_ in enumerate(state.ids[slots].tolist()):
-                assert id_ not in found
-                found[id_] = (rows[i].tobytes(), velocities[i].tobytes(), steps[i], counts[i])
-        return found
 
 
 class Sequence:
@@ -283,7 +240,7 @@ class Sequence:
             chain.clear()
         link = Link(number, "base" if is_base else "delta", self._previous)
         self._previous = None
-        place, save_id = Place(self.root / link.name), new_save_id()
+        place, save_id = AtomicFolder(self.root / link.name), new_save_id()
         shard_bytes = self.random.choice((600, 2048, 2048))  # several files a shard
         place.remove_token(place.prepare())
         for index, group in enumerate(self.shards.groups):
@@ -432,7 +389,7 @@ class Sequence:
             code = 1
             torch.set_num_threads(1)  # the threads of a pool are not in a child
             try:
-                with _killed_after(calls):
+                with killed_after(calls):
                     if what == "write":
                         self._write(None)
                     elif what == "behind":
@@ -466,7 +423,7 @@ class Sequence:
         backup = self.root.parent / "backup"
         shutil.copytree(self.root, backup, symlinks=True)
         what = self.random.choice(("bit", "cut", "longer", "lost", "folder", "swapped", "doubled"))
-        if not self._spoil(what):
+        if not spoil(self.root, KEY, what, self.random):
             shutil.rmtree(backup)
             return
         self.did[f"damage: {what}"] += 1
@@ -475,57 +432,6 @@ class Sequence:
         shutil.rmtree(self.root)
         backup.rename(self.root)
         self._check_load(self.root, self.states[self._newest()], 1)
-
-    def _spoil(self, what: str) -> bool:
-        """Spoils something that the newest state needs."""
-        layers = read_saved(self.root)
-        folders = [folder for folder, _ in layers]
-        if what == "folder":
-            shutil.rmtree(self.random.choice(folders))
-            return True
-        if what in ("swapped", "doubled"):
-            if len(folders) < 2:
-                return False
-            one, other = self.random.sample(folders, 2)
-            if what == "swapped":
-                spare = self.root / "spare"
-                one.rename(spare)
-                other.rename(one)
-                spare.rename(other)
-            else:
-                shutil.rmtree(other)
-                shutil.copytree(one, other)
-            return True
-        # Of the tensors only the newest checkpoint's are read, and of a shard what is newer than a
-        # delta that holds the whole of it.
-        read = {folders[0] / TENSORS, *folders}
-        for shard in saved_shards(layers, KEY):
-            read |= {shard.folder, *shard.earlier}
-        paths = [
-            path
-            for folder in folders
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.parent in read
-        ]
-        if (self.root / "deltas.json").exists():  # not where the first write was killed
-            paths.append(self.root / "deltas.json")
-        path = self.random.choice(paths)
-        data = bytearray(path.read_bytes())
-        if what == "lost":
-            if path.name == "deltas.json" and len(Chain(self.root).names()) == 1:
-                return False  # as after a kill of the first write
-            path.unlink()
-            return True
-        if what == "longer":
-            data += b"x"
-        elif not data:
-            return False
-        elif what == "cut":
-            del data[self.random.randrange(len(data)) :]
-        else:
-            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        path.write_bytes(data)
-        return True
 
     def do(self, name: str) -> None:
         """One operation."""
@@ -550,23 +456,3 @@ OPERATIONS = (
     *("kill",) * 2,
     *("damage",) * 2,
 )
-
-
-@contextlib.contextmanager
-def _killed_after(calls: int) -> Iterator[None]:
-    """Kills the process at a call of a function of C, counted over all of its threads."""
-    left = [calls]
-
-    def count(frame: object, event: str, _: object) -> None:
-        if event == "c_call":
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)

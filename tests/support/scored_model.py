@@ -24,7 +24,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from tests.support.geometry import geometry
 from torchrec_hkv import HKVOptions, ParameterConstraints
 from torchrec_hkv.hash_table import Constant
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 DIM, BATCH, RATE, START = 8, 6, 0.125, 0.5
 

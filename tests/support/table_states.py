@@ -11,7 +11,7 @@ from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.admission import admission_bytes
 
 #: Figures that say where rows were, which on a GPU with rows in host memory may be either place.
-_OF_PLACES = ("fetched", "written_home", "host_hits")
+_OF_PLACES = ("fetched", "written_back", "host_hits")
 
 
 def states_of(group: TableGroup) -> list[dict[str, Tensor]]:

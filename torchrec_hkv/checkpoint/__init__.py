@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torchrec_hkv.checkpoint.compaction import compact
     from torchrec_hkv.checkpoint.deltas import DeltaWriter
     from torchrec_hkv.checkpoint.digests import digest
-    from torchrec_hkv.checkpoint.files import load, save
+    from torchrec_hkv.checkpoint.model_load import load
+    from torchrec_hkv.checkpoint.model_save import save
     from torchrec_hkv.checkpoint.resharding import reshard
     from torchrec_hkv.checkpoint.rows import export_rows, import_rows
 
@@ -26,9 +27,9 @@ _MODULES = {
     "digest": "digests",
     "export_rows": "rows",
     "import_rows": "rows",
-    "load": "files",
+    "load": "model_load",
     "reshard": "resharding",
-    "save": "files",
+    "save": "model_save",
 }
 
 

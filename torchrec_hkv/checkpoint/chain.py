@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from torchrec_hkv.checkpoint.place import Place as SavePlace
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.record import LINK, RECORD, Record
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
@@ -262,7 +262,7 @@ class Chain:
             if found is None:
                 continue
             if found[4] == "saving":
-                place = SavePlace(self._root / found[1])
+                place = AtomicFolder(self._root / found[1])
                 place.check_ours()
                 place.discard()
             else:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.place import Place
+from torchrec_hkv.checkpoint.layers import Layers, files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.record import TENSORS, Record, TableRecord, TableShardRecord
-from torchrec_hkv.checkpoint.tables import Layers, files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.progress import Progress, advance, reported
@@ -69,7 +69,7 @@ def compact(
             return layers[0][0]
     root = layers[0][0].parent
     link = None if into is not None else Link(Chain(root).next_number(), "base", None)
-    place = Place(root / link.name if link is not None else Path(str(into)))
+    place = AtomicFolder(root / link.name if link is not None else Path(str(into)))
     place.remove_token(place.prepare())
     try:
         with reported("Compacting") as task:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import SavedTable
+from torchrec_hkv.checkpoint.opened import OpenedTable
 from torchrec_hkv.hash_table.files.entries_reader import count_owners, owner_ranges
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.progress import advance
@@ -18,7 +18,7 @@ _STEPS = ("last_steps", "scores")
 
 
 @dataclasses.dataclass
-class Difference:
+class TableDifference:
     """How the second of two tables differs from the first.
 
     Attributes:
@@ -64,14 +64,14 @@ class Difference:
         return content
 
 
-def bytes_to_compare(first: SavedTable, second: SavedTable) -> int:
+def bytes_to_compare(first: OpenedTable, second: OpenedTable) -> int:
     """Bytes that :func:`compare` reads."""
     return sum(table.entries * table.entry_bytes() for table in (first, second))
 
 
 def compare(
-    first: SavedTable, second: SavedTable, batch_bytes: int, *, show: int = 5
-) -> Difference:
+    first: OpenedTable, second: OpenedTable, batch_bytes: int, *, show: int = 5
+) -> TableDifference:
     """Compares two tables.
 
     Args:
@@ -79,7 +79,7 @@ def compare(
         second: another one.
         batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
             saved in deltas.
-        show: number of ids in :attr:`Difference.most`.
+        show: number of ids in :attr:`TableDifference.most`.
 
     Raises:
         ValueError: the tables have different numbers of columns, or a file can't be read.
@@ -97,7 +97,7 @@ def compare(
     has_states = all(_whole_states(table) for table in (first, second))
     if has_states:
         names.append("states")
-    result = Difference(states_changed=0 if has_states else None)
+    result = TableDifference(states_changed=0 if has_states else None)
     squares = squares_before = 0.0
     for owners in owner_ranges(counts, batch_bytes // (6 * size)):
         old = first.collect(names, batch_bytes, owners)
@@ -137,7 +137,7 @@ def compare(
     return result
 
 
-def _whole_states(table: SavedTable) -> bool:
+def _whole_states(table: OpenedTable) -> bool:
     first = table.first_columns[0]
     return first.columns.end == table.dim and any(f.name == "states" for f in first.fields)
 

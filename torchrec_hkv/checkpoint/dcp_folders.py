@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
@@ -26,7 +25,7 @@ from torchrec_hkv.checkpoint.optimizers import initialise, load_optimizer_state,
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
 from torchrec_hkv.checkpoint.tensors import check_match, flat
-from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.collective import on_every_rank, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, reported
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.warn import warn
@@ -138,11 +137,8 @@ class _Load:
     def check_tensors(self) -> None:
         """Checks that entries are what the metadata describes. Each is checked by one rank."""
         wanted = on_every_rank(lambda: self._wanted)
-        everybody = sorted({key for keys in wanted for key in keys})
-        rank, ranks = 0, 1
-        if dist.is_initialized():
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-        on_every_rank(lambda: self._reader.check_tensors(everybody[rank::ranks]))
+        mine = share_of_rank(sorted({key for keys in wanted for key in keys}))
+        on_every_rank(lambda: self._reader.check_tensors(mine))
 
     def _has(self, name: str) -> bool:
         return self._folder.is_tensor(self._keys.model + name)
@@ -230,7 +226,7 @@ class _Load:
             if layout_of(source.optimizer) != layout_of(self._tables[name].planned.optimizer)
             and states_of(self._tables[name].planned.optimizer) != states_of(None)
         ]
-        if without and not (dist.is_initialized() and dist.get_rank()):
+        if without and this_rank() == 0:
             warn(
                 f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
                 "they are reset."
@@ -240,7 +236,7 @@ class _Load:
         """Fills this rank's shards of a table."""
         source, table = self._sources[name], self._tables[name]
         lookups = table.collection.group_lookups()
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = this_rank()
         held = [
             shard
             for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)

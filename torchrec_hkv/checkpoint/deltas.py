@@ -14,20 +14,15 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.files import (
-    BATCH_BYTES,
-    THREADS,
-    check_blocking,
-    load,
-    read_saved,
-    save_to,
-    saving,
-)
+from torchrec_hkv.checkpoint.defaults import BATCH_BYTES, THREADS
+from torchrec_hkv.checkpoint.layers import read_saved
+from torchrec_hkv.checkpoint.model_load import load
+from torchrec_hkv.checkpoint.model_save import check_blocking, save_to, saving
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.tables import Trackers, see_tables
+from torchrec_hkv.checkpoint.shard_save import Trackers, see_tables
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
@@ -203,7 +198,7 @@ class DeltaWriter:
 
         Raises:
             ValueError: a rank does not see the folder, the ranks were given different arguments, or
-                somebody else wrote to the folder; nothing is written. Also if ``row_dtype`` can't
+                another writer wrote to the folder; nothing is written. Also if ``row_dtype`` can't
                 represent a value.
             RuntimeError: a rank could not write.
         """
@@ -236,7 +231,7 @@ class DeltaWriter:
             for tracker in self._trackers.values():
                 if tracker is not None:
                     tracker.forget()
-        place = Place(self._root / link.name)
+        place = AtomicFolder(self._root / link.name)
         self._last = None  # unless the write succeeds
         handle = None
         if not blocking:
@@ -274,7 +269,7 @@ class DeltaWriter:
         elif newest is None or newest.digest != previous or number != newest.number + 1:
             raise ValueError(
                 f"{self._root} has changed since {self._last[0].name} was written: write to a "
-                "folder that nobody else writes to, with a new DeltaWriter."
+                "folder that no other writer uses, with a new DeltaWriter."
             )
         return Link(number, "base" if is_base else "delta", None if is_base else previous)
 

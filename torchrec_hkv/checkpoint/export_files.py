@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import SavedTable
+from torchrec_hkv.checkpoint.opened import OpenedTable
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields
 from torchrec_hkv.progress import advance, reported
@@ -40,7 +40,7 @@ Write = Callable[[dict[str, Tensor]], None]
 
 
 def export_files(
-    table: SavedTable,
+    table: OpenedTable,
     into: str | os.PathLike[str],
     batch_bytes: int,
     *,
@@ -103,7 +103,7 @@ def export_files(
 
 
 def _columns(
-    table: SavedTable, first: dict[str, Tensor] | None, names: Sequence[str]
+    table: OpenedTable, first: dict[str, Tensor] | None, names: Sequence[str]
 ) -> dict[str, tuple[torch.dtype, int | None]]:
     """Dtypes and widths of the columns to write, by name."""
     fields = {f.name: f for f in dequantised_fields(table.first_columns[0].fields)}

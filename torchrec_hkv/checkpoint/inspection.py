@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import SavedTable
+from torchrec_hkv.checkpoint.opened import OpenedTable
 from torchrec_hkv.hash_table.files.entries_reader import read_entries
-from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance
 
 _U32 = (1 << 32) - 1
@@ -66,7 +66,7 @@ class Found:
     states: list[float]
 
 
-def bytes_to_look_at(table: SavedTable) -> int:
+def bytes_to_look_at(table: OpenedTable) -> int:
     """Number of bytes that :func:`look` reads."""
     return sum(
         shard.entries * _look_bytes(part)
@@ -76,12 +76,12 @@ def bytes_to_look_at(table: SavedTable) -> int:
     )
 
 
-def _look_bytes(part: Part) -> int:
+def _look_bytes(part: SavedPart) -> int:
     names = ("ids", "slots", "last_steps", "scores")
     return entry_bytes([field for field in part.fields if field.name in names])
 
 
-def look(table: SavedTable, batch_bytes: int) -> dict[str, Any]:
+def look(table: OpenedTable, batch_bytes: int) -> dict[str, Any]:
     """Counts what a table holds.
 
     Args:
@@ -140,17 +140,17 @@ def look(table: SavedTable, batch_bytes: int) -> dict[str, Any]:
     return described
 
 
-def _row(table: SavedTable) -> list[Part]:
+def _row(table: OpenedTable) -> list[SavedPart]:
     """The shards that make up one row."""
     owners = min(part.owners for part in table.parts or ())
     return [part for part in table.parts or () if part.owners == owners]
 
 
-def _ages(part: Part, last_steps: Tensor) -> Tensor:
+def _ages(part: SavedPart, last_steps: Tensor) -> Tensor:
     return (part.manifest.clock - (last_steps.long() & _U32)) & _U32
 
 
-def find(table: SavedTable, id_: int, batch_bytes: int) -> Found | None:
+def find(table: OpenedTable, id_: int, batch_bytes: int) -> Found | None:
     """Finds the entry of an id; None if the table does not have the id.
 
     Args:

@@ -27,7 +27,7 @@ _HEAD = "table_state"
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class RankTransfer:
     """Sends tensors between ranks.
 
     Attributes:
@@ -41,7 +41,7 @@ class Wire:
     device: torch.device
 
     @classmethod
-    def of(cls, collection: BackendCollection) -> Wire:
+    def of(cls, collection: BackendCollection) -> RankTransfer:
         """Creates it for the ranks of a collection."""
         pg = collection._env.process_group
         device = collection._device or torch.device("cpu")
@@ -88,7 +88,7 @@ def _held(table: FoundTable, rank: int) -> list[TableShard]:
 def move_entries(
     old: FoundTable,
     new: FoundTable,
-    wire: Wire,
+    wire: RankTransfer,
     heads: dict[GroupLookup, dict[str, Tensor]],
     *,
     allow_loss: bool,
@@ -141,7 +141,7 @@ def _by_rows(table: FoundTable) -> list[list[tuple[TableShard, int]]]:
 
 
 def _entries(
-    shards: list[tuple[TableShard, int]], given: Mapping[str, GroupLookup], wire: Wire
+    shards: list[tuple[TableShard, int]], given: Mapping[str, GroupLookup], wire: RankTransfer
 ) -> Iterator[dict[str, Tensor]]:
     """Entries with whole rows, the same on every rank."""
     first, holder = shards[0]
@@ -182,7 +182,7 @@ def _move_counts(
     holder: int,
     given: Mapping[str, GroupLookup],
     loads: Mapping[str, EntriesLoad],
-    wire: Wire,
+    wire: RankTransfer,
 ) -> None:
     """Sends the counts of ids that are not admitted to all ranks."""
     counts: dict[str, Tensor] = {}
@@ -200,7 +200,7 @@ def _move_counts(
                 load.put_counts(name, first, sent)
 
 
-def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
+def move_state(old: FoundTable, new: FoundTable, wire: RankTransfer) -> None:
     """Copies the states of a table's shards to equal shards of another table; a collective call."""
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
     everywhere = isinstance(new.state, ReplicatedState)
@@ -218,7 +218,7 @@ def move_state(old: FoundTable, new: FoundTable, wire: Wire) -> None:
             taken[target.key].load_table(target.key, {k: t.cpu() for k, t in state.items()})
 
 
-def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: Wire) -> None:
+def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: RankTransfer) -> None:
     """Copies sharded tensors into tensors of the same sizes, in place; a collective call.
 
     States with one value a row change their size with the number of column shards. They are
@@ -251,7 +251,7 @@ def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: Wire) -> 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-def _parts(tensor: Tensor, wire: Wire) -> list[_Place]:
+def _parts(tensor: Tensor, wire: RankTransfer) -> list[_Place]:
     if not isinstance(tensor, ShardedTensor):
         return [((0,) * tensor.dim(), tuple(tensor.shape), wire.rank)]
     return [
@@ -271,7 +271,11 @@ def _local(tensor: Tensor | None) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 def _move_tensor(
-    old: Tensor | None, new: Tensor | None, parts: list[_Place], size: torch.Size, wire: Wire
+    old: Tensor | None,
+    new: Tensor | None,
+    parts: list[_Place],
+    size: torch.Size,
+    wire: RankTransfer,
 ) -> None:
     held, targets = dict(_local(old)), _local(new)
     ends = [max(o[d] + s[d] for o, s, _ in parts) for d in range(len(size))]
@@ -311,7 +315,7 @@ def _move_row_values(
     parts: list[_Place],
     before: int,
     after: int,
-    wire: Wire,
+    wire: RankTransfer,
 ) -> None:
     """Moves states with one value a row, which are stacked over column shards, to another number of
     column shards."""

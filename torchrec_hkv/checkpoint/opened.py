@@ -11,18 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.chain import NEWEST, Chain, Link
-from torchrec_hkv.checkpoint.files import read_saved
-from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.checkpoint.tables import Layers, saved_shards
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
+from torchrec_hkv.checkpoint.chain import Chain, Link
+from torchrec_hkv.checkpoint.layers import Layers, read_saved, saved_shards
 from torchrec_hkv.hash_table.files.entries_reader import (
     collect_entries,
     count_owners,
     owner_ranges,
     read_entries,
 )
-from torchrec_hkv.hash_table.files.manifest import MANIFEST, OWNERS, Manifest
-from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.file_names import MANIFEST
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields, entry_bytes
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
@@ -32,7 +32,7 @@ BATCH_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedTable:
+class OpenedTable:
     """A table in a folder.
 
     Attributes:
@@ -45,10 +45,10 @@ class SavedTable:
     name: str
     backend: str
     identity: dict[str, Any]
-    parts: tuple[Part, ...] | None
+    parts: tuple[SavedPart, ...] | None
 
     @property
-    def first_columns(self) -> list[Part]:
+    def first_columns(self) -> list[SavedPart]:
         """The shards that hold the first column. Together they hold each id once."""
         begin = min(part.columns.begin for part in self.parts or ())
         return [part for part in self.parts or () if part.columns.begin == begin]
@@ -141,7 +141,7 @@ class SavedTable:
         return {**joined, "rows": rows}
 
 
-def initial_rows_of(part: Part, ids: Tensor) -> Tensor:
+def initial_rows_of(part: SavedPart, ids: Tensor) -> Tensor:
     table = part.manifest.table
     made = table["initializer"]
     return initial_rows(
@@ -168,7 +168,7 @@ class Saved:
     path: Path
     kind: Literal["checkpoint", "chain", "table"]
     layers: Layers
-    tables: dict[str, SavedTable]
+    tables: dict[str, OpenedTable]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Saved:
@@ -178,7 +178,7 @@ class Saved:
             ValueError: it is none of these kinds, or a file is damaged.
         """
         path = Path(path)
-        if not path.is_dir() and not Place(path).previous.is_dir():
+        if not path.is_dir() and not AtomicFolder(path).previous.is_dir():
             raise ValueError(f"There is no folder {path}.")
         if (path / MANIFEST).is_file():
             return cls._table(path)
@@ -189,7 +189,7 @@ class Saved:
             parts = None
             if record.shards is not None:
                 parts = tuple(
-                    Part(
+                    SavedPart(
                         shard.folder,
                         shard.owners,
                         Manifest.read(shard.folder),
@@ -197,17 +197,17 @@ class Saved:
                     )
                     for shard in saved_shards(layers, name)
                 )
-            tables[name] = SavedTable(name, record.backend, record.identity, parts)
+            tables[name] = OpenedTable(name, record.backend, record.identity, parts)
         return cls(path, "chain" if is_chain else "checkpoint", layers, tables)
 
     @classmethod
     def _table(cls, path: Path) -> Saved:
         manifest = Manifest.read(path)
-        part = Part(path, (0, OWNERS), manifest)
+        part = SavedPart(path, (0, OWNERS), manifest)
         name = manifest.table["name"]
-        return cls(path, "table", (), {name: SavedTable(name, "hkv", manifest.table, (part,))})
+        return cls(path, "table", (), {name: OpenedTable(name, "hkv", manifest.table, (part,))})
 
-    def table(self, name: str) -> SavedTable:
+    def table(self, name: str) -> OpenedTable:
         """A table by its full name, or by its own name if only one table has it.
 
         Raises:
@@ -221,7 +221,7 @@ class Saved:
         why = f"has {len(found)} tables {name!r}" if found else f"has no table {name!r}"
         raise ValueError(f"{self.path} {why}: name one of {sorted(found or self.tables)}.")
 
-    def hash_table(self, name: str | None) -> SavedTable:
+    def hash_table(self, name: str | None) -> OpenedTable:
         """A table that has files of its own.
 
         Args:
@@ -250,8 +250,3 @@ class Saved:
         if self.kind != "chain":
             return []
         return [(folder, Link.read(folder)) for folder, _ in reversed(self.layers)]
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether the path is the folder of a chain."""
-        return (self.path / NEWEST).is_file()

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan, Sharding
 from torchrec_hkv.backends import registry
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
-from torchrec_hkv.checkpoint.moving import Wire, move_entries, move_state, move_tensors
+from torchrec_hkv.checkpoint.moving import RankTransfer, move_entries, move_state, move_tensors
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import reported
 from torchrec_hkv.sharding.kernels.optimizer_steps import optimizer_steps, set_optimizer_steps
@@ -164,7 +164,7 @@ def _described(plan: Mapping[str, ParameterSharding]) -> dict[str, Any]:
 def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_loss: bool) -> int:
     """Moves the contents of a collection to another one. Returns the number of ids that found no
     slot."""
-    wire = Wire.of(old)
+    wire = RankTransfer.of(old)
     before, after = old.found_tables(), new.found_tables()
     lost = 0
     heads: dict[Any, dict[str, Tensor]] = {}

@@ -16,7 +16,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
-from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.collective import on_every_rank, this_rank
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.state.names import find_name, named_tables
 
@@ -130,7 +130,7 @@ class _Shard:
 
     @property
     def is_here(self) -> bool:
-        return self.rank == (dist.get_rank() if dist.is_initialized() else 0)
+        return self.rank == this_rank()
 
 
 @dataclasses.dataclass(frozen=True)

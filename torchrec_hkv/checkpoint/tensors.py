@@ -33,7 +33,8 @@ from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 _SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
 _PIECE = 16 << 20

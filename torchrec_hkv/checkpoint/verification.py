@@ -9,10 +9,10 @@ from pathlib import Path
 from torchrec_hkv import progress
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.checkpoint.layers import Layers, files_to_verify
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import Record
-from torchrec_hkv.checkpoint.tables import Layers, files_to_verify
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 
 #: A file, its size in bytes, and the function that verifies it.

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-key",
         metavar="KEY",
-        help="likewise, of the optimizer that is read (default: optimizer)",
+        help="what entries of the optimizer begin with (default: optimizer)",
     )
     parser.add_argument(
         "--sequences",

@@ -17,11 +17,13 @@ from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
-    from torchrec_hkv.checkpoint.opened import Saved, SavedTable
+    from torchrec_hkv.checkpoint.opened import OpenedTable, Saved
 
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
 _SHOWN = 8
+# Files do not say which of the two a table had: both keep the same scores.
+_POLICIES = {"aged_lfu": "adaptive or AgedLFU"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +90,7 @@ def _folder(saved: Saved) -> dict[str, Any]:
     return content
 
 
-def _by_number(table: SavedTable) -> dict[str, Any]:
+def _by_number(table: OpenedTable) -> dict[str, Any]:
     """A table whose values are stored as tensors by row number."""
     return {"name": table.name, "backend": table.backend, "identity": table.identity}
 
@@ -118,8 +120,8 @@ def _table_text(table: dict[str, Any], format_bytes: Any) -> list[str]:
         f"{table['name']}  {table['backend']}",
         f"  ids      {table['ids']:,} in {table['slots']:,} slots, {100 * table['fill']:.1f} % full"
         f"; num_embeddings {table['capacity']:,}",
-        f"  rows     {table['dim']} x {table['dtype']}, {table['state_values']} values of states, "
-        f"eviction {table['eviction']}, seed {table['seed']}",
+        f"  rows     {table['dim']} x {table['dtype']}, states {table['state_values']} x float32, "
+        f"eviction {_POLICIES.get(table['eviction'], table['eviction'])}, seed {table['seed']}",
         f"  steps    {table['steps']:,} (clock), {table['updates']:,} updates, "
         f"epoch {table['epoch']}",
         f"  bytes    {format_bytes(table['bytes'])}, {len(table['shards'])} x "

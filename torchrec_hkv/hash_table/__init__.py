@@ -3,6 +3,7 @@
 This package does not depend on TorchRec.
 """
 
+from torchrec_hkv.hash_table import fake_ops as fake_ops
 from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability
 from torchrec_hkv.hash_table.entries import Entries, Evicted, GroupEntries, GroupEvicted
 from torchrec_hkv.hash_table.eviction import AgedLFU, EvictionPolicy
@@ -16,7 +17,6 @@ from torchrec_hkv.hash_table.initializers import (
     TruncatedNormal,
     Uniform,
 )
-from torchrec_hkv.hash_table.ops import bucketize, owner_rank
 from torchrec_hkv.hash_table.optimizers import (
     FTRL,
     LAMB,
@@ -28,6 +28,7 @@ from torchrec_hkv.hash_table.optimizers import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
+from torchrec_hkv.hash_table.routing import bucketize, owner_rank
 from torchrec_hkv.hash_table.table_memory import (
     HbmShare,
     TableMemory,

@@ -449,7 +449,7 @@ class HashTable(SavedTable):
         device.
 
         The keys are ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``,
-        ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``, ``size`` and
+        ``expired``, ``fetched``, ``written_back``, ``host_hits``, ``returned``, ``size`` and
         ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """
         return self._group.counters()[0]

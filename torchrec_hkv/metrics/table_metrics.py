@@ -20,7 +20,7 @@ class TableMetrics:
         unadmitted: ids that were not admitted.
         expired: ids that were removed because of their age.
         fetched: rows copied from host memory to HBM.
-        written_home: rows copied from HBM back to host memory.
+        written_back: rows copied from HBM back to host memory.
         host_hits: hits whose row was in host memory; on a CPU all hits.
         returned: ids that were inserted again after an eviction, in tables with
             ``remember_evicted``.
@@ -46,7 +46,7 @@ class TableMetrics:
     unadmitted: int = 0
     expired: int = 0
     fetched: int = 0
-    written_home: int = 0
+    written_back: int = 0
     host_hits: int = 0
     returned: int = 0
     size: int = 0
@@ -110,4 +110,4 @@ class TableMetrics:
 
 #: Fields that never decrease.
 COUNTED = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted", "expired")
-COUNTED += ("fetched", "written_home", "host_hits", "returned")
+COUNTED += ("fetched", "written_back", "host_hits", "returned")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer
-from torchrec_hkv.nn.table_module import TableModule, check_rate
+from torchrec_hkv.nn.arguments import check_rate
+from torchrec_hkv.nn.table_module import TableModule
 
 Embeddings = TableModule | Iterable[TableModule] | Iterable[dict[str, Any]]
 

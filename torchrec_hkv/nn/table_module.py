@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_hkv import _C
-from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import (
     SGD,
     EvictionPolicy,
@@ -19,11 +17,20 @@ from torchrec_hkv.hash_table import (
     TableGroup,
     Uniform,
 )
-from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction, name_of
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction
 from torchrec_hkv.hash_table.spec_checks import check_range, check_remember_evicted
+from torchrec_hkv.nn.arguments import (
+    check_int,
+    check_rate,
+    check_tensor,
+    device_or_default,
+    flat_ids,
+    flat_scores,
+)
 from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
-from torchrec_hkv.nn.contents import Contents, positions
+from torchrec_hkv.nn.contents import positions
 from torchrec_hkv.nn.marker import Marker
+from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tables import Plan, Progress, Tables
 
@@ -79,16 +86,16 @@ class TableModule(nn.Module):
         remember_evicted: int | None,
     ) -> None:
         super().__init__()
-        _check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
-        _check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
+        check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
+        check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
         if init_capacity is None:
             init_capacity = min(max_capacity, _INITIAL_CAPACITY)
-        _check_int("init_capacity", init_capacity, 1, max_capacity)
+        check_int("init_capacity", init_capacity, 1, max_capacity)
         if padding_idx is not None:
-            _check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
+            check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
         if seed is None:  # as the weights of other modules, torch.manual_seed decides
             seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
-        _check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
+        check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
         check_eviction(type(self).__name__, eviction, POLICIES)
         if initializer is None:
             initializer = Uniform(-(embedding_dim**-0.5), embedding_dim**-0.5)
@@ -118,7 +125,7 @@ class TableModule(nn.Module):
             seed=seed,
             initializer=initializer,
             optimizer=SGD(weight_decay=weight_decay),
-            device=_device(device),
+            device=device_or_default(device),
             remember_evicted=remember_evicted,
         )
         self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
@@ -135,11 +142,11 @@ class TableModule(nn.Module):
         self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Rows of ids of any shapes, one tensor a table; and for each a tensor of scores."""
-        flat = [self._flat(part) for part in ids]
+        flat = [flat_ids(part, self._tables.group.device) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
             refuse_replicas("Hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
-        given = self._flat_scores(ids, scores, training)
+        given = flat_scores(self._tables.plan.eviction, ids, scores, training)
         rows = self._tables.lookup(flat, self.padding_idx, training, given)
         if len(ids) == 1:  # without unbind, whose backward copies
             return [rows.view(*ids[0].shape, self.embedding_dim)]
@@ -151,49 +158,13 @@ class TableModule(nn.Module):
             for of_table, part in zip(rows.unbind(1), ids, strict=True)
         ]
 
-    def _flat(self, ids: Tensor) -> Tensor:
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be a tensor of int64 or int32, but are {kind}.")
-        if ids.device != self._tables.group.device:
-            raise ValueError(
-                f"ids are on {ids.device}, but the table is on {self._tables.group.device}."
-            )
-        return ids.reshape(-1).long()
-
-    def _flat_scores(
-        self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None, training: bool
-    ) -> list[Tensor] | None:
-        eviction = self._tables.plan.eviction
-        if scores is None:
-            if training and eviction == "customized":
-                raise ValueError(
-                    "scores must be given in training under eviction 'customized': one for each id."
-                )
-            return None
-        if eviction != "customized":
-            raise ValueError(
-                f"scores must not be given under eviction {eviction!r}: only 'customized' takes "
-                "them."
-            )
-        for of_ids, part in zip(ids, scores, strict=True):
-            if not isinstance(part, Tensor) or part.dtype != torch.int64:
-                kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
-                raise TypeError(f"scores must be a tensor of int64, but are {kind}.")
-            if part.shape != of_ids.shape or part.device != of_ids.device:
-                raise ValueError(
-                    f"scores must have the shape {tuple(of_ids.shape)} of the ids and be on "
-                    f"{of_ids.device}, but have {tuple(part.shape)} and are on {part.device}."
-                )
-        return [part.detach().reshape(-1) for part in scores]
-
     # -- training ---------------------------------------------------------------------------------
 
     def attach(self, owner: object, optimizer: Optimizer, state_hbm_gb: float | None) -> None:
         """Lets an optimizer train the rows; their states start from zeros, in a copied module, too.
 
-        What :class:`torchrec_hkv.nn.HKVOptimizer` and its kin call. The optimizer before it can't
-        step any more.
+        The optimizers of :mod:`torchrec_hkv.nn` call it. An optimizer that was attached before
+        can't step any more.
 
         Args:
             owner: the optimizer, as users see it.
@@ -268,9 +239,9 @@ class TableModule(nn.Module):
         width = self._tables.plan.optimizer.state_width(self.embedding_dim)
         for name, state, held in zip(names, states, self._tables.contents(), strict=True):
             n = state["ids"].numel()
-            _check_tensor("ids", state["ids"], torch.int64, (n,))
-            _check_tensor("states", state["states"], torch.float32, (n, width))
-            _check_tensor("step", state["step"], torch.int64, ())
+            check_tensor("ids", state["ids"], torch.int64, (n,))
+            check_tensor("states", state["states"], torch.float32, (n, width))
+            check_tensor("step", state["step"], torch.int64, ())
             missing = n - int(positions(held.ids, state["ids"].cpu())[0].sum())
             if missing:
                 raise ValueError(
@@ -369,7 +340,7 @@ class TableModule(nn.Module):
                 "tables are on a CPU or a CUDA device."
             )
         if moved.device != self.device:
-            plan = dataclasses.replace(self._tables.plan, device=_device(moved.device))
+            plan = dataclasses.replace(self._tables.plan, device=device_or_default(moved.device))
             self._tables.replace(plan)
         before = self.anchor
         super()._apply(fn, recurse)
@@ -384,7 +355,12 @@ class TableModule(nn.Module):
         state["_owner"] = None
         group = self._tables.group
         steps = group.optimizer_steps.cpu()
-        state["_saved"] = (self._tables.plan, self._tables.contents(), Progress.of(group), steps)
+        state["_saved"] = (
+            self._tables.plan,
+            self._tables.contents(),
+            Progress.of(group),
+            steps,
+        )
         state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
         return state
 
@@ -404,18 +380,8 @@ class TableModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        destination[prefix + "seed"] = torch.tensor(self.seed)
-        progress = Progress.of(self._tables.group)
-        destination[prefix + "clock"] = torch.tensor(progress.clock)
-        if self._has_epochs:
-            destination[prefix + "epoch"] = torch.tensor(progress.epoch)
-        for of_table, measured in zip(self._prefixes, progress.aging, strict=True):
-            if measured is not None:
-                aging = torch.tensor(measured, dtype=torch.float64)
-                destination[f"{prefix}{of_table}aging"] = aging
-        for of_table, held in zip(self._prefixes, self._tables.contents(), strict=True):
-            for name in _SAVED:
-                destination[f"{prefix}{of_table}{name}"] = getattr(held, name)
+        for name, tensor in saved_state(self._tables, self._prefixes).items():
+            destination[prefix + name] = tensor
 
     def _load_from_state_dict(
         self,
@@ -427,9 +393,7 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = ["seed", "clock", *(of + name for of in self._prefixes for name in _SAVED)]
-        names += ["epoch"] if self._has_epochs else []
-        names += [of + "aging" for of in self._prefixes if self._ages]
+        names = saved_names(self._tables.plan, self._prefixes)
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         given = [key for key in state_dict if key.startswith(prefix)]
         unexpected_keys.extend(k for k in given if k.removeprefix(prefix) not in names and strict)
@@ -438,85 +402,6 @@ class TableModule(nn.Module):
             return
         saved = {name: state_dict[prefix + name] for name in names}
         try:
-            self._load(saved)
+            load_state(self._tables, self._prefixes, saved)
         except (RuntimeError, TypeError, ValueError) as error:
             error_msgs.append(f"{prefix or type(self).__name__}: {error}")
-
-    def _load(self, saved: dict[str, Tensor]) -> None:
-        loaded = []
-        for of, here in zip(self._prefixes, self._tables.contents(), strict=True):
-            held = self._checked_contents(of, saved)
-            loaded.append(held.with_states(here.ids, here.states))
-        for name in ("seed", "clock", *(["epoch"] if self._has_epochs else [])):
-            _check_tensor(name, saved[name], torch.int64, ())
-        aging: list[tuple[float, float, float] | None] = []
-        for of in self._prefixes:
-            if self._ages:
-                _check_tensor(of + "aging", saved[of + "aging"], torch.float64, (3,))
-            aging.append(tuple(saved[of + "aging"].tolist()) if self._ages else None)
-        epoch = int(saved["epoch"]) if self._has_epochs else 0
-        progress = Progress(int(saved["clock"]), epoch, tuple(aging))
-        plan = dataclasses.replace(self._tables.plan, seed=int(saved["seed"]))
-        self._tables.replace(plan, loaded, progress)
-
-    @property
-    def _has_epochs(self) -> bool:
-        return self._tables.plan.eviction in EPOCH_POLICIES
-
-    @property
-    def _ages(self) -> bool:
-        return name_of(self._tables.plan.eviction) == "aged_lfu"
-
-    def _checked_contents(self, of: str, saved: dict[str, Tensor]) -> Contents:
-        tensors = {name: saved[of + name] for name in _SAVED}
-        n = tensors["ids"].shape[0] if tensors["ids"].dim() else 0
-        keeps_scores = self._tables.plan.eviction != "lru"
-        _check_tensor(of + "ids", tensors["ids"], torch.int64, (n,))
-        _check_tensor(of + "rows", tensors["rows"], torch.float32, (n, self.embedding_dim))
-        _check_tensor(of + "last_steps", tensors["last_steps"], torch.int32, (n,))
-        _check_tensor(of + "scores", tensors["scores"], torch.int64, (n if keeps_scores else 0,))
-        if tensors["ids"].unique().numel() != n:
-            raise ValueError(f"{of}ids hold an id more than once.")
-        return Contents(**{k: v.cpu() for k, v in tensors.items()}, states=torch.zeros(n, 0))
-
-
-#: Fields of a table's contents that a module's state_dict holds; states are the optimizer's.
-_SAVED = ("ids", "rows", "last_steps", "scores")
-
-
-def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
-    """Raises ValueError if a value is not a learning rate.
-
-    With ``or_tensor`` it may be a tensor of one value. The value of a tensor on a GPU is not
-    checked, because reading it would wait for the device.
-    """
-    if or_tensor and isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name} is a tensor of shape {tuple(value.shape)}, but must have one value."
-            )
-        if value.device.type != "cpu":
-            return
-        value = value.item()
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} is {value!r}, but must be a finite number, not negative.")
-
-
-def _check_int(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {most}.")
-
-
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} must be {dtype} of shape {shape}, but is {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)}."
-        )
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and _C.has_cuda else "cpu"
-    return known_device(device)

@@ -222,7 +222,7 @@ class Tables:
         if found.interval is None:  # a second backward of one graph: what pinned it may be gone
             growths = _LOOK_AGAIN
         backward = PendingGradient(
-            # Its memory is autograd's, and somebody may write to it.
+            # A copy, because the memory belongs to autograd, and others may write to it.
             grad.clone(memory_format=torch.contiguous_format),
             found.ids,
             found.offsets,
@@ -334,7 +334,10 @@ class Tables:
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
         held = self.contents() if loaded is None else loaded
-        progress_before, steps_before = Progress.of(self.group), self.group.optimizer_steps.clone()
+        progress_before, steps_before = (
+            Progress.of(self.group),
+            self.group.optimizer_steps.clone(),
+        )
         if was_empty:  # nothing to lose: its memory may be needed
             del self.group, self._gradients
         try:

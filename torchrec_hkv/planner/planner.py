@@ -19,13 +19,10 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
-from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
+from torchrec.distributed.types import ModuleSharder
 
 from torchrec_hkv import environment
-from torchrec_hkv.backends import registry
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.alternatives import why_rejected
 from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
@@ -35,27 +32,14 @@ from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.least_loss import LeastLoss
 from torchrec_hkv.planner.loss_report import loss_reports
 from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
-from torchrec_hkv.planner.options import (
-    disadvantage,
-    is_ours,
-    shards_of,
-)
+from torchrec_hkv.planner.model_checks import check_model
+from torchrec_hkv.planner.options import disadvantage
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
-from torchrec_hkv.planner.report import (
-    LossReport,
-    Replicas,
-    ReportedModulePlan,
-    TableReport,
-)
-from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, ring_bytes, step_traffic
-from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids, shard_workload
-from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
-from torchrec_hkv.sharding.modules.sharders import BACKEND_SHARDERS, get_default_sharders
-from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
-from torchrec_hkv.sharding.tables import check_config, table_configs
-from torchrec_hkv.sharding.validation import check_sharding_type
+from torchrec_hkv.planner.report import LossReport, ReplicaGroups
+from torchrec_hkv.planner.table_reports import TableReporter
+from torchrec_hkv.sharding.modules.sharders import get_default_sharders
 from torchrec_hkv.warn import warn
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -136,7 +120,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         for what, number in (("replica_groups", replica_groups), ("sync_every", sync_every)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{what} is {number!r}, but must be an integer, at least 1.")
-        self._replicas = Replicas(replica_groups, sync_every)
+        self._replicas = ReplicaGroups(replica_groups, sync_every)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
         self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
@@ -217,7 +201,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             PlannerError: no plan fits; the message names tables and the missing bytes.
         """
         self._complete(module, sharders)
-        self._check_model(module, sharders)
+        check_model(module, sharders, self._choices, self._constraints or {})
         self._space = []
         try:
             plan = super().plan(module, sharders)
@@ -228,8 +212,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         rejected = self._rejections(module, sharders)
         losses = self._loss_reports(rejected)
         self._warn(options.values())
+        reporter = TableReporter(
+            self._topology,
+            self._constraints or {},
+            self._choices,
+            self._enumerator,
+            self._measured,
+            self._replicas,
+        )
         plans = {
-            path: self._module_plan(path, module_plan, options, rejected, losses, sharders)
+            path: reporter.module_plan(path, module_plan, options, rejected, losses, sharders)
             for path, module_plan in plan.plan.items()
         }
         room = self._storage_reservation.last_reserved_topology
@@ -257,54 +249,6 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         """
         sharders = get_default_sharders() if sharders is None else sharders
         return on_leader(lambda: self.plan(module, sharders), pg)
-
-    def _check_model(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-        """Raises if the model lacks a constrained table, or a backend can't serve it there."""
-        by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        found: set[str] = set()
-        tables: set[str] = set()
-        pending = [("", module)]
-        while pending:
-            path, child = pending.pop()
-            sharder = by_type.get(sharder_name(type(child)))
-            if sharder is None:
-                prefix = f"{path}." if path else ""
-                pending.extend((prefix + name, m) for name, m in child.named_children())
-                continue
-            for table in sharder.shardable_parameters(child):
-                tables.add(table)
-                if table in self._choices:
-                    found.add(table)
-                    self._check_table(table, path, child, sharder)
-        ours = {table for table, choice in self._choices.items() if choice.backends}
-        missing = sorted(ours - found)
-        if missing:
-            raise ValueError(
-                f"Constraints choose a backend for tables {missing}, but the model has no tables "
-                f"of these names: its tables are {sorted(tables)}. Use the name in the table's "
-                "config; a constraint applies to every table of that name."
-            )
-
-    def _check_table(
-        self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
-    ) -> None:
-        choice = self._choices[table]
-        backends = choice.backends
-        if isinstance(sharder, BACKEND_SHARDERS):
-            check_config(table_configs(module)[table])
-            constraint = (self._constraints or {}).get(table)
-            if choice.is_settled and constraint is not None and constraint.sharding_types:
-                check_sharding_type(
-                    table, backends[0], constraint.sharding_types, sharder.module_type
-                )
-        elif not choice.has_stock:
-            raise ValueError(
-                f"Table {table!r} is constrained to backend {backends[0]!r} and belongs to "
-                f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
-                "serve tables of EmbeddingBagCollections, FeatureProcessedEmbeddingBagCollections "
-                "and EmbeddingCollections, sharded by those of "
-                "torchrec_hkv.get_default_sharders()."
-            )
 
     def _explained(
         self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -383,103 +327,3 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             )
             for chosen in left_open
         }
-
-    def _module_plan(
-        self,
-        path: str,
-        module_plan: dict[str, ParameterSharding],
-        options: dict[tuple[str, str], ShardingOption],
-        rejected: dict[tuple[str, str], dict[str, str]],
-        losses: dict[tuple[str, str], LossReport],
-        sharders: list[ModuleSharder[nn.Module]],
-    ) -> ReportedModulePlan:
-        shardings: dict[str, ParameterSharding] = {}
-        reports: dict[str, TableReport] = {}
-        fused_params = {
-            sharder_name(sharder.module_type): getattr(sharder, "fused_params", None)
-            for sharder in sharders
-        }
-        for table, sharding in module_plan.items():
-            option = options[path, table]
-            described = ""
-            if is_ours(option):
-                sharding = BackendParameterSharding.wrap(
-                    sharding, option.backend, option.backend_options
-                )
-                described = registry.get(option.backend).describe(option.backend_options)
-            shardings[table] = sharding
-            kernel = option.backend if is_ours(option) else option.compute_kernel
-            reports[table] = TableReport(
-                kernel=kernel,
-                sharding_type=option.sharding_type,
-                ranks=tuple(sharding.ranks or ()),
-                rows=tuple(part.capacity for part in shards_of(option))
-                if is_ours(option)
-                else tuple(shard.size[0] for shard in option.shards),
-                dim=option.tensor.shape[1],
-                bytes=tuple(
-                    self._enumerator.storage_estimator.table_bytes(
-                        option, fused_params[option.module_type_key]
-                    )
-                ),
-                options=described,
-                times=tuple(shard.perf for shard in option.shards if shard.perf is not None),
-                group_time=self._enumerator.perf_estimator.group_time(kernel),
-                features=num_features(option),
-                bags=rank_bags(option, (self._constraints or {}).get(table)),
-                ids=rank_ids(option, (self._constraints or {}).get(table)),
-                rejected=rejected.get((path, table), {}),
-                calibrated=self._enumerator.perf_estimator.is_calibrated(option),
-                loss=losses.get((path, table)),
-                traffic=self._traffic(option),
-                sync_bytes=self._sync_bytes(option, fused_params[option.module_type_key]),
-            )
-        stages = (
-            None if self._measured is None else self._measured.stages_of(self._topology.world_size)
-        )
-        return ReportedModulePlan(shardings, reports, stages, self._replicas)
-
-    def _traffic(self, option: ShardingOption) -> Traffic | None:
-        """The traffic between ranks; None if hosts have different sizes."""
-        local = min(self._topology.local_world_size, self._topology.world_size)
-        if self._topology.world_size % local:
-            return None
-        constraint = (self._constraints or {}).get(option.name)
-        rows, columns = option.tensor.shape
-        return step_traffic(
-            Asked(
-                option.sharding_type,
-                [shard.size[1] for shard in option.shards],
-                rank_ids(option, constraint),
-                rank_bags(option, constraint),
-                option.is_pooled,
-                replicated_bytes=registry.get(option.backend).gradient_bytes(shards_of(option)[0])
-                if is_ours(option)
-                else 4 * rows * columns,
-            ),
-            Hosts(self._topology.world_size, local),
-        )
-
-    def _sync_bytes(self, option: ShardingOption, fused_params: Mapping[str, Any] | None) -> float:
-        """What a rank sends for each shard of a table in a sync."""
-        groups = self._replicas.groups
-        if groups == 1 or option.sharding_type == ShardingType.DATA_PARALLEL.value:
-            return 0.0
-        if not is_ours(option):
-            return ring_bytes(max(stock_table_bytes(option)), groups)
-        here, anywhere = (
-            shard_workload(
-                option,
-                self._topology,
-                (self._constraints or {}).get(option.name),
-                self._choices[option.name].frequencies,
-                batches=self._replicas.sync_every * number,
-            ).distinct
-            for number in (1, groups)
-        )
-        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        backend, device = registry.get(option.backend), self._topology.compute_device
-        return max(
-            backend.sync_bytes(shard, optimizer, here, anywhere, groups, device)
-            for shard in shards_of(option)
-        )

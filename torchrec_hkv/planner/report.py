@@ -47,7 +47,7 @@ class LossReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
+class ReplicaGroups:
     """Groups of ranks that each hold all tables (``DMPCollection``).
 
     Attributes:
@@ -111,7 +111,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         shardings: Mapping[str, ParameterSharding],
         reports: Mapping[str, TableReport],
         stages: StageTimes | None = None,
-        replicas: Replicas | None = None,
+        replicas: ReplicaGroups | None = None,
     ) -> None:
         """
         Args:
@@ -122,7 +122,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
             replicas: number of groups of ranks that hold replicas of the tables; None: one.
         """
         super().__init__(shardings)
-        self.replicas = replicas or Replicas()
+        self.replicas = replicas or ReplicaGroups()
         self.reports = dict(reports)
         self.stages = dict(stages or {})
 

@@ -34,7 +34,7 @@ _syncs_replicas: ContextVar[bool] = ContextVar("replicas are synced", default=Fa
 
 @contextlib.contextmanager
 def replicas_synced() -> Iterator[None]:
-    """Within it, collections are sharded for somebody who syncs the replicas of their tables."""
+    """Collections sharded within this context are synced with their replicas by the caller."""
     token = _syncs_replicas.set(True)
     try:
         yield

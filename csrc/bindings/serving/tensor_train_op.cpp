@@ -9,7 +9,6 @@
 #include "bindings/serving/batch.h"
 
 namespace torchrec_hkv::bindings {
-using namespace runtime;
 namespace {
 
 // Tensor-Train tables of one group: pooled, one tensor of all outputs; else one of each output.

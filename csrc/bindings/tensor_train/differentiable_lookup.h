@@ -6,7 +6,6 @@
 #include "runtime/tensor.h"
 
 namespace torchrec_hkv::bindings {
-using namespace runtime;
 
 // Returns the same as tt_lookup. Autograd records each operation, so that gradients of the result
 // can be differentiated again. It needs memory for a row and its partial products for each id, and

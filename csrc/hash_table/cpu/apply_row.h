@@ -138,7 +138,7 @@ class RowUpdater {
     const OptimizerConfig config = config_;
     float squares = 0.0f;
     if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
-    const HomeVectors rows(table.rows), states(table.states);
+    const SlotVectors rows(table.rows), states(table.states);
     const bool narrow = table.rows.type != RowType::kFloat32;
     // The terms are the same for all rows, unless each row counts its own steps.
     const RowTerms common = config.own_steps ? RowTerms{} : first_terms(table, dim, nullptr);

@@ -97,9 +97,9 @@ inline void prefetch_bytes(const void* from, int64_t bytes) {
 
 // Addresses of the rows or states of a table on the CPU, where no row has a frame. Loops over many
 // rows use it, because the checks in TableView::row would dominate them.
-class HomeVectors {
+class SlotVectors {
  public:
-  explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}
+  explicit SlotVectors(const RowStore& store) : first_(store.backing), bytes_(store.bytes()) {}
 
   char* at(int64_t slot) const { return first_ + slot * bytes_; }
   void prefetch(int64_t slot) const {

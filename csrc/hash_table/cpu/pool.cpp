@@ -41,7 +41,7 @@ class Rows {
         last_(last),
         row_bytes_(row_bytes(table)),
         ahead_(std::clamp(kBytesAhead / row_bytes_, kLeastAhead, kMostAhead)),
-        rows_(table.rows.homes - table.first_slot * row_bytes_),
+        rows_(table.rows.backing - table.first_slot * row_bytes_),
         buffer_(buffer) {
     for (int64_t at = first; at < std::min(first + ahead_, last); ++at)
       prefetch(at, 0, table.dim());

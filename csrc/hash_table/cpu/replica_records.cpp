@@ -29,12 +29,12 @@ void set_words(const ReplicaRecords& records, float* record, const Words& words)
 }
 
 // Addresses of an entry's row and state; state_bytes is 0 if states are not wanted.
-struct Homes {
+struct SlotAddresses {
   const TableView& table;
-  const HomeVectors rows, states;
+  const SlotVectors rows, states;
   const int64_t row_bytes, state_bytes;
 
-  Homes(const TableView& table, bool with_states)
+  SlotAddresses(const TableView& table, bool with_states)
       : table(table),
         rows(table.rows),
         states(table.states),
@@ -66,7 +66,7 @@ void mean_of(const float* a, const float* b, const float* third, int64_t n, floa
 bool writes_lines(const TableView& table) {
 #ifdef __AVX2__
   return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
-         reinterpret_cast<uintptr_t>(table.rows.homes) % kCacheLine == 0;
+         reinterpret_cast<uintptr_t>(table.rows.backing) % kCacheLine == 0;
 #else
   return false;
 #endif
@@ -96,13 +96,14 @@ void end_streams() {
 
 void pack_records(const TableView& table, const int64_t* slots, const bool* is_new, int64_t n,
                   const ReplicaRecords& out, uint64_t* scores, int threads) {
-  const Homes homes(table, out.states);
+  const SlotAddresses addresses(table, out.states);
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) homes.prefetch<false>(slots[i]);
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i)
+      addresses.prefetch<false>(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) homes.prefetch<false>(slots[i + kAhead]);
+      if (i + kAhead < end) addresses.prefetch<false>(slots[i + kAhead]);
       const int64_t slot = slots[i];
       float* const record = out.at(i);
       if (slot == kNoSlot) {
@@ -111,12 +112,12 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
         continue;
       }
       if (type == RowType::kFloat32) {
-        std::memcpy(record, homes.rows.at(slot), homes.row_bytes);
+        std::memcpy(record, addresses.rows.at(slot), addresses.row_bytes);
       } else {
-        widen_row(type, homes.rows.at(slot), 0, dim, record);
+        widen_row(type, addresses.rows.at(slot), 0, dim, record);
       }
-      if (homes.state_bytes > 0) {
-        std::memcpy(record + dim, homes.states.at(slot), homes.state_bytes);
+      if (addresses.state_bytes > 0) {
+        std::memcpy(record + dim, addresses.states.at(slot), addresses.state_bytes);
       }
       const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
       set_words(out, record, {table.last_steps[slot], ReplicaRecords::kIsHere | was});
@@ -127,7 +128,7 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 
 void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
                    const float* theirs, int threads) {
-  const Homes homes(table, own.states);
+  const SlotAddresses addresses(table, own.states);
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   const int64_t* const slots = entries.slots;
@@ -136,9 +137,9 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   const bool streams = direct && writes_lines(table);
   const auto prefetch = [&](int64_t slot) {
     if (streams) {
-      homes.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
+      addresses.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
     } else {
-      homes.prefetch</*kWrite=*/true>(slot);
+      addresses.prefetch</*kWrite=*/true>(slot);
     }
   };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
@@ -162,15 +163,15 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
         mean_of(a, b, initial.data(), own.columns, factor, a);
       } else if (here && direct) {
         // Not through the record, because nothing reads it.
-        float* const row = reinterpret_cast<float*>(homes.rows.at(slots[i]));
+        float* const row = reinterpret_cast<float*>(addresses.rows.at(slots[i]));
         if (streams) {
           stream_mean_of(a, b, dim, factor, row);
         } else {
           mean_of(a, b, dim, factor, row);
         }
-        if (homes.state_bytes > 0) {
+        if (addresses.state_bytes > 0) {
           mean_of(a + dim, b + dim, own.columns - dim, factor,
-                  reinterpret_cast<float*>(homes.states.at(slots[i])));
+                  reinterpret_cast<float*>(addresses.states.at(slots[i])));
         }
         table.last_steps[slots[i]] = words.last_step;
         if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
@@ -182,12 +183,12 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       set_words(own, a, words);
       if (!here) continue;
       if (type == RowType::kFloat32) {
-        std::memcpy(homes.rows.at(slots[i]), a, homes.row_bytes);
+        std::memcpy(addresses.rows.at(slots[i]), a, addresses.row_bytes);
       } else {
-        narrow_row(type, a, dim, homes.rows.at(slots[i]));
+        narrow_row(type, a, dim, addresses.rows.at(slots[i]));
       }
-      if (homes.state_bytes > 0) {
-        std::memcpy(homes.states.at(slots[i]), a + dim, homes.state_bytes);
+      if (addresses.state_bytes > 0) {
+        std::memcpy(addresses.states.at(slots[i]), a + dim, addresses.state_bytes);
       }
       table.last_steps[slots[i]] = words.last_step;
       if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];

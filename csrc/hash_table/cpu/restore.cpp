@@ -65,7 +65,7 @@ void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owne
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, int threads) {
   const Widths widths = widths_of(table);
-  const HomeVectors rows(table.rows), states(table.states);
+  const SlotVectors rows(table.rows), states(table.states);
   const auto prefetch = [&](int64_t slot) {
     if (slot < 0 || slot >= table.num_slots) return;
     prefetch_to_write(&digest_at(table, slot));

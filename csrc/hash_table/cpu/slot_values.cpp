@@ -13,14 +13,14 @@ namespace {
 constexpr int64_t kAhead = 16;
 
 // Addresses and bytes of rows and states; no states if they are not wanted.
-struct Homes {
+struct SlotAddresses {
   const TableView& table;
-  HomeVectors rows;
-  HomeVectors states;
+  SlotVectors rows;
+  SlotVectors states;
   int64_t row_bytes;
   int64_t state_bytes;
 
-  Homes(const TableView& table, bool with_states)
+  SlotAddresses(const TableView& table, bool with_states)
       : table(table),
         rows(table.rows),
         states(table.states),
@@ -40,22 +40,22 @@ struct Homes {
 
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
                  uint32_t* last_steps, uint64_t* scores, int threads) {
-  const Homes homes(table, out.states);
+  const SlotAddresses addresses(table, out.states);
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) homes.prefetch(slots[i + kAhead]);
+      if (i + kAhead < end) addresses.prefetch(slots[i + kAhead]);
       const int64_t slot = slots[i];
       char* const to = reinterpret_cast<char*>(out.at(i));
       const bool there = slot != kNoSlot;
       last_steps[i] = there ? table.last_steps[slot] : 0;
       if (scores != nullptr) scores[i] = there ? table.scores[slot] : 0;
       if (there) {
-        std::memcpy(to, homes.rows.at(slot), homes.row_bytes);
-        if (homes.state_bytes > 0) {
-          std::memcpy(to + homes.row_bytes, homes.states.at(slot), homes.state_bytes);
+        std::memcpy(to, addresses.rows.at(slot), addresses.row_bytes);
+        if (addresses.state_bytes > 0) {
+          std::memcpy(to + addresses.row_bytes, addresses.states.at(slot), addresses.state_bytes);
         }
       } else {
-        std::memset(to, 0, homes.row_bytes + homes.state_bytes);
+        std::memset(to, 0, addresses.row_bytes + addresses.state_bytes);
       }
     }
   });
@@ -64,12 +64,12 @@ void read_values(const TableView& table, const int64_t* slots, int64_t n, const 
 void write_values(const TableView& table, const int64_t* slots, int64_t n, const int64_t* ids,
                   const ValueMatrix& from, const uint32_t* last_steps, const uint64_t* scores,
                   int threads) {
-  const Homes homes(table, from.states);
+  const SlotAddresses addresses(table, from.states);
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) {
         const int64_t ahead = slots[i + kAhead];
-        homes.prefetch(ahead);
+        addresses.prefetch(ahead);
         if (ahead != kNoSlot) prefetch_lines(&table.ids[ahead], 1);
       }
       const int64_t slot = slots[i];
@@ -80,9 +80,9 @@ void write_values(const TableView& table, const int64_t* slots, int64_t n, const
       const char* const values = reinterpret_cast<const char*>(from.at(i));
       table.last_steps[slot] = last_steps[i];
       if (scores != nullptr) table.scores[slot] = scores[i];
-      std::memcpy(homes.rows.at(slot), values, homes.row_bytes);
-      if (homes.state_bytes > 0) {
-        std::memcpy(homes.states.at(slot), values + homes.row_bytes, homes.state_bytes);
+      std::memcpy(addresses.rows.at(slot), values, addresses.row_bytes);
+      if (addresses.state_bytes > 0) {
+        std::memcpy(addresses.states.at(slot), values + addresses.row_bytes, addresses.state_bytes);
       }
     }
   });

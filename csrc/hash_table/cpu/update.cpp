@@ -64,7 +64,7 @@ class RowsAhead {
     if (ids_ != nullptr) prefetch_bytes(ids_ + slot, sizeof(int64_t));
   }
 
-  const HomeVectors rows_, states_;
+  const SlotVectors rows_, states_;
   const int64_t* const ids_;  // for rows of 8 bits, whose stochastic rounding depends on the id
   const int64_t n_;
   const Slot slot_;

@@ -12,16 +12,17 @@ from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.files.changes import read_left
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.merge import merge_layers
-from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
-from torchrec_hkv.hash_table.files.save_load import verify
+from torchrec_hkv.hash_table.files.parts_load import PartsLoad
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.files.table_load import verify
+from torchrec_hkv.hash_table.routing import owner_rank
 
 #: TORCHREC_HKV_CHAINS=10000 for the stress run.
 CHAINS = int(os.environ.get("TORCHREC_HKV_CHAINS", "60"))
 
 
-def _ids_of(part: Part) -> list[int]:
+def _ids_of(part: SavedPart) -> list[int]:
     """The ids that the files of the newest layer hold."""
     fields = [field for field in part.fields if field.name == "ids"]
     ids: list[int] = []
@@ -32,7 +33,7 @@ def _ids_of(part: Part) -> list[int]:
     return ids
 
 
-def _load(changing: Changing, table: int, part: Part, owners: tuple[int, int]) -> Held:
+def _load(changing: Changing, table: int, part: SavedPart, owners: tuple[int, int]) -> Held:
     group = changing.make()
     load = PartsLoad(group, table, table, [part], owners, batch_bytes=4096, allow_loss=True)
     load.check()
@@ -51,7 +52,7 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
     for layer, manifest in layers:
         verify(layer, manifest, 4096)
     now = written.states[last]
-    part = Part(layers[0][0], (0, OWNERS), layers[0][1], tuple(layers[1:]))
+    part = SavedPart(layers[0][0], (0, OWNERS), layers[0][1], tuple(layers[1:]))
     assert _load(changing, written.table, part, (0, OWNERS)) == now
     # Half of the owners, as at another number of ranks: less than the table's room.
     owners = (0, OWNERS // 2) if last % 2 else (OWNERS // 3, OWNERS)
@@ -81,7 +82,7 @@ def _check_delta(written: Written, last: int, since: int) -> None:
     if manifest.changes is None:
         return
     before, now = written.states[last - 1], written.states[last]
-    part = Part(folder, (0, OWNERS), manifest, tuple(layers[1:]))
+    part = SavedPart(folder, (0, OWNERS), manifest, tuple(layers[1:]))
     for id_ in _ids_of(part):
         assert before.get(id_) != now[id_] or now[id_][1] >= since, id_
     left = {

@@ -10,8 +10,8 @@ import pytest
 from tests.support.checkpointed import evaluate, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.files import save_to, saving
-from torchrec_hkv.checkpoint.place import Place
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
+from torchrec_hkv.checkpoint.model_save import save_to, saving
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import SaveHandle
 
@@ -25,7 +25,7 @@ def _train_meanwhile(rank, world_size, device, folder, sharding_type):
     train(model, rank, device, range(6))
     before = _state(model, device)
     # As save does it, but nothing is written before the training below has ended.
-    place, go_on = Place(folder / "c"), threading.Event()
+    place, go_on = AtomicFolder(folder / "c"), threading.Event()
     handle = SaveHandle(place.path)
     handle.defer(go_on.wait)
     try:

@@ -118,7 +118,7 @@ def test_one_row_added_to_many_times(dtype):
 
 
 def test_rows_in_host_memory():
-    """Rows go home and come back meanwhile; what is thrown out is as it was."""
+    """Rows are written back and fetched again meanwhile; what is thrown out is as it was."""
     tables = make("lru", torch.float32)
     limit = tables[0].group.hbm_bytes(0) * 3 // 4
     tiered = HashTable(
@@ -137,4 +137,4 @@ def test_rows_in_host_memory():
         for mine, its in zip(*results, strict=True):
             assert torch.equal(mine.cpu(), its)
         assert_same_states(tiered.group, tables[1].group)
-    assert tiered.counters()["written_home"] > 0
+    assert tiered.counters()["written_back"] > 0

@@ -10,11 +10,11 @@ import torch
 
 from tests.support.saved_tables import assert_same, filled, like, shard_files, snapshot
 from torchrec_hkv.hash_table import files
-from torchrec_hkv.hash_table.files import block_files, manifest, save_load
+from torchrec_hkv.hash_table.files import block_files, manifest, save_folder, table_save
 from torchrec_hkv.hash_table.files import shard_files as shard_module
 
 KILLS = 60
-MODULES = (save_load, manifest, shard_module, block_files)
+MODULES = (table_save, save_folder, manifest, shard_module, block_files)
 SOURCES = {Path(module.__file__).name for module in MODULES}
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.support.saved_tables import entries, filled, like
 from tests.support.tables import distinct_ids, random_rows
 from torchrec_hkv.hash_table import HashTable, files
-from torchrec_hkv.hash_table.files import save_load
+from torchrec_hkv.hash_table.files import table_save
 from torchrec_hkv.write_behind import SaveHandle
 
 
@@ -138,7 +138,7 @@ def test_an_error_after_the_commit(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(save_load, "remove_others", fail)
+    monkeypatch.setattr(table_save, "remove_others", fail)
     handle = table.save(tmp_path / "t", blocking=False)
     with pytest.raises(OSError, match="the disk is gone"):
         handle.wait()
@@ -159,7 +159,7 @@ def test_waiting_for_some_time(tmp_path):
 _KILLED = """
 import os, signal, sys
 from torchrec_hkv.hash_table import HashTable, files
-from torchrec_hkv.hash_table.files import save_load
+from torchrec_hkv.hash_table.files import table_save
 from torchrec_hkv.write_behind import SaveHandle
 
 class Killing(SaveHandle):

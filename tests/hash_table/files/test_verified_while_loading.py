@@ -11,12 +11,13 @@ from tests.support.rewritten import rewrite
 from tests.support.saved_tables import buckets_of, entries, filled, like, shard_files
 from torchrec_hkv.hash_table.files import save
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
-from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.hash_table.files.parts_load import PartsLoad
 from torchrec_hkv.hash_table.files.read_checks import combined_crc32
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 
 
 def load(table, folder, owners=(0, OWNERS), **options):
-    part = Part(folder, owners, Manifest.read(folder))
+    part = SavedPart(folder, owners, Manifest.read(folder))
     options = {"batch_bytes": 20_000, "threads": 3, "verify": True, **options}
     group = table._group
     PartsLoad(group, 0, 0, [part], owners, **options).run()

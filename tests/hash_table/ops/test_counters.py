@@ -20,7 +20,7 @@ def test_find_or_insert(device_type):
         "unadmitted": 0,
         "expired": 0,
         "fetched": 0,
-        "written_home": 0,
+        "written_back": 0,
         "host_hits": 30 if device_type == "cpu" else 0,
         "returned": 0,
         "size": 64,

@@ -17,11 +17,11 @@ CAPACITY = 64_000
 
 
 def moved(group, ids: torch.Tensor) -> tuple[int, int]:
-    """(rows fetched, rows written home) of one training lookup."""
+    """(rows fetched, rows written back) of one training lookup."""
     before = group.counters()[0]
     insert(group, Bags.flat(ids))
     after = group.counters()[0]
-    return after["fetched"] - before["fetched"], after["written_home"] - before["written_home"]
+    return after["fetched"] - before["fetched"], after["written_back"] - before["written_back"]
 
 
 def test_hot_rows_stay():
@@ -38,7 +38,7 @@ def test_hot_rows_stay():
         assert again < 32
 
 
-def test_only_what_has_changed_is_written_home():
+def test_only_what_has_changed_is_written_back():
     group = tiered_group(0.1, CAPACITY)
     ids = distinct_ids(CAPACITY // 2, "cuda")
     for part in ids.split(4000):
@@ -120,7 +120,7 @@ def test_half_floats_of_odd_dims(share):
             rows = [table.find_or_insert(part)[0] for table in tables]
             assert torch.equal(*rows)
     if share:
-        assert tables[0].counters()["written_home"] > 0
+        assert tables[0].counters()["written_back"] > 0
 
 
 def test_a_table_without_frames():
@@ -129,7 +129,7 @@ def test_a_table_without_frames():
     insert(group, Bags.flat(ids))
     insert(group, Bags.flat(ids))
     counters = group.counters()[0]
-    assert (counters["fetched"], counters["written_home"]) == (0, 0)
+    assert (counters["fetched"], counters["written_back"]) == (0, 0)
     assert counters["host_hits"] == counters["hits"] >= 900
 
 

@@ -59,7 +59,7 @@ def test_steps(share, optimizer, dim):
         for out in outs:
             out.backward(grad)
     if share != 0.9:  # where all of the pool fits
-        assert (groups[0].counters()[0]["written_home"] > 0) == (share > 0)
+        assert (groups[0].counters()[0]["written_back"] > 0) == (share > 0)
     same_rows(groups)
 
 
@@ -169,7 +169,7 @@ def test_evaluation_moves_nothing():
             torch.tensor(0.1, device="cuda"),
         )  # fmt: skip
     after = group.counters()[0]
-    assert (after["fetched"], after["written_home"]) == (before["fetched"], before["written_home"])
+    assert (after["fetched"], after["written_back"]) == (before["fetched"], before["written_back"])
 
 
 def test_a_captured_step():
@@ -229,7 +229,7 @@ def test_lookups_that_are_dropped(share, dim):
                 ).backward(grad)
         torch.cuda.synchronize()
     if share:
-        assert groups[0].counters()[0]["written_home"] > 0
+        assert groups[0].counters()[0]["written_back"] > 0
     same_rows(groups)
 
 
@@ -269,5 +269,5 @@ def test_tables_of_several_widths(dims):
         rows = [rows_by_id(group, t) for group in groups]
         assert rows[0].keys() == rows[1].keys()
         assert all(torch.equal(rows[0][id_], rows[1][id_]) for id_ in rows[0])
-        written = groups[0].counters()[t]["written_home"]
+        written = groups[0].counters()[t]["written_back"]
         assert (written > 0) == (t < len(dims))

@@ -12,7 +12,8 @@ from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
-from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.hash_table.files.parts_load import PartsLoad
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.warn import warn
 
 
@@ -40,9 +41,9 @@ def save_table(
     )
 
 
-def _part(shard: SavedShard) -> Part:
+def _part(shard: SavedShard) -> SavedPart:
     earlier = tuple((folder, Manifest.read(folder)) for folder in shard.earlier)
-    return Part(shard.folder, shard.owners, Manifest.read(shard.folder), earlier)
+    return SavedPart(shard.folder, shard.owners, Manifest.read(shard.folder), earlier)
 
 
 class HashTablesLoad(TablesLoad):

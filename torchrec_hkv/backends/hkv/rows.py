@@ -16,9 +16,9 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
 from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import FileTarget
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
 
 _ops = torch.ops.torchrec_hkv
@@ -105,7 +105,7 @@ def put_rows(
         Number of ids that found no slot.
     """
     spec = group.tables[table]
-    target = Target(group, table, 1 << 20)
+    target = FileTarget(group, table, 1 << 20)
     lost = 0
     for given, rows in batches:
         owner = owner_rank(given, OWNERS)
@@ -127,7 +127,7 @@ def put_rows(
 
 
 def _put_batch(
-    group: TableGroup, table: int, feature: int, ids: Tensor, own_rows: Tensor, target: Target
+    group: TableGroup, table: int, feature: int, ids: Tensor, own_rows: Tensor, target: FileTarget
 ) -> int:
     """Sets rows of unique ids. Returns the number of ids that found no slot."""
     *_, width, scored, _, _ = _C.table_layout(group.handle, table)

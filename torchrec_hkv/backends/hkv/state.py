@@ -20,10 +20,10 @@ from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import FileTarget
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import (
     int8_parts,
     number_dtype,
@@ -228,7 +228,7 @@ class StateLoad(EntriesLoad):
         self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         self._step = int(table_state[2])
         # The caller's batches are bounded, so the budget need not be.
-        self._target = Target(self._group, self._table, 1 << 20)
+        self._target = FileTarget(self._group, self._table, 1 << 20)
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         owner = owner_rank(entries["ids"], OWNERS)

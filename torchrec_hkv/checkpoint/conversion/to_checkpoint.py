@@ -16,10 +16,10 @@ from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import Backend
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.backends.specs import TableShard
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
 from torchrec_hkv.checkpoint.conversion.source import Eviction, SourceTable, completed
 from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import (
     TABLES,
     TENSORS,
@@ -31,7 +31,7 @@ from torchrec_hkv.checkpoint.record import (
 )
 from torchrec_hkv.checkpoint.tensors import file_record
 from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id, sync_folder
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance, unreported
 
 _OWN_NAME = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)")
@@ -70,7 +70,7 @@ def write_checkpoint(
         ValueError: the path holds something other than a checkpoint, or a table has an id twice.
         OSError: writing failed; what was written is removed.
     """
-    place = Place(path)
+    place = AtomicFolder(path)
     place.remove_token(place.prepare())
     save = new_save_id()
     # Tables of a group count steps together.

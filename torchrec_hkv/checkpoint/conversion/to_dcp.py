@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
 from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
-from torchrec_hkv.checkpoint.opened import SavedTable, initial_rows_of
+from torchrec_hkv.checkpoint.opened import OpenedTable, initial_rows_of
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.stored_rows import number_dtype
@@ -26,7 +26,7 @@ _STATES = ("momentum1", "exp_avg_sq")
 
 def write_dcp(
     path: Path,
-    tables: Sequence[SavedTable],
+    tables: Sequence[OpenedTable],
     rows: Mapping[str, int],
     names: Mapping[str, str],
     tensors: tuple[DcpFolder, Mapping[str, str]] | None,
@@ -81,7 +81,7 @@ def write_dcp(
 
 class _Table:
     def __init__(
-        self, table: SavedTable, rows: int | None, with_states: bool, batch_bytes: int
+        self, table: OpenedTable, rows: int | None, with_states: bool, batch_bytes: int
     ) -> None:
         self._table, self._batch_bytes = table, batch_bytes
         part = table.first_columns[0]

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.hash_table.files.manifest import Changes, Manifest, left_name, reduced_of
+from torchrec_hkv.hash_table.files.file_names import left_name
+from torchrec_hkv.hash_table.files.manifest import DeltaContent, Manifest, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
@@ -29,7 +31,7 @@ _SEE_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class FoundChanges:
     """The changes found by :meth:`ChangeTracker.look`.
 
     Attributes:
@@ -40,7 +42,7 @@ class Look:
     """
 
     slots: Tensor | None = None
-    changes: Callable[[], Changes | None] = lambda: None
+    changes: Callable[[], DeltaContent | None] = lambda: None
 
 
 class ChangeTracker:
@@ -105,7 +107,7 @@ class ChangeTracker:
         batch_bytes: int,
         written: list[Path],
         handle: SaveHandle | None = None,
-    ) -> Look:
+    ) -> FoundChanges:
         """Finds what changed since the last look, and writes which ids left their slots.
 
         Call it within ``group.unchanged()``. If the save fails, call :meth:`forget`.
@@ -126,7 +128,7 @@ class ChangeTracker:
         batch = max(1, batch_bytes // COMPARE_BYTES)
         if since is None:
             self._snapshot.take(batch)
-            found = Look()
+            found = FoundChanges()
         else:
             path = folder / left_name(save_name)
             written.append(path)
@@ -141,7 +143,7 @@ class ChangeTracker:
         batch: int,
         noted: Tensor | None,
         handle: SaveHandle | None,
-    ) -> Look:
+    ) -> FoundChanges:
         changed = []
         left = 0
         with WriteBehindFile(path, handle) as file:
@@ -151,10 +153,12 @@ class ChangeTracker:
                 file.write(host_memory(pairs))
                 left += len(pairs)
         entries = self._snapshot.entries
-        return Look(torch.cat(changed), lambda: Changes(entries, path.name, left, file.crc32))
+        return FoundChanges(
+            torch.cat(changed), lambda: DeltaContent(entries, path.name, left, file.crc32)
+        )
 
 
-def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def read_left(folder: Path, changes: DeltaContent, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Slots that held other ids before, and these ids, int64, in batches of ``batch``."""
     with open(folder / changes.left_file, "rb") as file:
         while data := file.read(batch * _PAIR_BYTES):
@@ -162,7 +166,7 @@ def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tens
             yield pairs[:, 0], pairs[:, 1]
 
 
-def verify_left(folder: Path, changes: Changes, slots: int, batch_bytes: int) -> None:
+def verify_left(folder: Path, changes: DeltaContent, slots: int, batch_bytes: int) -> None:
     """Verifies a file of ids that left.
 
     Args:

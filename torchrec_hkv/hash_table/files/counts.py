@@ -17,7 +17,7 @@ from torchrec_hkv.hash_table.admission import (
     admission_bytes,
 )
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 #: Bytes of a cell: the id, its count and its step.
 CELL_BYTES = 16

@@ -24,9 +24,11 @@ from torchrec_hkv.hash_table.files.counts import (
     placed_cells,
     set_of,
 )
-from torchrec_hkv.hash_table.files.manifest import Counts, counts_name
+from torchrec_hkv.hash_table.files.file_names import counts_name
+from torchrec_hkv.hash_table.files.manifest import CountsFile
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.write_behind import SaveHandle, WriteBehindFile
+from torchrec_hkv.write_behind import SaveHandle
+from torchrec_hkv.write_behind_file import WriteBehindFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class SavedCounts:
     """
 
     folder: Path
-    counts: Counts
+    counts: CountsFile
     owners: tuple[int, int]
 
 
@@ -51,7 +53,7 @@ def write_counts(
     save: str,
     batch_bytes: int,
     handle: SaveHandle | None = None,
-) -> Callable[[], Counts | None]:
+) -> Callable[[], CountsFile | None]:
     """Writes the admission counters of a table to a file.
 
     Args:
@@ -72,10 +74,10 @@ def write_counts(
     with WriteBehindFile(folder / counts_name(save), handle) as file:
         for first, n in _pieces(kind.bytes, batch_bytes):
             file.write(host_memory(group.read_admission(table, first, n).cpu()))
-    return lambda: Counts(counts_name(save), kind.name, kind.cell_bits, kind.bytes, file.crc32)
+    return lambda: CountsFile(counts_name(save), kind.name, kind.cell_bits, kind.bytes, file.crc32)
 
 
-def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:
+def verify_counts(folder: Path, counts: CountsFile, batch_bytes: int) -> None:
     """Verifies a file of counters.
 
     Raises:

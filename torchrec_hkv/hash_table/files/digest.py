@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.counts import mix64
-from torchrec_hkv.hash_table.files.file_tables import SAVED_PARTS, Source
+from torchrec_hkv.hash_table.files.file_tables import SAVED_PARTS, FileSource
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -56,7 +56,7 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
     device = group.device
     columns = torch.arange(spec.column_offset, spec.column_offset + spec.dim, device=device)
     states = StateColumns.of_layout(group.state_layout)
-    source = Source(group, table, max(1, batch_bytes * 4 // _WORK * SAVED_PARTS))
+    source = FileSource(group, table, max(1, batch_bytes * 4 // _WORK * SAVED_PARTS))
     entries = 0
     total = torch.zeros((), dtype=torch.int64, device=device)
     for batch in source.batches(0, OWNERS):

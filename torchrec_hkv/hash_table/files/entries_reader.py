@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
@@ -19,16 +19,16 @@ from torchrec_hkv.hash_table.files.shard_files import (
     dequantised_fields,
     entry_bytes,
 )
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 
 
-def _fields(part: Part, names: Collection[str]) -> list[Field]:
+def _fields(part: SavedPart, names: Collection[str]) -> list[Field]:
     wanted = {*names, "ids", "slots"} | ({"scales"} if "rows" in names else set())
     return [field for field in part.fields if field.name in wanted]
 
 
 def read_entries(
-    part: Part,
+    part: SavedPart,
     names: Collection[str],
     batch_bytes: int,
     owners: tuple[int, int] = (0, OWNERS),
@@ -69,7 +69,7 @@ def read_entries(
                     yield dequantised(batch)
 
 
-def count_owners(part: Part, batch_bytes: int) -> Tensor:
+def count_owners(part: SavedPart, batch_bytes: int) -> Tensor:
     """Number of entries of each owner bucket, int64 ``[65536]``."""
     counts = torch.zeros(OWNERS, dtype=torch.int64)
     for batch in read_entries(part, (), batch_bytes):
@@ -89,7 +89,7 @@ def owner_ranges(counts: Tensor, most: int) -> list[tuple[int, int]]:
 
 
 def collect_entries(
-    part: Part, names: Collection[str], batch_bytes: int, owners: tuple[int, int]
+    part: SavedPart, names: Collection[str], batch_bytes: int, owners: tuple[int, int]
 ) -> dict[str, Tensor]:
     """All entries of some owner buckets, sorted by id; see :func:`read_entries`."""
     pieces = [

@@ -23,7 +23,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import int8_parts, join_int8, stored_as
 from torchrec_hkv.write_behind import SaveHandle
 
@@ -64,7 +64,7 @@ class FileTable:
         return max(1, self._batch_bytes // (parts * entry_bytes(self.fields)))
 
 
-class Source(FileTable):
+class FileSource(FileTable):
     """A table that is saved.
 
     Args:
@@ -225,7 +225,7 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-class Target(FileTable):
+class FileTarget(FileTable):
     """A table that is loaded."""
 
     def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,13 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import KINDS
+from torchrec_hkv.hash_table.files.file_names import (
+    COUNTS_NAME,
+    LEFT_NAME,
+    MANIFEST,
+    SHARD_NAME,
+    UNFINISHED,
+)
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
@@ -30,16 +36,11 @@ from torchrec_hkv.json_schema import (
     Text,
 )
 
-MANIFEST = "manifest.json"
 FORMAT = "torchrec_hkv.hash_table"
 VERSION = 2
 #: Number of owner buckets, which the shards together cover.
 OWNERS = 1 << 16
 
-_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors(\.zst)?")
-_COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
-_LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
-_UNFINISHED = f".{MANIFEST}.saving"
 _MOST_CAPACITY = 1 << 37
 _MOST_SLOTS = 1 << 38
 # State layouts: the number of an optimizer, and whether rows count their own steps.
@@ -75,7 +76,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class CountsFile:
     """The file of the admission counters.
 
     Attributes:
@@ -94,7 +95,7 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class DeltaContent:
     """Description of a folder that holds only what changed in a table since an earlier save.
 
     Attributes:
@@ -159,22 +160,22 @@ class Manifest:
     entries: int
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
-    counts: Counts | None = None
-    changes: Changes | None = None
+    counts: CountsFile | None = None
+    changes: DeltaContent | None = None
     reduced: Reduced | None = None
     aging: tuple[float, float, float] | None = None
 
     def write(self, folder: Path) -> None:
         """Writes the manifest under a temporary name; :meth:`commit` renames it."""
         # Remove the file of a killed save, or a link, which must not be followed.
-        (folder / _UNFINISHED).unlink(missing_ok=True)
-        write_signed(folder / _UNFINISHED, FORMAT, VERSION, self._content(), mode="x")
+        (folder / UNFINISHED).unlink(missing_ok=True)
+        write_signed(folder / UNFINISHED, FORMAT, VERSION, self._content(), mode="x")
 
     @staticmethod
     def commit(folder: Path) -> None:
         """Atomically replaces the folder's manifest by the one that was written."""
         sync_folder(folder)
-        (folder / _UNFINISHED).rename(folder / MANIFEST)
+        (folder / UNFINISHED).rename(folder / MANIFEST)
         sync_folder(folder)
 
     @staticmethod
@@ -246,7 +247,7 @@ _TABLE = Fields(
 )
 _SHARD = Fields(
     {
-        "file": Text(_SHARD_NAME, "the name of a shard, as shard-0123abcd-00000.safetensors"),
+        "file": Text(SHARD_NAME, "the name of a shard, as shard-0123abcd-00000.safetensors"),
         "owner_begin": Integer(0, OWNERS - 1),
         "owner_end": Integer(1, OWNERS),
         "entries": Integer(1, _MOST_SLOTS),
@@ -257,22 +258,22 @@ _SHARD = Fields(
 )
 _COUNTS = Fields(
     {
-        "file": Text(_COUNTS_NAME, "the name of a file of counts, as counts-0123abcd.bin"),
+        "file": Text(COUNTS_NAME, "the name of a file of counts, as counts-0123abcd.bin"),
         "kind": Choice(("cells", "sketch")),
         "cell_bits": Choice((8, 16, 128)),
         "bytes": Integer(1, 1 << 40),
         "crc32": CRC32,
     },
-    Counts,
+    CountsFile,
 )
 _CHANGES = Fields(
     {
         "entries": Integer(0, _MOST_SLOTS),
-        "left_file": Text(_LEFT_NAME, "the name of a file of what left, as left-0123abcd.bin"),
+        "left_file": Text(LEFT_NAME, "the name of a file of what left, as left-0123abcd.bin"),
         "left": Integer(0, _MOST_SLOTS),
         "left_crc32": CRC32,
     },
-    Changes,
+    DeltaContent,
 )
 _REDUCED = Fields(
     {"dtype": Choice(("float32", "float16", "bfloat16", "int8")), "states": Flag()}, Reduced
@@ -373,7 +374,7 @@ def _check_shards(shards: Sequence[Shard], place: Place) -> None:
         begin, end = owners
 
 
-def _check_counts(counts: Counts, place: Place) -> None:
+def _check_counts(counts: CountsFile, place: Place) -> None:
     if (counts.kind == "cells") != (counts.cell_bits == 128):
         allowed = "128" if counts.kind == "cells" else "8 or 16"
         raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
@@ -382,7 +383,7 @@ def _check_counts(counts: Counts, place: Place) -> None:
         raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
 
 
-def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> None:
+def _check_changes(changes: DeltaContent, held: int, slots: int, place: Place) -> None:
     if not held <= changes.entries <= slots:
         raise place.of("entries").refuse(
             changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"
@@ -411,62 +412,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def shard_name(save: str, index: int) -> str:
-    """File name of a shard; ``save`` is 8 hexadecimal digits that are unique for the save."""
-    return f"shard-{save}-{index:05d}.safetensors"
-
-
-def counts_name(save: str) -> str:
-    """File name of the admission counters; ``save`` as for :func:`shard_name`."""
-    return f"counts-{save}.bin"
-
-
-def left_name(save: str) -> str:
-    """File name of the ids that left; ``save`` as for :func:`shard_name`."""
-    return f"left-{save}.bin"
-
-
-def _is_ours(name: str) -> bool:
-    return any(kind.fullmatch(name) for kind in (_SHARD_NAME, _COUNTS_NAME, _LEFT_NAME))
-
-
-def prepare_folder(folder: Path) -> None:
-    """Creates the folder of a saved table, or removes the files that killed saves left in it.
-
-    Raises:
-        ValueError: the path is not a folder of a saved table, or is a broken link.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, but a table is saved to a folder: name a folder.")
-    if folder.is_symlink() and not folder.exists():
-        raise ValueError(
-            f"{folder} is a link to {os.readlink(folder)!r}, which does not exist: create that "
-            "folder, or name another."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(os.listdir(folder)):
-        if name not in (MANIFEST, _UNFINISHED) and not _is_ours(name):
-            raise ValueError(
-                f"{folder} holds {name!r}, which does not belong to a saved table: name a folder "
-                "that does not exist, or one of an earlier save."
-            )
-    for name in (MANIFEST, _UNFINISHED):
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            raise ValueError(
-                f"{folder / name} is a folder, but a save writes a file of that name: move it away."
-            )
-    try:
-        kept = Manifest.read(folder)
-    except ValueError:
-        return  # the next commit removes other files
-    remove_others(folder, kept)
-
-
-def remove_others(folder: Path, manifest: Manifest) -> None:
-    """Removes shards and counters that do not belong to a manifest."""
-    named = set(manifest.files)
-    for name in os.listdir(folder):
-        if _is_ours(name) and name not in named:
-            (folder / name).unlink()

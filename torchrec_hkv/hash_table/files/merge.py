@@ -12,17 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
-from torchrec_hkv.hash_table.files.manifest import (
-    OWNERS,
-    Manifest,
-    Shard,
-    prepare_folder,
-    shard_name,
-    sync_folder,
-)
-from torchrec_hkv.hash_table.files.save_load import default_shard_bytes
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, sync_folder
+from torchrec_hkv.hash_table.files.save_folder import prepare_folder
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
@@ -32,8 +26,9 @@ from torchrec_hkv.hash_table.files.shard_files import (
     entry_bytes,
     manifest_fields,
 )
+from torchrec_hkv.hash_table.files.table_save import default_shard_bytes
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
-from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance
 
 Layers = Sequence[tuple[Path, Manifest]]

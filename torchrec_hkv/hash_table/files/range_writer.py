@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchrec_hkv import progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
-from torchrec_hkv.hash_table.files.file_tables import Source
-from torchrec_hkv.hash_table.files.manifest import Shard, shard_name
+from torchrec_hkv.hash_table.files.file_names import shard_name
+from torchrec_hkv.hash_table.files.file_tables import FileSource
+from torchrec_hkv.hash_table.files.manifest import Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
     Staging,
@@ -159,7 +160,7 @@ class StagingPool:
 
 
 def range_writers(
-    source: Source,
+    source: FileSource,
     plan: list[tuple[int, int, int]],
     folder: Path,
     save_name: str,
@@ -188,7 +189,7 @@ def range_writers(
     ]
 
 
-def write_shards(source: Source, writers: list[RangeWriter], threads: int) -> None:
+def write_shards(source: FileSource, writers: list[RangeWriter], threads: int) -> None:
     """Writes the shards of a table.
 
     While one thread waits for the disk, others read the table and compute checksums.
@@ -221,7 +222,7 @@ def write_shards(source: Source, writers: list[RangeWriter], threads: int) -> No
             list(pool.map(write, writers))
 
 
-def copy_shards(source: Source, writers: list[RangeWriter], handle: SaveHandle) -> None:
+def copy_shards(source: FileSource, writers: list[RangeWriter], handle: SaveHandle) -> None:
     """Copies the entries of a table, which the threads of a non-blocking save write.
 
     Args:

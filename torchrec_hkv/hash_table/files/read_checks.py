@@ -54,8 +54,8 @@ def combined_crc32(first: int, second: int, size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """What a batch of entries of a shard is like.
+class BatchCheck:
+    """What a check found of a batch of entries of a shard.
 
     Attributes:
         crc32: checksum and number of bytes of each tensor.
@@ -90,7 +90,7 @@ class ShardCheck:
         self._entries = 0
         self._is_sound = True
 
-    def look(self, batch: Mapping[str, Tensor]) -> Look:
+    def look(self, batch: Mapping[str, Tensor]) -> BatchCheck:
         """Looks at a batch; several threads may do so at the same time."""
         crc32 = {}
         for name, tensor in batch.items():
@@ -100,9 +100,9 @@ class ShardCheck:
         geometry = (manifest.buckets, manifest.bucket_slots)
         wrong = bool(_ops.find_misplaced(ids, slots, *geometry, *self._owners).any())
         falls = bool((slots[1:] <= slots[:-1]).any())
-        return Look(crc32, int(slots[0]), int(slots[-1]), not wrong and not falls)
+        return BatchCheck(crc32, int(slots[0]), int(slots[-1]), not wrong and not falls)
 
-    def add(self, look: Look, entries: int) -> None:
+    def add(self, look: BatchCheck, entries: int) -> None:
         """Takes note of a batch; called in the order of the file.
 
         Raises:

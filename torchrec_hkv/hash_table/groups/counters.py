@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: Columns of :meth:`GroupCounters.device_counters`.
 DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
-DEVICE_COUNTS += ("expired", "fetched", "written_home", "host_hits", "returned", "size")
+DEVICE_COUNTS += ("expired", "fetched", "written_back", "host_hits", "returned", "size")
 _COUNTED = DEVICE_COUNTS[:-1]
 #: Half-lives c of the miniature tables of an adaptive table, see ``AgedLFU``.
 MINIATURE_CS = _C.MINIATURES
@@ -30,7 +30,7 @@ COUNTERS = (
     "unadmitted",
     "expired",
     "fetched",
-    "written_home",
+    "written_back",
     "crowded",
     "host_hits",
     "returned",
@@ -73,7 +73,7 @@ class GroupCounters:
         - ``unadmitted``: ids that were not admitted.
         - ``expired``: entries that were removed because of their age.
         - ``fetched``: rows copied from host memory to HBM.
-        - ``written_home``: rows that were changed in HBM and written back to host memory.
+        - ``written_back``: rows that were changed in HBM and written back to host memory.
         - ``host_hits``: hits whose row was in host memory; on a CPU all hits.
         - ``returned``: inserted ids that the table remembers as evicted; 0 without
           ``remember_evicted``.

@@ -1,8 +1,8 @@
-"""How two replicas bring their rows together on CPUs: each sends the other its own.
+"""Merges the rows of two replicas on CPUs: each sends its rows to the other.
 
-An all-reduce of two exchanges halves, and then what came of them. These are the bytes of one
-exchange of all. Here rows, last steps and scores are in one message, the next ones are on their way
-while one is merged, and each row is written once, straight to the table.
+This sends as many bytes as an all-reduce of two ranks, which exchanges halves and then the merged
+halves. But rows, last steps and scores are in one message, the next message arrives while one is
+merged, and each row is written once, directly to the table.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.replicas.table_sync import Part, TableSync, rounds
+from torchrec_hkv.hash_table.replicas.sync_part import SyncPart, rounds
+from torchrec_hkv.hash_table.replicas.table_sync import TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
-#: Messages that are on their way while one is merged.
+#: Messages in flight while one is merged.
 AHEAD = 1
 #: Their bytes: enough to be worth a call, and few enough to stay in a CPU's caches.
 _MESSAGE_BYTES = 3 << 20
@@ -33,7 +34,7 @@ class _PartOfMessage:
         begin: where the part begins.
     """
 
-    def __init__(self, part: Part, own: Tensor, theirs: Tensor, begin: int) -> None:
+    def __init__(self, part: SyncPart, own: Tensor, theirs: Tensor, begin: int) -> None:
         self.part = part
         record = part.n * part.of.record_columns
         end = begin + (record + 1) // 2
@@ -61,7 +62,7 @@ class _PartOfMessage:
 class _Message:
     """Parts that travel together, both ways."""
 
-    def __init__(self, parts: Sequence[Part], wire: Wire, number: int) -> None:
+    def __init__(self, parts: Sequence[SyncPart], wire: Wire, number: int) -> None:
         self._given, self._wire, self._number = parts, wire, number
         size = sum(part.words for part in parts)
         self._own = torch.empty(size, dtype=torch.int64)
@@ -84,12 +85,12 @@ class _Message:
 
 
 def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
-    """Brings all ids of all tables together.
+    """Merges all ids of all tables.
 
     Args:
         tables: the same ids in both replicas.
         wire: to the other replica.
-        most_bytes: of rows that are on their way at a time.
+        most_bytes: maximal bytes of rows in flight.
     """
     most = min(_MESSAGE_BYTES, most_bytes // (AHEAD + 1))
     messages = (

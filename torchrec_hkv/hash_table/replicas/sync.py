@@ -16,10 +16,11 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
 from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
 from torchrec_hkv.hash_table.replicas.swap import swap_rows
-from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync, exchange, rounds
+from torchrec_hkv.hash_table.replicas.sync_part import exchange, rounds
+from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
-#: Memory that rows on their way may take, on the host and on the device.
+#: Memory limit of rows in flight, on the host and on the device each.
 BATCH_BYTES = 64 << 20
 # Copies of a batch that are alive at once: what is sent, what comes of it, what is inserted.
 _COPIES = 4

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.file_tables import FileTarget
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
 from torchrec_hkv.hash_table.replicas.ids import MergedIds
-from torchrec_hkv.hash_table.replicas.merging import ScoreMerge, merged_values
-from torchrec_hkv.hash_table.replicas.wire import Wire
-from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as
+from torchrec_hkv.hash_table.replicas.merging import ScoreMerge
 
 _ops = torch.ops.torchrec_hkv
-_STEP_BITS = 0xFFFFFFFF
 #: What a target asks for; batches are as large as they are.
 _TARGET_BYTES = 1 << 20
 
@@ -147,271 +141,11 @@ class TableSync:
         number = sum(part.numel() for part in ids)
         if number:
             group, table = self.group, self.table
-            target = Target(group, table, _TARGET_BYTES)
+            target = FileTarget(group, table, _TARGET_BYTES)
             group.reserve(table, min(group.sizes()[table] + number, target.capacity))
             self.changes.grew()
-            target = Target(group, table, _TARGET_BYTES)
+            target = FileTarget(group, table, _TARGET_BYTES)
             for batch in self._absent:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
         return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
-
-
-class Part:
-    """Some ids of a table on their way.
-
-    Args:
-        of: the table's sync.
-        own: which of its ids.
-    """
-
-    def __init__(self, of: TableSync, own: slice) -> None:
-        self.of, self._own = of, own
-        self.n = own.stop - own.start
-        self._slots = of.slots[own]
-
-    @property
-    def words(self) -> int:
-        """Int64 that its records and numbers take."""
-        return (self.n * self.of.record_columns + 1) // 2 + self.n * self.of.numbers
-
-    def pack(
-        self, records: Tensor, highest: Tensor | None = None, added: Tensor | None = None
-    ) -> None:
-        """Writes what this replica has, for the other of two.
-
-        Args:
-            records: float32 ``[n, record_columns]``.
-            highest: int64 ``[n]``; None where there are no scores.
-            added: int64 ``[n]``; None where scores do not add up.
-        """
-        of = self.of
-        place = (of.group.handle, of.table)
-        scores = _ops.pack_records(*place, self._slots, of.is_new[self._own], records, of.states)
-        if highest is not None:
-            self._score(scores, self._slots >= 0, highest, added)
-
-    def merge(
-        self,
-        records: Tensor,
-        theirs: Tensor,
-        highest: Tensor | None = None,
-        added: Tensor | None = None,
-    ) -> None:
-        """Merges, writes the ids that are here and keeps the others for later.
-
-        Args:
-            records: this replica's; overwritten.
-            theirs: the other's.
-            highest: the higher score of the two replicas; None if the table has no scores.
-            added: the sum of the scores' increases; None if the policy does not add scores.
-        """
-        of = self.of
-        ids = of.ids[self._own]
-        scores = ids[:0] if highest is None else of.merge.merged(highest, added)
-        _ops.merge_records(
-            of.group.counter_tensor,
-            of.group.handle,
-            of.table,
-            self._slots,
-            ids,
-            of.known[self._own],
-            records,
-            theirs,
-            scores,
-            of.states,
-            -1 if of.own_step is None else of.own_step,
-        )
-        if of.all_here:
-            of.changes.wrote(self._slots)
-            return
-        there = self._slots >= 0
-        of.changes.wrote(self._slots[there])
-        absent = (~there).nonzero().flatten()
-        if absent.numel() == 0:
-            return
-        kept = records[absent]
-        dim = of.spec.dim
-        entries = {
-            "ids": ids[absent],
-            "rows": stored_as(kept[:, :dim], of.dtype).contiguous(),
-            "last_steps": kept[:, -2].contiguous().view(torch.int32),
-        }
-        if of.states:
-            entries["states"] = kept[:, dim:-2].contiguous()
-        if of.scored:
-            entries["scores"] = scores[absent]
-        of.keep(entries)
-
-    def _score(self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None) -> None:
-        """Writes what the highest is taken of, and what is added."""
-        of = self.of
-        touched = of.is_touched[self._own]
-        before = torch.zeros_like(scores) if of.before is None else of.before[self._own]
-        of_policy = of.merge.highest_of(scores, before, touched)
-        highest[:] = torch.where(there, of_policy, of.merge.lowest(self.n, there.device))
-        if added is not None:
-            added[:] = torch.where(there, of.merge.added(scores, before, touched), 0)
-
-    def fill(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
-        """Writes what this replica has.
-
-        Args:
-            sums: float32 ``[n, columns]``.
-            maxima: int64 ``[maxima, n]``.
-            added: int64 ``[n]``; None where scores do not add up.
-        """
-        of, there = self.of, self._slots >= 0
-        last_steps, scores = self._read(sums)
-        sums[:, -2] = there
-        sums[:, -1] = there & ~of.is_new[self._own]
-        maxima[0] = last_steps
-        maxima[0] &= _STEP_BITS
-        if of.own_step is not None:
-            maxima[-1] = sums[:, of.own_step]
-        if of.scored:
-            self._score(scores, there, maxima[1], added)
-
-    def _read(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Last steps and scores; rows and states go to the sums. Zeros where an id is not here."""
-        of = self.of
-        if of.dtype == torch.float32:
-            place = (of.group.handle, of.table)
-            return _ops.read_values(*place, self._slots, sums, of.states)
-        there = (self._slots >= 0).nonzero().flatten()
-        _, rows, last_steps, scores, states = _ops.read_slots(
-            of.group.handle, of.table, self._slots[there]
-        )
-        sums.zero_()
-        dim = of.spec.dim
-        sums[there, :dim] = numbers_of(rows, dim).to(torch.float32)
-        if of.states:
-            sums[there, dim:-2] = states
-        steps_of_all = last_steps.new_zeros(self.n)
-        steps_of_all[there] = last_steps
-        scores_of_all = scores.new_zeros(self.n if of.scored else 0)
-        if of.scored:
-            scores_of_all[there] = scores
-        return steps_of_all, scores_of_all
-
-    def write(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
-        """Merges, writes the ids that are here and keeps the others for later.
-
-        Args:
-            sums: over all replicas; overwritten. So the others.
-        """
-        of, spec = self.of, self.of.spec
-        ids = of.ids[self._own]
-
-        def initial(places: Tensor) -> Tensor:
-            return initial_rows(
-                ids[places],
-                spec.dim,
-                table=spec.name,
-                seed=spec.seed,
-                initializer=spec.initializer,
-                column_offset=spec.column_offset,
-            )
-
-        values = merged_values(sums, of.replicas, of.known[self._own], initial)
-        if of.own_step is not None:
-            values[:, of.own_step] = maxima[-1]
-        last_steps = maxima[0].to(torch.int32)
-        scores = of.merge.merged(maxima[1], added) if of.scored else ids[:0]
-        if of.dtype == torch.float32:
-            place = (of.group.counter_tensor, of.group.handle, of.table)
-            _ops.write_values(*place, self._slots, ids, values, last_steps, scores, of.states)
-        entries = {
-            "ids": ids,
-            "rows": stored_as(values[:, : spec.dim], of.dtype),
-            "last_steps": last_steps,
-        }
-        if of.states:
-            entries["states"] = values[:, spec.dim :]
-        if of.scored:
-            entries["scores"] = scores
-        there = (self._slots >= 0).nonzero().flatten()
-        if of.dtype != torch.float32:
-            self._overwrite({name: tensor[there] for name, tensor in entries.items()}, there)
-        if there.numel() == self.n:
-            of.changes.wrote(self._slots)
-            return
-        of.changes.wrote(self._slots[there])
-        absent = (self._slots < 0).nonzero().flatten()
-        of.keep({name: tensor[absent] for name, tensor in entries.items()})
-
-    def _overwrite(self, entries: dict[str, Tensor], there: Tensor) -> None:
-        """Writes entries of any type over those that are here."""
-        of, slots = self.of, self._slots[there]
-        group, table = of.group, of.table
-        states = entries["states"] if of.states else _ops.read_slots(group.handle, table, slots)[4]
-        _ops.overwrite_slots(
-            group.counter_tensor,
-            group.handle,
-            table,
-            slots,
-            entries["ids"],
-            entries["rows"],
-            entries["last_steps"],
-            entries.get("scores", slots[:0]),
-            states,
-        )
-
-
-def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[Part]]:
-    """All ids of all tables in parts that travel together.
-
-    Args:
-        tables: their syncs.
-        most_bytes: maximal bytes of the rows of one round.
-    """
-    some: list[Part] = []
-    taken = 0
-    for table in tables:
-        begin = 0
-        while begin < table.ids.numel():
-            room = (most_bytes - taken) // table.row_bytes
-            if room < 1 and some:
-                yield some
-                some, taken = [], 0
-                continue
-            end = min(table.ids.numel(), begin + max(1, room))
-            some.append(Part(table, slice(begin, end)))
-            taken += (end - begin) * table.row_bytes
-            begin = end
-    if some:
-        yield some
-
-
-def exchange(parts: Sequence[Part], wire: Wire) -> None:
-    """Brings parts together: all sums in one all-reduce, all maxima in one, all counts in one.
-
-    Args:
-        parts: the same ids in all replicas.
-        wire: to the other replicas.
-    """
-    device = parts[0].of.group.device
-    counted = [part.n if part.of.merge.adds else 0 for part in parts]
-    widths = [part.n * part.of.columns for part in parts]
-    sums = torch.empty(sum(widths), device=device)
-    heights = [part.n * part.of.maxima for part in parts]
-    maxima = torch.empty(sum(heights), dtype=torch.int64, device=device)
-    added = torch.empty(sum(counted), dtype=torch.int64, device=device)
-    matrices = [
-        (of_sums.view(part.n, -1), of_maxima.view(-1, part.n), of_added if count else None)
-        for part, count, of_sums, of_maxima, of_added in zip(
-            parts,
-            counted,
-            sums.split(widths),
-            maxima.split(heights),
-            added.split(counted),
-            strict=True,
-        )
-    ]
-    for part, own in zip(parts, matrices, strict=True):
-        part.fill(*own)
-    wire.reduce(sums)
-    wire.reduce(maxima, dist.ReduceOp.MAX)
-    wire.reduce(added)
-    for part, own in zip(parts, matrices, strict=True):
-        part.write(*own)

@@ -81,8 +81,8 @@ class Wire:
         """Begins to send a tensor to the other of two replicas.
 
         Args:
-            tensor: contiguous; it stays as it is until the transfer has ended. It has something.
-            number: of the message; of those on their way each has its own.
+            tensor: contiguous and not empty; must not change until the transfer has ended.
+            number: number of the message, unique among those in flight.
         """
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return self._send(tensor, number)

@@ -71,8 +71,8 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
   }
 }
 
-// For each busy lane: writes the row and state of `leaver` from its frame to home, and loads those
-// of `slot` into the frame. kNoSlot: nothing to write, or to load. Called by all lanes.
+// For each busy lane: writes the row and state of `leaver` from its frame to host memory, and loads
+// those of `slot` into the frame. kNoSlot: nothing to write, or to load. Called by all lanes.
 __device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
                                               int64_t leaver, int64_t slot) {
   const auto of = [&](RowStore TableView::* store, bool wanted) {

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
         // Another call may have given the frame to another row, which has not moved yet.
         if (places[position] != 0) {
           const Frames& frames = mine->frames;
-          frame = frames.frame_at(frames.home_of(slot).set, places[position] - 1);
+          frame = frames.frame_at(frames.place_in_set(slot).set, places[position] - 1);
         }
       }
     }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One warp for each set.
 __global__ void __launch_bounds__(kThreads)
-    write_home_kernel(const __grid_constant__ TableView table) {
+    write_back_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int lane = threadIdx.x % kWarp;  // of the first set, one for each frame
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t tag = lane < frames.frames_of_set ? frames.tag_at(tags, lane) : 0;
     const bool goes = Frames::is_taken(tag) && (tag & kTagDirty);
     exchange_rows(&table, goes, frames.frame_at(set, lane),
-                  goes ? frames.slot_of(frames.home_of_set(set), tag) : kNoSlot, kNoSlot);
+                  goes ? frames.slot_of(frames.first_of_set(set), tag) : kNoSlot, kNoSlot);
     const unsigned long long all_dirty = frames.ones * kTagDirty;
     if (lane == 0 && (tags & all_dirty)) atomicAnd(&frames.tags[set], ~all_dirty);
   }
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     unsigned long long tags = frames.load_tags(set);
-    const Frames::Home home = frames.home_of_set(set);
-    const int64_t end = frames.end_of(home), apart = frames.region_sets;  // of the set's slots
+    const Frames::SetPlace in_set = frames.first_of_set(set);
+    const int64_t end = frames.end_of(in_set), apart = frames.region_sets;  // of the set's slots
     int64_t chosen = kNoSlot;  // by the lane of each frame
     for (int place = 0; place < frames.frames_of_set; ++place) {
       if (Frames::is_taken(frames.tag_at(tags, place))) continue;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       Rank best{0, 0};
       int64_t slot = kNoSlot;
       uint32_t number = lane;
-      for (int64_t s = home.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
+      for (int64_t s = in_set.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
         const uint32_t step = *step_of(table, s);
         if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
         const uint64_t score = table.scores == nullptr ? step : table.scores[s];
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
         }
       }
       if (slot == kNoSlot) break;
-      tags |= Frames::tag_of(frames.home_of(slot).number) << place * frames.bits;
+      tags |= Frames::tag_of(frames.place_in_set(slot).number) << place * frames.bits;
       if (lane == place) chosen = slot;
     }
     exchange_rows(&table, chosen != kNoSlot, frames.frame_at(set, lane), kNoSlot, chosen);
@@ -147,9 +147,9 @@ size_t settle_scratch(int64_t num_ids, const MovingRows& moving) {
   return moving.any() ? moves_scratch(num_ids, moving) : 0;
 }
 
-void write_home(const TableView& table, cudaStream_t stream) {
+void write_back(const TableView& table, cudaStream_t stream) {
   if (table.frames.tags == nullptr) return;
-  write_home_kernel<<<grid_for_sets(table), kThreads, 0, stream>>>(table);
+  write_back_kernel<<<grid_for_sets(table), kThreads, 0, stream>>>(table);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

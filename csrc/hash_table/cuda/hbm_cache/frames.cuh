@@ -21,12 +21,12 @@ __device__ __forceinline__ void mark(const Frames& frames, int64_t set, int plac
 __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t slot,
                                                   bool marking) {
   if (frames.tags == nullptr) return kNoFrame;
-  const Frames::Home home = frames.home_of(slot);
-  const uint64_t tags = frames.load_tags(home.set);
-  const int place = frames.place_of(tags, home.number);
+  const Frames::SetPlace in_set = frames.place_in_set(slot);
+  const uint64_t tags = frames.load_tags(in_set.set);
+  const int place = frames.place_of(tags, in_set.number);
   if (place < 0) return kNoFrame;
-  if (marking) mark(frames, home.set, place, tags, kTagDirty);
-  return frames.frame_at(home.set, place);
+  if (marking) mark(frames, in_set.set, place, tags, kTagDirty);
+  return frames.frame_at(in_set.set, place);
 }
 __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
                                               bool marking = true) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t sl
 
 // The result of a request for a frame.
 struct FrameClaim {
-  int64_t frame = kNoFrame;  // kNoFrame: the row stays at home
-  int64_t leaver = kNoSlot;  // slot whose row must be written home first
+  int64_t frame = kNoFrame;  // kNoFrame: the row stays in host memory
+  int64_t leaver = kNoSlot;  // slot whose row must be written back first
   bool taken = false;        // the frame is new to the slot
 };
 
@@ -51,13 +51,13 @@ template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
   const Frames& frames = table.frames;
-  const Frames::Home home = frames.home_of(slot);
-  const int64_t set = home.set;
+  const Frames::SetPlace in_set = frames.place_in_set(slot);
+  const int64_t set = in_set.set;
   const uint32_t pinned_from = visit.pinned_from();
   unsigned long long tags = load_l2(&frames.tags[set]);
   for (;;) {
     FrameClaim claim;
-    int place = frames.place_of(tags, home.number);
+    int place = frames.place_of(tags, in_set.number);
     if (place >= 0) {
       if (kNew) mark(frames, set, place, tags, kTagDirty);
       if (!kNew && table.scores == nullptr) mark(frames, set, place, tags, kTagAgain);
@@ -70,7 +70,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     for (int p = 0; p < kMostOfSet; ++p) {
       const uint32_t tag = p < frames.frames_of_set ? frames.tag_at(tags, p) : 0;
       steps[p] =
-          Frames::is_taken(tag) ? load_l2(step_of(table, frames.slot_of(home, tag))) : kFreeStep;
+          Frames::is_taken(tag) ? load_l2(step_of(table, frames.slot_of(in_set, tag))) : kFreeStep;
     }
     Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
@@ -82,7 +82,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       if (steps[p] != kFreeStep) {
         if (steps[p] >= pinned_from) continue;
         const uint32_t tag = frames.tag_at(tags, p);
-        const int64_t other = frames.slot_of(home, tag);
+        const int64_t other = frames.slot_of(in_set, tag);
         rank.score = table.scores == nullptr
                          ? tag & kTagAgain
                          : table.ranking().of(load_score(table, other), steps[p]);
@@ -99,7 +99,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       return FrameClaim{};
     }
     const unsigned long long mask = ((1ull << frames.bits) - 1) << place * frames.bits;
-    const unsigned long long tag = Frames::tag_of(home.number) | (kNew ? kTagDirty : 0u);
+    const unsigned long long tag = Frames::tag_of(in_set.number) | (kNew ? kTagDirty : 0u);
     const unsigned long long seen =
         atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * frames.bits);
     if (seen == tags) {

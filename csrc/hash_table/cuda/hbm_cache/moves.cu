@@ -38,11 +38,11 @@ struct Layout {
 // Counts of a warp, of one table at a time, so that few atomics go to its counters.
 struct ClaimTally {
   const TableView* table = nullptr;
-  uint32_t fetched = 0, host_hits = 0, written_home = 0;
+  uint32_t fetched = 0, host_hits = 0, written_back = 0;
 
   // has_slot: whether the lane counts. Called by all lanes.
   __device__ __forceinline__ void add(const TableView* mine, bool has_slot, bool is_fetched,
-                                      bool is_host_hit, bool is_written_home) {
+                                      bool is_host_hit, bool is_written_back) {
     const unsigned lanes = __ballot_sync(kAllLanes, has_slot);
     if (lanes == 0) return;
     const TableView* const first = table_of_lane<false>(mine, __ffs(static_cast<int>(lanes)) - 1);
@@ -51,20 +51,20 @@ struct ClaimTally {
     if (!__all_sync(kAllLanes, !has_slot || mine == first)) {
       count_warp(mine, kFetched, is_fetched);
       count_warp(mine, kHostHits, is_host_hit);
-      count_warp(mine, kWrittenHome, is_written_home);
+      count_warp(mine, kWrittenBack, is_written_back);
       return;
     }
     fetched += __popc(__ballot_sync(kAllLanes, is_fetched));
     host_hits += __popc(__ballot_sync(kAllLanes, is_host_hit));
-    written_home += __popc(__ballot_sync(kAllLanes, is_written_home));
+    written_back += __popc(__ballot_sync(kAllLanes, is_written_back));
   }
   __device__ __forceinline__ void flush() {
     if (threadIdx.x % kWarp == 0) {
       if (fetched > 0) count(*table, kFetched, fetched);
       if (host_hits > 0) count(*table, kHostHits, host_hits);
-      if (written_home > 0) count(*table, kWrittenHome, written_home);
+      if (written_back > 0) count(*table, kWrittenBack, written_back);
     }
-    fetched = host_hits = written_home = 0;
+    fetched = host_hits = written_back = 0;
   }
 };
 
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     int64_t place = -1;
     if (claim.frame != kNoFrame) {
-      place = claim.frame - mine->frames.frame_at(mine->frames.home_of(slot).set, 0);
+      place = claim.frame - mine->frames.frame_at(mine->frames.place_in_set(slot).set, 0);
     }
     if (is_new) moves.new_places[position] = static_cast<uint8_t>(1 + place);
     const bool was_there = slot != kNoSlot && !is_new;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();  // the next round overwrites it
     if (!comes && !leaves) continue;
     const Move move(mine->first_slot + slot, place, is_new,
-                    leaves ? 1 + mine->frames.home_of(claim.leaver).number : 0);
+                    leaves ? 1 + mine->frames.place_in_set(claim.leaver).number : 0);
     moves.claimed[at] = move;
     atomicAdd(&moves.stretch_of(move), 1u);
   }

@@ -39,17 +39,17 @@ class Move {
 struct MoveAt {
   const TableView* table;
   int64_t slot;    // slot whose row is loaded, or kNoSlot
-  int64_t leaver;  // slot whose row is written home, or kNoSlot
+  int64_t leaver;  // slot whose row is written back, or kNoSlot
   int64_t frame;
 
   __device__ __forceinline__ MoveAt(const TableView* tables, int32_t num_tables, const Move& move)
       : table(&tables[table_of_slot(tables, num_tables, move.slot())]) {
     const Frames& frames = table->frames;
     const int64_t of_table = move.slot() - table->first_slot;
-    const Frames::Home home = frames.home_of(of_table);
+    const Frames::SetPlace in_set = frames.place_in_set(of_table);
     slot = move.is_new() ? kNoSlot : of_table;
-    leaver = move.leaver() == 0 ? kNoSlot : frames.slot_with(home, move.leaver() - 1);
-    frame = frames.frame_at(home.set, move.place());
+    leaver = move.leaver() == 0 ? kNoSlot : frames.slot_with(in_set, move.leaver() - 1);
+    frame = frames.frame_at(in_set.set, move.place());
   }
 };
 

@@ -15,8 +15,8 @@ constexpr int kStageBytes = 1024;
 #if __CUDA_ARCH__ >= 900
 // A row that is loaded into a frame, and one that leaves it.
 struct Passing {
-  const char* home = nullptr;  // source of the loaded row; null: none
-  char* out = nullptr;         // home of the leaving row; null: none
+  const char* source = nullptr;  // of the loaded row, in host memory; null: none
+  char* out = nullptr;           // place of the leaving row in host memory; null: none
   char* frame = nullptr;
   uint32_t bytes = 0;  // bytes of each; 0: no move
 
@@ -26,10 +26,10 @@ struct Passing {
     bytes = static_cast<uint32_t>(rows.bytes());
     frame = rows.at(0, move.frame);
     if (move.leaver != kNoSlot) out = rows.at(move.leaver, kNoFrame);
-    if (move.slot != kNoSlot) home = rows.at(move.slot, kNoFrame);
+    if (move.slot != kNoSlot) source = rows.at(move.slot, kNoFrame);
   }
   __device__ __forceinline__ uint32_t all_bytes() const {
-    return ((home != nullptr ? 1 : 0) + (out != nullptr ? 1 : 0)) * bytes;
+    return ((source != nullptr ? 1 : 0) + (out != nullptr ? 1 : 0)) * bytes;
   }
 };
 #endif
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kWarp)
     const uint32_t bytes = __reduce_add_sync(kAllLanes, row.all_bytes());
     if (lane == 0) arrived[stage].expect_bytes(bytes);
     __syncwarp();
-    if (row.home != nullptr) copy_bulk(place(stage), row.home, row.bytes, &arrived[stage]);
+    if (row.source != nullptr) copy_bulk(place(stage), row.source, row.bytes, &arrived[stage]);
     if (row.out != nullptr) copy_bulk(place(stage) + room, row.frame, row.bytes, &arrived[stage]);
     return row;
   };
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kWarp)
       passing[next] = begin(next);
       arrived[stage].wait(phase);
       if (row.out != nullptr) copy_bulk_out(row.out, place(stage) + room, row.bytes);
-      if (row.home != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
+      if (row.source != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
       end_bulk_copies_out();
     }
   }

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   const int64_t first_slot = table.first_slot;
   const auto num_slots = static_cast<uint64_t>(table.num_slots);
   const bool framed = table.frames.tags != nullptr;
-  const char* const homes = table.rows.homes;
+  const char* const homes = table.rows.backing;
   const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
   const int32_t dim = table.dim();
   const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);

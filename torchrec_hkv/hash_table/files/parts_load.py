@@ -8,111 +8,31 @@ first column; shards of other columns are then written into the same entries, id
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
-from torchrec_hkv.hash_table.files.file_tables import Target, check_unique
-from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
-from torchrec_hkv.hash_table.files.read_checks import Look, ShardCheck
-from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
-from torchrec_hkv.hash_table.files.shard_files import (
-    Field,
-    ShardReader,
-    Staging,
-    dequantised,
-    entry_bytes,
-    manifest_fields,
-)
+from torchrec_hkv.hash_table.files.file_tables import FileTarget, check_unique
+from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
+from torchrec_hkv.hash_table.files.part_reader import PartReader
+from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
+from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
+from torchrec_hkv.hash_table.files.table_load import SAFE_LOAD
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
-from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.progress import advance
 
 _ops = torch.ops.torchrec_hkv
 
-# Properties in which shards of the same table may differ, and the initializer of later rows, whose
-# default depends on the table's size.
-_MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
-# Number of batches besides those that are read ahead: the one being inserted, and the tensors
-# selected and converted from it.
-_COPIES = 3
-# Bytes for each slot that a look for ids that occur twice takes.
+# Bytes per slot that the search for repeated ids takes.
 _LOOK_BYTES = 64
-
-
-_Read = tuple[dict[str, Tensor], Look | None]
-
-
-def _read(
-    reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
-) -> _Read:
-    """Reads entries, and looks at them if they are checked."""
-    batch = reader.read(first, n, staging)
-    return batch, None if check is None else check.look(batch)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A shard of a saved table.
-
-    Attributes:
-        folder: the folder of the shard.
-        owners: range ``[first, end)`` of owner buckets whose ids the shard held.
-        manifest: manifest of the folder.
-        earlier: folders and manifests of the earlier saves, the newest first, if the folder holds
-            only changes. The last one is whole.
-
-    Raises:
-        ValueError: the folders do not make up a table.
-    """
-
-    folder: Path
-    owners: tuple[int, int]
-    manifest: Manifest
-    earlier: tuple[tuple[Path, Manifest], ...] = ()
-
-    def __post_init__(self) -> None:
-        check_layers(self.layers)
-
-    @property
-    def layers(self) -> list[tuple[Path, Manifest]]:
-        """All folders with their manifests, the newest first."""
-        return [(self.folder, self.manifest), *self.earlier]
-
-    @property
-    def columns(self) -> Columns:
-        """The columns of the shard."""
-        begin = self.manifest.table["column_offset"]
-        return Columns(begin, begin + self.manifest.table["dim"])
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The tensors of the shard's files."""
-        return manifest_fields(self.manifest)
-
-
-def _saved_rows(parts: Sequence[Part]) -> int:
-    """Number of rows of a saved table over all ranks."""
-    first = min(part.columns.begin for part in parts)
-    return sum(part.manifest.capacity for part in parts if part.columns.begin == first)
-
-
-def _has_no_optimizer(part: Part) -> bool:
-    """Whether a shard is of a table that was not trained, for example a converted one."""
-    return part.manifest.state_layout == 0 and part.manifest.table["state_dim"] == 0
 
 
 class PartsLoad:
@@ -141,7 +61,7 @@ class PartsLoad:
         group: TableGroup,
         table: int,
         feature: int,
-        parts: Sequence[Part],
+        parts: Sequence[SavedPart],
         owners: tuple[int, int],
         *,
         rows: int | None = None,
@@ -151,14 +71,15 @@ class PartsLoad:
         verify: bool = False,
     ) -> None:
         if allow_loss is None:
-            allow_loss = rows is not None and rows >= _saved_rows(parts)
+            allow_loss = rows is not None and rows >= saved_rows(parts)
         self._group, self._table, self._feature = group, table, feature
         self._owners, self._allow_loss = owners, allow_loss
-        self._batch_bytes, self._threads = batch_bytes, threads
-        self._verify = verify
+        self._batch_bytes, self._verify = batch_bytes, verify
+        pin = group.device.type == "cuda"
+        self._reader = PartReader(owners, batch_bytes, threads, verify, pin)
         self._spec = group.tables[table]
         self.name = group.labels[table]
-        self._target = Target(group, table, batch_bytes)
+        self._target = FileTarget(group, table, batch_bytes)
         self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
         self._parts = [
             part
@@ -185,10 +106,8 @@ class PartsLoad:
             ValueError: the shards are of another table, do not make up this one, or hold more
                 entries than certainly fit.
         """
-        here = describe(self._group, self._table)
-        for part in self._parts:
-            self._check_same(part, here)
-        self._check_whole()
+        check_same_table(self._group, self._table, self._parts)
+        check_covered(self.name, self.columns, self._owners, self._by_columns)
         entries = self.entries
         slots = self._target.capacity
         safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
@@ -199,103 +118,16 @@ class PartsLoad:
                 "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
             )
 
-    def _check_same(self, part: Part, here: dict[str, Any]) -> None:
-        for what in (*here, *part.manifest.table):
-            saved, own = part.manifest.table.get(what), here.get(what)
-            if what == "eviction" and reads_files_of(own, saved):
-                continue
-            if what not in _MAY_DIFFER and saved != own:
-                raise ValueError(
-                    f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
-                    f"table {here['name']!r} is {own!r}."
-                )
-        if _has_no_optimizer(part):
-            return
-        saved, own = part.manifest.state_layout, self._group.state_layout
-        if saved != own:
-            raise ValueError(
-                f"{part.folder} has optimizer states of layout {saved}, but table "
-                f"{here['name']!r} is trained by {self._group.optimizer}, whose states have layout "
-                f"{own}."
-            )
-        width = part.manifest.table["state_dim"]
-        needed = _C.OptimizerConfig(kind=_C.Optimizer.NONE)
-        if self._group.optimizer is not None:
-            needed = self._group.optimizer.config()
-        if width != needed.state_width(part.manifest.table["dim"]):
-            raise ValueError(
-                f"{part.folder} has states of {width} values for rows of "
-                f"{part.manifest.table['dim']}, which do not match {self._group.optimizer}."
-            )
-
-    def _check_whole(self) -> None:
-        """Checks that every column and owner bucket of the table is covered."""
-        column = self.columns.begin
-        for columns, parts in self._by_columns:
-            owner = self._owners[0]
-            for part in parts:
-                if part.owners[0] > owner:
-                    break
-                owner = part.owners[1]
-            if columns.begin > column or owner < self._owners[1]:
-                break
-            column = columns.end
-        if column < self.columns.end:
-            raise ValueError(
-                f"table {self.name!r}: the checkpoint does not hold all of its columns "
-                f"{self.columns.begin} to {self.columns.end} for its owner buckets "
-                f"{self._owners[0]} to {self._owners[1]}."
-            )
-
-    def _is_mine(self, owners: tuple[int, int]) -> bool:
-        return self._owners[0] <= owners[0] and owners[1] <= self._owners[1]
-
-    def _shards(self, part: Part) -> Iterator[tuple[int, Path, Shard, bool]]:
-        """Files of a shard that may hold ids of the table: index of the layer, path, file, and
-        whether it may also hold ids of other tables."""
-        for layer, (folder, manifest) in enumerate(part.layers):
-            for shard in manifest.shards:
-                # The files of a shard cover all owner buckets, also those that it did not hold.
-                held = (
-                    max(shard.owner_begin, part.owners[0]),
-                    min(shard.owner_end, part.owners[1]),
-                )
-                if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
-                    yield layer, folder / shard.file, shard, not self._is_mine(held)
-
     @functools.cached_property
     def entries(self) -> int:
         """Number of entries in the saved shards that belong to the table."""
-        return sum(self._entries(part) for part in self._by_columns[0][1])
+        return sum(self._reader.count(part) for part in self._by_columns[0][1])
 
     @property
     def bytes(self) -> int:
         """Bytes to load, assuming that shards of other columns hold as many entries."""
         widths = [entry_bytes(parts[0].fields) for _, parts in self._by_columns]
         return self.entries * sum(widths)
-
-    def _entries(self, part: Part) -> int:
-        """Number of entries in a saved shard that belong to the table."""
-        if part.earlier and self._is_mine(part.owners):
-            return part.manifest.total_entries
-        count = 0
-        slots = SlotFilter(part.layers)
-        for layer, path, shard, has_others in self._shards(part):
-            if not has_others and not part.earlier:
-                count += shard.entries
-                continue
-            fields = [field for field in part.fields if field.name in ("ids", "slots")]
-            staging = Staging(fields, min(shard.entries, 1 << 20))
-            with ShardReader(path, part.fields, shard) as reader:
-                for batch in reader.batches(staging):
-                    picked = slots.pick(layer, batch["slots"])
-                    ids = batch["ids"] if picked is None else batch["ids"][picked]
-                    count += int(self._mine(ids).sum()) if has_others else len(ids)
-        return count
-
-    def _mine(self, ids: Tensor) -> Tensor:
-        owner = owner_rank(ids, OWNERS)
-        return (owner >= self._owners[0]) & (owner < self._owners[1])
 
     def _exact(self) -> Manifest | None:
         """The manifest to restore every entry to its own slot, if that is possible; else None."""
@@ -370,10 +202,13 @@ class PartsLoad:
 
     def _fill(self, exact: bool) -> int:
         lost = filled = 0
+        least = entry_bytes(self._target.fields)
         for columns, parts in self._by_columns:
             for part in parts:
-                with contextlib.closing(self._batches(part)) as batches:
+                with contextlib.closing(self._reader.batches(part, least)) as batches:
                     for batch in batches:
+                        if not self._target.is_int8:
+                            batch = dequantised(batch)
                         if filled:
                             self._write_beside(batch, columns, filled)
                         else:
@@ -420,52 +255,6 @@ class PartsLoad:
         slots = group.find(ids, offsets, 1)
         return torch.where(slots >= 0, slots - first, slots)
 
-    def _batches(self, part: Part) -> Iterator[dict[str, Tensor]]:
-        """The table's entries in a shard, read ahead by threads; each batch is valid until the
-        next."""
-        fields = part.fields
-        width = max(entry_bytes(fields), entry_bytes(self._target.fields))
-        size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
-        shards = [shard for _, manifest in part.layers for shard in manifest.shards]
-        size = min(size, max((shard.entries for shard in shards), default=1))
-        slots = SlotFilter(part.layers)
-        pin = self._group.device.type == "cuda"
-        with contextlib.ExitStack() as stack:
-            free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
-            pool = stack.enter_context(ThreadPoolExecutor(self._threads))
-            ahead: list[tuple[Future[_Read], Staging, int, bool, ShardCheck | None]] = []
-
-            def take() -> Iterator[dict[str, Tensor]]:
-                future, staging, layer, has_others, check = ahead.pop(0)
-                batch, look = future.result()
-                if check is not None and look is not None:
-                    check.add(look, len(batch["ids"]))
-                picked = slots.pick(layer, batch["slots"])
-                if has_others:
-                    mine = self._mine(batch["ids"])
-                    picked = mine if picked is None else picked & mine
-                if picked is not None:
-                    batch = {name: tensor[picked] for name, tensor in batch.items()}
-                yield batch if self._target.is_int8 else dequantised(batch)
-                advance(len(batch["ids"]) * entry_bytes(fields))
-                free.append(staging)
-
-            for layer, path, shard, has_others in self._shards(part):
-                reader = stack.enter_context(ShardReader(path, fields, shard))
-                check = None
-                if self._verify:
-                    manifest = part.layers[layer][1]
-                    check = ShardCheck(path, manifest, shard, part.owners)
-                for first in range(0, shard.entries, size):
-                    if len(ahead) == self._threads:
-                        yield from take()
-                    staging = free.pop()
-                    n = min(size, shard.entries - first)
-                    future = pool.submit(_read, reader, first, n, staging, check)
-                    ahead.append((future, staging, layer, has_others, check))
-            while ahead:
-                yield from take()
-
     def _as_target(self, batch: dict[str, Tensor], columns: Columns) -> dict[str, Tensor]:
         """Entries with the table's columns. Columns to be read later get initial values."""
         if columns == self.columns:
@@ -500,7 +289,7 @@ class PartsLoad:
     def lacks_states(self) -> bool:
         """Whether the table has optimizer states but the shards were saved without them."""
         return self._state_dim > 0 and any(
-            _has_no_optimizer(part)
+            part.has_no_optimizer
             or (part.manifest.reduced is not None and not part.manifest.reduced.states)
             for part in self._parts
         )

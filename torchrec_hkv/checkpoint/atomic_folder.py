@@ -16,8 +16,8 @@ _PARTS = frozenset({RECORD, TABLES, TENSORS, LINK})
 _TOKEN = ".seen-"
 
 
-class Place:
-    """The place of a checkpoint.
+class AtomicFolder:
+    """The folder of a checkpoint, which a save replaces in one step.
 
     Args:
         path: the folder of the checkpoint, or a symbolic link to it.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_hkv.checkpoint import place as place_module
+from torchrec_hkv.checkpoint import atomic_folder as place_module
+from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.exchange import exchange
-from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD
 
 
@@ -21,7 +21,7 @@ def write(folder: Path, text: str) -> None:
 
 
 def kept(path: Path) -> str:
-    return (Place(path).newest() / RECORD).read_text()
+    return (AtomicFolder(path).newest() / RECORD).read_text()
 
 
 def commit(path: Path, text: str, line: int = -1) -> int:
@@ -30,7 +30,7 @@ def commit(path: Path, text: str, line: int = -1) -> int:
     child = os.fork()
     if child == 0:
         try:
-            place = Place(path)
+            place = AtomicFolder(path)
             place.prepare()
             write(place.saving, text)
             lines = 0
@@ -146,7 +146,7 @@ def test_what_is_no_leftover_of_a_save_is_refused(tmp_path, name, kind, is_first
         "folder": "a folder that holds 'kept', which is not of a checkpoint",
     }[kind]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (compared below)
-        Place(path).prepare()
+        AtomicFolder(path).prepare()
     assert str(refusal.value) == (
         f"{left} is {what}, but a save writes to that name before it replaces the "
         "checkpoint: move it away, or save to a path of another name."
@@ -157,7 +157,7 @@ def test_what_is_no_leftover_of_a_save_is_refused(tmp_path, name, kind, is_first
         assert kept(path) == "old"
     elif "link" in kind:
         with pytest.raises(ValueError, match="There is no checkpoint at"):
-            Place(path).newest()
+            AtomicFolder(path).newest()
 
 
 def test_links_within_what_a_killed_save_left_are_not_followed(tmp_path, exchanges):
@@ -176,7 +176,7 @@ def test_links_within_what_a_killed_save_left_are_not_followed(tmp_path, exchang
 def test_a_killed_save_leaves_the_old_checkpoint_to_load(tmp_path):
     path = tmp_path / "checkpoint"
     commit(path, "old")
-    place = Place(path)
+    place = AtomicFolder(path)
     place.prepare()
     write(place.saving, "whole, but not yet in its place")
     assert kept(path) == "old"
@@ -185,8 +185,8 @@ def test_a_killed_save_leaves_the_old_checkpoint_to_load(tmp_path):
 
 
 def test_a_folder_that_a_rank_does_not_share(tmp_path):
-    first = Place(tmp_path / "first" / "checkpoint")
-    second = Place(tmp_path / "second" / "checkpoint")
+    first = AtomicFolder(tmp_path / "first" / "checkpoint")
+    second = AtomicFolder(tmp_path / "second" / "checkpoint")
     token = first.prepare()
     second.prepare()
     first.check_seen(token)
@@ -202,4 +202,4 @@ def test_a_link_that_leads_to_itself(tmp_path):
     link = tmp_path / "checkpoint"
     link.symlink_to(link)
     with pytest.raises(ValueError, match=r"^'.*/checkpoint' is a symbolic link that leads to itse"):
-        Place(link)
+        AtomicFolder(link)

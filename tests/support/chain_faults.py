@@ -1,0 +1,99 @@
+"""What goes wrong with chains of deltas: processes that are killed, and damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from torchrec_hkv.checkpoint.chain import Chain
+from torchrec_hkv.checkpoint.layers import read_saved, saved_shards
+from torchrec_hkv.checkpoint.record import TENSORS
+
+
+@contextlib.contextmanager
+def killed_after(calls: int) -> Iterator[None]:
+    """Kills the process at a call of a function of C, counted over all of its threads."""
+    left = [calls]
+
+    def count(frame: object, event: str, _: object) -> None:
+        if event == "c_call":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def spoil(root: Path, key: str, what: str, random: Random) -> bool:
+    """Damages something that the newest state of a chain needs.
+
+    Args:
+        root: the folder of the chain.
+        key: full name of the table.
+        what: "bit", "cut", "longer", "lost", "folder", "swapped" or "doubled".
+        random: chooses what is damaged.
+
+    Returns:
+        Whether the damage was possible.
+    """
+    layers = read_saved(root)
+    folders = [folder for folder, _ in layers]
+    if what == "folder":
+        shutil.rmtree(random.choice(folders))
+        return True
+    if what in ("swapped", "doubled"):
+        if len(folders) < 2:
+            return False
+        one, other = random.sample(folders, 2)
+        if what == "swapped":
+            spare = root / "spare"
+            one.rename(spare)
+            other.rename(one)
+            spare.rename(other)
+        else:
+            shutil.rmtree(other)
+            shutil.copytree(one, other)
+        return True
+    # Of the tensors only the newest checkpoint's are read, and of a shard what is newer than a
+    # delta that holds the whole of it.
+    read = {folders[0] / TENSORS, *folders}
+    for shard in saved_shards(layers, key):
+        read |= {shard.folder, *shard.earlier}
+    paths = [
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent in read
+    ]
+    if (root / "deltas.json").exists():  # not where the first write was killed
+        paths.append(root / "deltas.json")
+    path = random.choice(paths)
+    data = bytearray(path.read_bytes())
+    if what == "lost":
+        if path.name == "deltas.json" and len(Chain(root).names()) == 1:
+            return False  # as after a kill of the first write
+        path.unlink()
+        return True
+    if what == "longer":
+        data += b"x"
+    elif not data:
+        return False
+    elif what == "cut":
+        del data[random.randrange(len(data)) :]
+    else:
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+    return True
