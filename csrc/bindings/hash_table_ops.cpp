@@ -290,8 +290,8 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const Batch& batch,
-                          const std::shared_ptr<Pin>& pin,
-                          const std::optional<at::Tensor>& scores) {
+                          const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores,
+                          bool* found) {
   at::Tensor keys;
   if (scores || group.needs_scores()) {
     keys = keys_of_lookup(group, scores, ids.numel(), offsets, layout.first_bags());
@@ -323,9 +323,9 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
     HKV_ON_DEVICE(
         group.device(),
         hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given), group.aging(),
-                                        placement, out, nullptr, threads),
+                                        placement, out, found, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                         call.tick(), group.aging(), given, placement, out, nullptr,
+                                         call.tick(), group.aging(), given, placement, out, found,
                                          nullptr, scratch.data_ptr(), stream))
     keep_last_scores(group, slots, given);
   };

@@ -32,10 +32,12 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 
 // Slots of a batch's ids; missing ids are inserted. pin: null without a backward. scores: int64,
 // one for each id, for tables under 'customized'; in other tables an id counts once. Throws
-// ValueError or TypeError if scores are missing or not needed; nothing has changed then.
+// ValueError or TypeError if scores are missing or not needed; nothing has changed then. found (may
+// be null): one for each id, on the group's device: whether it was in its table before.
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const hash_table::Batch& batch,
-                          const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores);
+                          const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores,
+                          bool* found = nullptr);
 
 // Pooled rows, and on a GPU the positions grouped for the update: see pooled_lookup_grouped. The
 // last two are undefined without a grouping.

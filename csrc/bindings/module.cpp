@@ -4,8 +4,8 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/replay_module.h"
 #include "runtime/optimizer_config.h"
-#include "runtime/sampled_aging.h"
 #include "runtime/table_group.h"
 #include "runtime/torch_threads.h"
 
@@ -224,6 +224,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("FTRL", Optimizer::kFtrl);
   define_optimizer_config(m);
   define_tensor_train(m);
+  define_replay(m);
 
   m.attr("LEAST_NORMAL_MASS") = kLeastMass;
   m.def(
@@ -276,13 +277,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin")
       .def_property_readonly("number", &Pin::number)
       .def_property_readonly("growths", &Pin::growths);
-
-  py::class_<SampledAging>(m, "SampledAging")
-      .def(py::init<int64_t, std::optional<double>>(), py::arg("slots"), py::arg("c"))
-      .def("begin_call", &SampledAging::begin_call)
-      .def("end_call", &SampledAging::end_call, py::arg("ids"), py::arg("evicts"),
-           py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("c", &SampledAging::c);
 
   py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kAlone);
   m.attr("MAX_PINS") = hash_table::kMaxPins;

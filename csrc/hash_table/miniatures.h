@@ -49,6 +49,11 @@ struct SampledId {
   uint32_t given;
 };
 
+// Miniatures sample ids by the upper half of this hash.
+HKV_HOST_DEVICE uint64_t miniature_hash(int64_t id) {
+  return mix64(static_cast<uint64_t>(id) ^ 0xbb67ae8584caa73bull);
+}
+
 struct MiniatureSize {
   uint32_t sets;  // of each miniature
   uint32_t ways;  // entries of a set
@@ -91,7 +96,7 @@ struct Miniatures {
 
   // Whether an id is in the sample, and its place there.
   HKV_HOST_DEVICE bool sample(int64_t id, uint64_t given, int32_t table, SampledId* to) const {
-    const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0xbb67ae8584caa73bull);
+    const uint64_t hash = miniature_hash(id);
     if (hash >> 32 >= sampled) return false;
     const auto low = static_cast<uint32_t>(hash);
     to->where = static_cast<uint32_t>(table) * kMostMiniatureSets +

@@ -11,6 +11,7 @@
 
 #include "hash_table/aged_lfu.h"
 #include "hash_table/miniatures.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::runtime {
 
@@ -24,6 +25,13 @@ class SampledAging {
   // Ends it: the table looks up `ids`, int64 on the CPU. `evicts`: whether it has ever evicted.
   void end_call(const at::Tensor& ids, bool evicts);
 
+  // Begins a call, and gives a table of a sample the same half-life.
+  void begin_call_of(TableGroup& group, int64_t table);
+  // Ends a call of `lookups` ids. `ids`: at least those that the miniatures sample, in order.
+  void end_call(const int64_t* ids, int64_t n, int64_t lookups, bool evicts);
+
+  // The ids that the miniatures sample have a miniature_hash() whose upper half is below this.
+  uint64_t sampled() const { return entries_.empty() ? 0 : miniatures_.sampled; }
   double c() const { return aged_.c; }
 
  private:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.ids import hashed, power_law
+from tests.support.sampled_log import groups, places
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.replay import Policy, TableSettings, replay
 from torchrec_hkv.replay.arrays import ArrayLog
-from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of, mixed
+from torchrec_hkv.replay.sample import GROUPS
 
-ROWS = (5_000, 20_000, 60_000)
+ROWS = (20_000, 40_000, 60_000)
 TABLES = {"t": TableSettings(("ids",), ROWS, (Policy("lru"), Policy("lfu")))}
 
 
@@ -57,10 +59,9 @@ def test_hit_rates_are_those_of_the_whole_log(log, full):
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_an_id_of_many_lookups_changes_nothing(ids, is_sampled):
     """A quarter of all lookups; whether the sample has it says nothing of the others."""
-    bits = mixed(torch.arange(1, 101))  # the stream has none of these
-    inside = torch.zeros(100, dtype=torch.bool)
-    inside[Sample(0.1).taken(bits)] = True
-    hot = 1 + int((inside == is_sampled).nonzero()[0])
+    candidates = np.arange(1, 101)  # the stream has none of these
+    inside = np.isin(candidates, candidates[places(candidates, 0.1)])
+    hot = int(candidates[inside == is_sampled][0])
     stream_with = ids.clone()
     stream_with[::4] = hot
     log = ArrayLog("log", {"ids": stream_with.numpy()})
@@ -93,17 +94,16 @@ def test_a_sample_is_a_fair_share_of_any_ids(name, rate):
         "hashed": hashed(index),
         "fields": (index % 64 << 48) | index // 64,
     }
-    bits = mixed(streams[name])
-    at = Sample(rate).taken(bits)
-    groups = groups_of(bits[at])
-    assert at.numel() == pytest.approx(400_000 * rate, rel=4 / (400_000 * rate) ** 0.5)
-    counts = torch.bincount(groups, minlength=GROUPS).double()
-    expected = at.numel() / GROUPS
-    assert float(((counts - expected) ** 2 / expected).sum()) < 210  # chi-square, 127 degrees
+    ids = streams[name].numpy()
+    at = places(ids, rate)
+    assert len(at) == pytest.approx(400_000 * rate, rel=4 / (400_000 * rate) ** 0.5)
+    counts = np.bincount(groups(ids[at]), minlength=GROUPS)
+    expected = len(at) / GROUPS
+    assert ((counts - expected) ** 2 / expected).sum() < 210  # chi-square, 127 degrees
 
 
 def test_too_small_a_sample_is_refused(log):
-    with pytest.raises(ValueError, match=r"a sample of 0\.01 leaves 50 of 5,000 rows, but must"):
+    with pytest.raises(ValueError, match=r"a sample of 0\.01 leaves 200 of 20,000 rows, but must"):
         replay(log, TABLES, sample=0.01)
 
 
@@ -114,3 +114,13 @@ def test_a_burst_makes_no_frequent_id():
     seen = replay(log, TABLES, batch_size=2000, sample=0.1)["t"].frequencies
     assert seen.num_ids == pytest.approx(3000, rel=0.2)
     assert seen.share_of(30) == pytest.approx(0.01, abs=0.003)
+
+
+def test_one_number_of_rows_is_corrected_as_several_are(log):
+    def hit_rates(*rows):
+        tables = {"t": TableSettings(("ids",), rows, (Policy("lru"), Policy("lfu")))}
+        curves = replay(log, tables, batch_size=2000, sample=0.1)["t"].curves
+        return [[(point.rows, point.hit_rate) for point in curve.points] for curve in curves]
+
+    one, two = hit_rates(20_000), hit_rates(20_000, 40_000)
+    assert one == [points[:1] for points in two]

@@ -56,7 +56,7 @@ def test_hit_rates_of_a_sample(power):
     ids[::5] = 12345
     log = ArrayLog("log", {"ids": ids.numpy()})
     policies = (Policy("adaptive"), Policy(AgedLFU(3.0)))
-    tables = {"t": TableSettings(("ids",), (10_000, 40_000), policies)}
+    tables = {"t": TableSettings(("ids",), (20_000, 40_000), policies)}
     full = replay(log, tables, batch_size=3000)["t"]
     sampled = replay(log, tables, batch_size=3000, sample=0.1)["t"]
     for curve, whole in zip(sampled.curves, full.curves, strict=True):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of, mixed
+from tests.support.sampled_log import groups, places
+from torchrec_hkv.replay.sample import GROUPS, Sample, sample_ids
 from torchrec_hkv.replay.windows import Windows, corrected
 
 PARTS = (3000, 1, 7000, 0, 5000)
@@ -22,10 +24,8 @@ def stream(seed=2):
 def counted(windows, ids):
     begin = 0
     for length in PARTS:
-        bits = mixed(ids[begin : begin + length])
-        at = windows.counted.taken(bits)
-        bits = bits[at]
-        windows.see(bits, at, windows.sample.taken(bits), length)
+        taken = sample_ids(ids[begin : begin + length], windows.counted, windows.sample)
+        windows.see(taken, length)
         begin += length
     return windows
 
@@ -46,12 +46,12 @@ def test_numbers_are_those_of_sets():
     expected = [windows_of(ids, length, starts) for length in SMALL]
     expected += [windows_of(ids, length, [0]) for length in LARGE] + [[ids]]
     for of_group, of_each, parts in zip(of_groups, of_all, expected, strict=True):
-        groups = torch.zeros(GROUPS)
+        counts = np.zeros(GROUPS)
         for part in parts:
-            bits = mixed(part.unique())
-            sampled = groups_of(bits[windows.sample.taken(bits)])
-            groups += torch.bincount(sampled, minlength=GROUPS)
-        assert of_group.tolist() == groups.tolist()
+            sampled = part.unique().numpy()
+            sampled = sampled[places(sampled, windows.sample.rate)]
+            counts += np.bincount(groups(sampled), minlength=GROUPS)
+        assert of_group.tolist() == counts.tolist()
         distinct = sum(part.unique().numel() for part in parts)
         assert float(of_each) == pytest.approx(distinct, rel=0.02)
 
@@ -79,11 +79,12 @@ def test_the_error_is_what_samples_differ_by():
         moved = ids + 10**9 * shift  # another sample
         windows = counted(Windows(Sample(0.2), SMALL, LARGE), moved)
         distinct = moved.unique()
-        bits = mixed(distinct)
         missing = torch.rand(distinct.numel(), generator=generator) < 1 / 3
-        ours = windows.sample.taken(bits)
+        ours = places(distinct.numpy(), 0.2)
         misses = torch.bincount(
-            groups_of(bits[ours]), weights=8.0 * missing[ours], minlength=GROUPS
+            torch.from_numpy(groups(distinct[ours].numpy())),
+            weights=8.0 * missing[ours],
+            minlength=GROUPS,
         )
         share, error = corrected(misses, windows, ids.numel())
         shares.append(share)

@@ -60,10 +60,11 @@ class ArrayLog(Log):
 
 
 def int64_tensor(values: np.ndarray) -> torch.Tensor:
-    """Copies integers of any width to int64; uint64 keeps its bits."""
+    """Integers of any width as int64; uint64 keeps its bits. Copies only if it has to."""
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
-        values = values.astype(np.uint64).view(np.int64)
-    return torch.from_numpy(np.array(values, dtype=np.int64, order="C"))
+        values = values.astype(np.uint64, copy=False).view(np.int64)
+    values = np.ascontiguousarray(values, dtype=np.int64)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 def read_npy(path: Path) -> Log:
@@ -76,7 +77,7 @@ def read_npy(path: Path) -> Log:
     """
     check_file(path)
     try:
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="c")  # a tensor's memory must be writable
     except (ValueError, OSError, EOFError) as error:
         raise LogError(f"{path} is not a .npy file of numbers: {error}.") from None
     return ArrayLog(str(path), {"ids" if array.ndim == 1 else "": array})

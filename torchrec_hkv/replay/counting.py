@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_hkv import _C
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.hash_table import HashTable, table_memory
 from torchrec_hkv.hash_table.available_memory import host_memory
 from torchrec_hkv.replay.sample import Sample
+from torchrec_hkv.replay.steps import Steps
 
 #: Number of candidates for the most frequent ids; the stride of the lookups that are counted (a
 #: prime, because logs repeat with the number of lookups of a request); and the counted lookups that
@@ -40,15 +42,16 @@ class IdCounter:
 
     def __init__(self, table: str, share: float = 1.0) -> None:
         self.table = table
-        self._counts = growing_table(table, share)
+        self._counts = _C.IdCounts(int(host_memory()[0] / 2 * share))
 
-    def count(self, ids: Tensor) -> Tensor:
-        """Counts the ids of a step. Returns which ids were seen before, bool ``[n]``.
+    def count(self, ids: Tensor, ends: Tensor) -> Tensor:
+        """Counts the ids of steps. Returns which ids were seen in an earlier step, bool ``[n]``.
 
         Args:
             ids: int64 ``[n]``.
+            ends: int64, end of each step in ``ids``.
         """
-        return self._counts.find_or_insert_slots(ids)[1]
+        return self._counts.count(ids, ends)
 
     def check(self) -> None:
         """Checks that all ids were counted.
@@ -56,10 +59,9 @@ class IdCounter:
         Raises:
             ValueError: the memory is too small for the ids.
         """
-        counters = self._counts.counters()
-        if counters["evicted"] or counters["refused"]:
+        if self._counts.overflowed:
             raise ValueError(
-                f"Table {self.table!r} has more than {counters['size']:,} different ids, more "
+                f"Table {self.table!r} has more than {self.distinct:,} different ids, more "
                 "than fit into memory: replay a sample of them."
             )
 
@@ -70,29 +72,24 @@ class IdCounter:
 
     def entries(self) -> tuple[Tensor, Tensor]:
         """The ids and the number of lookups of each, int64 ``[n]`` both."""
-        parts = [(entries.ids, entries.scores) for entries in self._counts.export()]
-        empty = torch.empty(0, dtype=torch.int64)
-        return (
-            torch.cat([empty, *(ids for ids, _ in parts)]),
-            torch.cat([empty, *(counts for _, counts in parts)]),
-        )
+        return self._counts.entries()
 
 
 class FrequentIds:
     """Counts the most frequent ids of a log in a share of all lookups, because a sample of ids may
     lack them."""
 
+    #: As :func:`torchrec_hkv.replay.tables.work_of`.
+    work = 12.0
+
     def __init__(self) -> None:
         self._counts = HashTable(1, _HOT_ROWS, eviction="lfu", name="frequent")
         self._seen = 0
         self._generator = torch.Generator().manual_seed(0)
 
-    def see(self, ids: Tensor) -> None:
-        """Counts a share of the lookups of a part of a log.
-
-        Args:
-            ids: int64 ``[n]``.
-        """
+    def see(self, steps: Steps) -> None:
+        """Counts a share of the lookups of the part of the log that ends the steps."""
+        ids = steps.part
         begin = int(torch.randint(_HOT_STRIDE, (1,), generator=self._generator))
         looked_at = ids[begin::_HOT_STRIDE].contiguous()
         for call in looked_at.split(_HOT_CALL):

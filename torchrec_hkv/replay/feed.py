@@ -8,30 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.replay.counting import FrequentIds
 from torchrec_hkv.replay.log import Ids, Part
-from torchrec_hkv.replay.sample import Sample, groups_of, mixed
+from torchrec_hkv.replay.sample import Sample, groups_of, sample_ids
+from torchrec_hkv.replay.steps import Steps
 from torchrec_hkv.replay.windows import Windows
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """Successive steps of a table.
-
-    Attributes:
-        first: number of the first step.
-        ids: int64 ``[n]``, ids of all steps.
-        groups: int64 ``[n]``, groups of the ids (:func:`groups_of`), or None if all ids are
-            replayed.
-        ends: end of each step in ``ids``.
-        whole: the same steps with all ids of the log, or None if they are not kept.
-    """
-
-    first: int
-    ids: Tensor
-    groups: Tensor | None
-    ends: list[int]
-    whole: Steps | None = None
 
 
 class Feed:
@@ -58,8 +38,9 @@ class Feed:
         self._samples = 0
         self._begun = _Begun(None if sample.is_all else torch.empty(0, dtype=torch.int64))
         self._whole = _Begun(None) if keeps_whole and not sample.is_all else None
-        self.frequent = None if sample.is_all else FrequentIds()
         self.windows = None if sample.is_all else Windows(sample)
+        #: As :func:`torchrec_hkv.replay.tables.work_of`.
+        self.work = 5.0 if self.windows is None else 8 + 35 * self.windows.counted.rate
         self.lookups = 0
         self.bounds: tuple[int, int] | None = None
 
@@ -69,18 +50,15 @@ class Feed:
         Args:
             part: the next part of the log.
         """
-        ids = self._merged([part.columns[name] for name in self._columns])
-        self._see(ids.values)
-        all_values = values = ids.values
-        all_samples = samples = ids.samples
-        groups = None
-        if self.windows is not None:
-            bits = mixed(values)
-            counted = self.windows.counted.taken(bits)
-            bits = bits[counted]
-            ours = self._sample.taken(bits)
-            self.windows.see(bits, counted, ours, values.numel())
-            at, groups = counted[ours], groups_of(bits[ours])
+        ids = self._merged([part.columns[name] for name in self._columns], part.num_samples)
+        values, samples, groups = ids.values, ids.samples, None
+        if self.windows is None:
+            self._see(values.numel(), torch.stack(torch.aminmax(values)) if len(values) else values)
+        else:
+            taken = sample_ids(values, self.windows.counted, self._sample)
+            self._see(values.numel(), taken.bounds)
+            self.windows.see(taken, values.numel())
+            at, groups = taken.at[taken.ours], groups_of(taken.bits[taken.ours])
             values = values[at]
             samples = at if samples is None else samples[at]
         first = self._samples // self._batch_size
@@ -89,44 +67,46 @@ class Feed:
         # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
-        steps = self._begun.cut(first, values, groups, _ends(samples, bounds))
+        steps = self._begun.cut(first, values, groups, _ends(samples, bounds), ids.values)
         if self._whole is None:
             return steps
-        whole = self._whole.cut(first, all_values, None, _ends(all_samples, bounds))
+        whole = self._whole.cut(first, ids.values, None, _ends(ids.samples, bounds), ids.values)
         return dataclasses.replace(steps, whole=whole)
 
     def last(self) -> Steps:
         """The last step, if the log ended within one."""
         first = self._samples // self._batch_size
         steps = self._begun.last(first)
-        if self._whole is None or not steps.ends:
+        if self._whole is None or steps.ends.numel() == 0:
             return steps
         return dataclasses.replace(steps, whole=self._whole.last(first, always=True))
 
-    def _merged(self, columns: list[Ids]) -> Ids:
+    def _merged(self, columns: list[Ids], num_samples: int) -> Ids:
         """Ids of all columns, ordered by step, then by column, with the begin of each step."""
         if len(columns) == 1:
             return columns[0]
-        samples = torch.cat(
-            [
-                torch.arange(ids.values.numel()) if ids.samples is None else ids.samples
-                for ids in columns
-            ]
-        )
-        steps, order = ((samples + self._samples) // self._batch_size).sort(stable=True)
-        values = torch.cat([ids.values for ids in columns])[order]
-        return Ids(values, steps * self._batch_size - self._samples)
+        first = self._samples // self._batch_size
+        last = -(-(self._samples + num_samples) // self._batch_size)
+        bounds = torch.arange(first, last + 1) * self._batch_size - self._samples
+        # [columns, steps + 1], [columns, steps]: begin and number of a step's ids in each column.
+        begins = torch.stack([_ends(ids.samples, bounds.clamp(0, num_samples)) for ids in columns])
+        counts = begins.diff()
+        # Begin of each step and column among all ids.
+        places = counts.T.flatten().cumsum(0).view(-1, len(columns)).T - counts
+        values = torch.empty(int(counts.sum()), dtype=torch.int64)
+        for ids, number, place, begin in zip(columns, counts, places, begins, strict=True):
+            moved = torch.repeat_interleave(place - begin[:-1], number)
+            values[moved + torch.arange(moved.numel())] = ids.values
+        return Ids(values, torch.repeat_interleave(bounds[:-1], counts.sum(0)))
 
-    def _see(self, ids: Tensor) -> None:
-        if ids.numel() == 0:
+    def _see(self, lookups: int, bounds: Tensor) -> None:
+        if lookups == 0:
             return
-        self.lookups += ids.numel()
-        low, high = (int(bound) for bound in torch.aminmax(ids))
+        self.lookups += lookups
+        low, high = bounds.tolist()
         if self.bounds is not None:
             low, high = min(low, self.bounds[0]), max(high, self.bounds[1])
         self.bounds = low, high
-        if self.frequent is not None:
-            self.frequent.see(ids)
 
 
 def _ends(samples: Tensor | None, bounds: Tensor) -> Tensor:
@@ -144,20 +124,22 @@ class _Begun:
     def __init__(self, groups: Tensor | None) -> None:
         self._ids, self._groups = torch.empty(0, dtype=torch.int64), groups
 
-    def cut(self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor) -> Steps:
+    def cut(
+        self, first: int, ids: Tensor, groups: Tensor | None, ends: Tensor, part: Tensor
+    ) -> Steps:
         """Prepends the remainder of the last part, and keeps the remainder of this part."""
         before = self._ids.numel()
         if before:
             ids = torch.cat([self._ids, ids])
             groups = None if groups is None else torch.cat([self._groups, groups])
-        stops = (ends + before).tolist()
-        used = stops[-1] if stops else 0
+        stops = ends + before
+        used = int(stops[-1]) if stops.numel() else 0
         self._ids = ids[used:].clone()
         self._groups = None if groups is None else groups[used:].clone()
-        return Steps(first, ids[:used], None if groups is None else groups[:used], stops)
+        return Steps(first, ids[:used], None if groups is None else groups[:used], stops, part)
 
     def last(self, first: int, *, always: bool = False) -> Steps:
         """The remainder as a step; none if it has no ids, except with ``always``."""
         empty = torch.empty(0, dtype=torch.int64)
         ends = torch.zeros(1 if always or self._ids.numel() else 0, dtype=torch.int64)
-        return self.cut(first, empty, None if self._groups is None else empty, ends)
+        return self.cut(first, empty, None if self._groups is None else empty, ends, empty)

@@ -7,25 +7,27 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import table_memory
-from torchrec_hkv.replay.counting import IdCounter, frequencies
-from torchrec_hkv.replay.feed import Feed, Steps
+from torchrec_hkv.replay.counting import FrequentIds, IdCounter, frequencies
+from torchrec_hkv.replay.feed import Feed
 from torchrec_hkv.replay.log import Log, LogError, Part
 from torchrec_hkv.replay.policy import Policy
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.sample import Sample
-from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting
+from torchrec_hkv.replay.steps import Steps
+from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting, work_of
 from torchrec_hkv.replay.windows import corrected, uncrowded
 
-#: Smallest number of rows of a sampled table. With fewer rows, hit rates are off by more than .005
-#: (docs/guide/replay.md).
-LEAST_SAMPLED_ROWS = 500
-#: Work of counting an id, relative to replaying it in one table.
-_COUNTING = 1.5
+#: Smallest number of rows of a sampled table. With fewer rows, some samples are off by more than
+#: .005 (docs/guide/replay.md).
+LEAST_SAMPLED_ROWS = 2000
+#: Groups of tables for each thread.
+_PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,39 +95,42 @@ def replay(
             _Running(name, table, sampled, batch_size, workers, 1 / len(tables))
             for name, table in tables.items()
         ]
-        lanes = _lanes(running, workers)
         # Separate tables use threads of their own, because torch's threads wait for each other in
         # each call.
         torch.set_num_threads(1)
-        with ThreadPoolExecutor(len(lanes)) as pool:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             samples = 0
             columns = list(dict.fromkeys(c for table in tables.values() for c in table.columns))
+            steps: list[Steps] = []
             for part in _ahead(log.parts(columns)):
-                _replay_part(pool, lanes, [one.feed.steps(part) for one in running])
+                steps = _next_steps(pool, running, part, steps)
                 samples += part.num_samples
                 if progress is not None:
                     progress(samples)
-            _replay_part(pool, lanes, [one.feed.last() for one in running])
+            last = [one.feed.last() for one in running]
+            for each in (steps, last):
+                _next_steps(pool, running, None, each)
     finally:
         torch.set_num_threads(before)
     return {one.name: one.result() for one in running}
 
 
-def _replay_part(
-    pool: ThreadPoolExecutor, lanes: list[list[tuple[int, _Seeing]]], steps: list[Steps]
-) -> None:
-    futures = [pool.submit(_run, lane, steps) for lane in lanes]
-    for future in futures:
-        future.result()
-
-
-_Seeing = ReplayedTables | CountedIds
-
-
-def _run(lane: list[tuple[int, _Seeing]], steps: list[Steps]) -> None:
-    torch.set_num_threads(1)
-    for table, seeing in lane:
-        seeing.see(steps[table])
+def _next_steps(
+    pool: ThreadPoolExecutor, running: Sequence[_Running], part: Part | None, steps: list[Steps]
+) -> list[Steps]:
+    """Replays steps. Meanwhile divides the next part of the log into steps and returns these."""
+    tasks: list[tuple[float, Callable[..., Any], Part | Steps]] = [
+        (seeing.work, seeing.see, of_table)
+        for one, of_table in zip(running, steps, strict=False)
+        for seeing in one.seeing
+    ]
+    if part is not None:
+        tasks += [(one.feed.work, one.feed.steps, part) for one in running]
+    # The longest come first, so that the threads end at about the same time.
+    tasks.sort(key=lambda task: -task[0])
+    results = [pool.submit(run, given) for _, run, given in tasks]
+    made = {run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)}
+    return [] if part is None else [made[one.feed.steps] for one in running]
 
 
 class _Running:
@@ -144,12 +149,20 @@ class _Running:
         ages = any(policy.ages for policy in table.policies)
         self.feed = Feed(table.columns, sample, batch_size, keeps_whole=ages)
         self.counted = CountedIds(IdCounter(name, share / 2), sample)
-        settings = [Setting(policy, rows) for policy in table.policies for rows in table.rows]
-        parts = min(workers, len(settings))
+        self._tried = sorted(set(table.rows))
+        if not sample.is_all and len(self._tried) == 1:
+            self._tried.append(2 * self._tried[0])  # for the slope of the curve (`uncrowded`)
+        settings = [Setting(policy, rows) for policy in table.policies for rows in self._tried]
+        groups = _divided(settings, sample, min(_PARTS * workers, len(settings)))
         self.tables = [
-            ReplayedTables(name, settings[at::parts], sample, batch_size, share / 2 / parts)
-            for at in range(parts)
+            ReplayedTables(name, group, sample, batch_size, share / 2 / len(groups))
+            for group in groups
         ]
+        self.frequent = None if sample.is_all else FrequentIds()
+        #: What sees the steps, independently of each other.
+        self.seeing: list[ReplayedTables | CountedIds | FrequentIds] = [self.counted, *self.tables]
+        if self.frequent is not None:
+            self.seeing.append(self.frequent)
 
     def result(self) -> Replayed:
         counter, lookups = self.counted.counter, self.feed.lookups
@@ -165,7 +178,7 @@ class _Running:
             for tables in self.tables
             for setting, counted in zip(tables.settings, tables.counts(), strict=True)
         }
-        seen = frequencies(counter, self._sample, self.feed.frequent, lookups, self.feed.bounds)
+        seen = frequencies(counter, self._sample, self.frequent, lookups, self.feed.bounds)
         return Replayed(
             name=self.name,
             lookups=lookups,
@@ -173,24 +186,14 @@ class _Running:
             unlimited_hit_rate=self._hit_rate(self.counted.misses)[0],
             frequencies=seen,
             curves=tuple(
-                Curve(
-                    policy,
-                    self._points(
-                        [
-                            (setting, counts[setting])
-                            for setting in (
-                                Setting(policy, rows) for rows in sorted(set(self._table.rows))
-                            )
-                        ]
-                    ),
-                )
-                for policy in self._table.policies
+                Curve(policy, self._points(policy, counts)) for policy in self._table.policies
             ),
         )
 
-    def _points(self, counted: Sequence[tuple[Setting, Counts]]) -> tuple[Point, ...]:
+    def _points(self, policy: Policy, counts: Mapping[Setting, Counts]) -> tuple[Point, ...]:
         """The curve of one policy."""
-        points = [self._point(setting, counts) for setting, counts in counted]
+        settings = [Setting(policy, rows) for rows in self._tried]
+        points = [self._point(setting, counts[setting]) for setting in settings]
         if self.feed.windows is not None:
             rows = [point.rows for point in points]
             rates = uncrowded([point.hit_rate for point in points], rows, self.feed.windows)
@@ -198,7 +201,7 @@ class _Running:
                 dataclasses.replace(point, hit_rate=rate)
                 for point, rate in zip(points, rates, strict=True)
             ]
-        return tuple(points)
+        return tuple(point for point in points if point.rows in self._table.rows)
 
     def _hit_rate(self, misses: Tensor) -> tuple[float, float]:
         """The hit rate and its standard error."""
@@ -242,19 +245,15 @@ class _Running:
         )
 
 
-def _lanes(running: Sequence[_Running], workers: int) -> list[list[tuple[int, _Seeing]]]:
-    """Divides tables among threads by their work."""
-    work: list[tuple[float, int, _Seeing]] = []
-    for at, one in enumerate(running):
-        work.append((_COUNTING, at, one.counted))
-        work += [(float(len(tables.settings)), at, tables) for tables in one.tables]
-    loads = [0.0] * min(workers, len(work))
-    lanes: list[list[tuple[int, _Seeing]]] = [[] for _ in loads]
-    for load, at, seeing in sorted(work, key=lambda item: -item[0]):
-        lane = loads.index(min(loads))
-        loads[lane] += load
-        lanes[lane].append((at, seeing))
-    return lanes
+def _divided(settings: Sequence[Setting], sample: Sample, parts: int) -> list[list[Setting]]:
+    """Divides settings into groups of about equal work."""
+    groups: list[list[Setting]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    for setting in sorted(settings, key=lambda one: -work_of(one, sample)):
+        least = loads.index(min(loads))
+        groups[least].append(setting)
+        loads[least] += work_of(setting, sample)
+    return groups
 
 
 def _ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:

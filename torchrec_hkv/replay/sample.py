@@ -11,13 +11,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16
+from torchrec_hkv import _C
+
 #: Number of groups of sampled ids. The spread over groups shows how much an estimate depends on the
 #: drawn ids.
-GROUPS = 128
-# Odd constants, different from those of the tables' hash, so that the sample is spread over
-# buckets.
-_FIRST, _SECOND = -6884282663029611473, -2545237284413741335
+GROUPS: int = _C.REPLAY_GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,37 +33,57 @@ class Sample:
         """Whether the sample contains all ids."""
         return self.rate >= 1.0
 
-    def taken(self, bits: Tensor) -> Tensor:
-        """Positions of the ids in the sample, int64 ``[m]``, ascending.
-
-        Args:
-            bits: int64 ``[n]``, hashes of ids by :func:`mixed`.
-        """
-        most = min(int(self.rate * 2.0**64) - (1 << 63), (1 << 63) - 1)
-        return (bits <= most).nonzero().squeeze(1)
+    @property
+    def most(self) -> int:
+        """The highest hash, as int64, of an id in the sample."""
+        return min(int(self.rate * 2.0**64) - (1 << 63), (1 << 63) - 1)
 
 
-def mixed(ids: Tensor) -> Tensor:
-    """A 64-bit hash of each id, all of whose bits are evenly distributed.
+@dataclasses.dataclass(frozen=True)
+class SampledIds:
+    """Ids of a part of a log that two samples contain.
+
+    Attributes:
+        bits: int64 ``[n]``, hashes of the ids in the larger sample.
+        at: int64 ``[n]``, ascending positions of these ids in the part.
+        ours: int64 ``[m]``, ascending indices in ``at`` of the ids in the smaller sample.
+        bounds: int64 ``[2]``, lowest and highest id of the part; ``[0]`` if it has no ids.
+    """
+
+    bits: Tensor
+    at: Tensor
+    ours: Tensor
+    bounds: Tensor
+
+
+def sample_ids(ids: Tensor, larger: Sample, smaller: Sample) -> SampledIds:
+    """Finds the ids in two samples.
 
     Args:
-        ids: int64 ``[n]``.
+        ids: int64 ``[n]`` on the CPU.
+        larger: a sample that contains the smaller one.
+        smaller: a sample.
     """
-    bits = ids * _FIRST
-    shifted = torch.empty(min(ids.numel(), _BLOCK), dtype=torch.int64)
-    for block in bits.split(_BLOCK):  # chunks that fit into caches
-        high = shifted[: block.numel()]
-        block ^= torch.bitwise_right_shift(block, 32, out=high)
-        block *= _SECOND
-        block ^= torch.bitwise_right_shift(block, 29, out=high)
-        block *= _FIRST
-    return bits
+    return SampledIds(*torch.ops.torchrec_hkv.sample_ids(ids, larger.most, smaller.most))
+
+
+@torch.library.register_fake("torchrec_hkv::sample_ids")
+def _(ids: Tensor, most_counted: int, most_sampled: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    counted, sampled = context.new_dynamic_size(), context.new_dynamic_size()
+    bounds = context.new_dynamic_size()
+    return (
+        ids.new_empty(counted),
+        ids.new_empty(counted),
+        ids.new_empty(sampled),
+        ids.new_empty(bounds),
+    )
 
 
 def groups_of(bits: Tensor) -> Tensor:
     """The group of each id, 0 to :data:`GROUPS` - 1.
 
     Args:
-        bits: int64 ``[n]``, hashes by :func:`mixed`.
+        bits: int64 ``[n]``, hashes of ids.
     """
     return (bits >> 24) & (GROUPS - 1)

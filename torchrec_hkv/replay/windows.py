@@ -16,16 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import HashTable
-from torchrec_hkv.replay.counting import growing_table
-from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of
+from torchrec_hkv import _C
+from torchrec_hkv.replay.sample import GROUPS, Sample, SampledIds
 
 #: Number of counted ids for each replayed id.
 _TIMES = 16
 #: Lookups in a window.
 _SMALL, _LARGE = (1 << 13, 1 << 16, 1 << 19), (1 << 22, 1 << 25, 1 << 28)
 _LEAST_CELLS, _MOST_CELLS = 1 << 6, 1 << 25
-_ODD = -7046029254386353131
 #: Regularisation of the regression, because neighbouring lengths have similar numbers.
 _RIDGE = 1e-3
 
@@ -34,7 +32,7 @@ class Windows:
     """Counts distinct ids in windows, over all ids and over the groups of a sample.
 
     Numbers of lookups would not do, because one id may have a large share of the lookups and no
-    miss.
+    miss. Linear counting of a larger sample gives the numbers over all ids.
 
     Args:
         sample: the ids that are replayed.
@@ -47,23 +45,36 @@ class Windows:
     ) -> None:
         self.sample = sample
         self.counted = Sample(min(1.0, _TIMES * sample.rate))
-        self._small = [_Small(length, self.counted) for length in small]
-        self._large = [_Large(length, self.counted) for length in (*large, None)]
+        rate = self.counted.rate
+        within = [(length, _cells(length * rate)) for length in small]
+        over = [(length, _cells(length * rate)) for length in large]
+        over.append((0, _cells(_MOST_CELLS)))  # the whole log
+        self._windows = _C.ReplayWindows(within, over)
+        self._within = len(within)
+        self._cells = [cells for _, cells in (*within, *over)]
+        self._distinct = [0.0] * len(self._cells)
 
-    def see(self, bits: Tensor, at: Tensor, sampled: Tensor, length: int) -> None:
+    def see(self, ids: SampledIds, length: int) -> None:
         """Counts a part of the log.
 
         Args:
-            bits: int64 ``[n]``, hashes of the counted ids by :func:`mixed`.
-            at: int64 ``[n]``, ascending, positions of the counted ids in the part.
-            sampled: int64 ``[m]``, ascending, indices of the replayed ids among the counted ones.
+            ids: ids in the larger and the smaller sample.
             length: number of lookups in the part.
         """
-        ours, places = bits[sampled], at[sampled]
-        for small in self._small:
-            small.see(bits, at, ours, places, length)
-        for large in self._large:
-            large.see(bits, at, ours, places, length)
+        self._add(self._windows.see(ids.bits, ids.at, ids.ours, length))
+
+    def _add(self, occupied: list[Tensor]) -> None:
+        """Adds the distinct ids of windows that ended.
+
+        Args:
+            occupied: occupied cells of these windows, by length.
+        """
+        for at, (taken, cells) in enumerate(zip(occupied, self._cells, strict=True)):
+            if at < self._within:
+                self._distinct[at] += float(_distinct(taken, cells).sum())
+                continue
+            for window in taken:
+                self._distinct[at] += float(_distinct(window, cells))
 
     @functools.cached_property
     def covariates(self) -> tuple[Tensor, Tensor]:
@@ -72,12 +83,9 @@ class Windows:
         Returns:
             float64 ``[numbers, GROUPS]`` for the sample's groups, and ``[numbers]`` for all ids.
         """
-        for window in self._large:
-            window.close()
-        windows = [*self._small, *self._large]
-        of_groups = torch.stack([window.of_groups for window in windows])
-        of_all = [window.counted / self.counted.rate for window in windows]
-        return of_groups, torch.tensor(of_all, dtype=torch.float64)
+        self._add(self._windows.close())
+        of_all = [distinct / self.counted.rate for distinct in self._distinct]
+        return self._windows.of_groups.double(), torch.tensor(of_all, dtype=torch.float64)
 
     def crowding(self, rows: int) -> float:
         """Logarithm of the sample's number of distinct ids over its expected share.
@@ -87,90 +95,12 @@ class Windows:
         """
         of_groups, of_all = self.covariates
         ratios = (of_groups.sum(1) / (self.sample.rate * of_all)).clamp(min=1e-9).log()
-        windows = [*self._small, *self._large]
-        sizes = [float(n) / window.number for n, window in zip(of_all, windows, strict=True)]
+        sizes = [float(n) / number for n, number in zip(of_all, self._windows.numbers, strict=True)]
         known = sorted(zip(sizes, ratios.tolist(), strict=True))
         for (low, before), (high, after) in itertools.pairwise(known):
             if low <= rows < high:
                 return before + math.log(rows / low) / math.log(high / low) * (after - before)
         return known[0][1] if rows < known[0][0] else known[-1][1]
-
-
-class _Small:
-    """Windows that lie within one part."""
-
-    def __init__(self, length: int, counted: Sample) -> None:
-        self._length = length
-        self._cells = _cells(length * counted.rate)
-        self.counted, self.number = 0.0, 0
-        self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
-
-    def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
-        number = -(-length // self._length)
-        cells = torch.zeros(number * self._cells, dtype=torch.uint8)
-        cells.index_fill_(0, (at // self._length) * self._cells + (bits & (self._cells - 1)), 1)
-        taken = cells.view(number, self._cells).count_nonzero(dim=1)
-        self.counted += float(_distinct(taken, self._cells).sum())
-        self.number += number
-        # An id counts once in a window.
-        keys, order = (ours ^ (places // self._length * _ODD)).sort()
-        is_first = torch.ones(keys.numel(), dtype=torch.bool)
-        is_first[1:] = keys[1:] != keys[:-1]
-        first = groups_of(ours[order[is_first]])
-        self.of_groups += torch.bincount(first, minlength=GROUPS)
-
-
-class _Large:
-    """Windows over several parts. With a length of None, one window covers the whole log."""
-
-    def __init__(self, length: int | None, counted: Sample) -> None:
-        self._length, self._seen = length, 0
-        self._cells = _cells(_MOST_CELLS if length is None else length * counted.rate)
-        self._taken: Tensor | None = None
-        self._ids: HashTable | None = None
-        self._is_open = False
-        self.counted, self.number = 0.0, 0
-        self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
-
-    def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
-        ends = [length]
-        if self._length is not None:
-            first = self._length - self._seen % self._length
-            ends = [*range(first, length, self._length), length]
-        bounds = torch.tensor(ends)
-        begin = begin_ours = 0
-        for end, end_all, end_ours in zip(
-            ends,
-            torch.searchsorted(at, bounds).tolist(),
-            torch.searchsorted(places, bounds).tolist(),
-            strict=True,
-        ):
-            self._add(bits[begin:end_all], ours[begin_ours:end_ours])
-            begin, begin_ours = end_all, end_ours
-            if self._length is not None and (self._seen + end) % self._length == 0:
-                self.close()
-        self._seen += length
-
-    def _add(self, bits: Tensor, ours: Tensor) -> None:
-        if self._taken is None or self._ids is None:
-            self._taken = torch.zeros(self._cells, dtype=torch.uint8)
-            self._ids = growing_table("windows", 1 / 16)
-        self._is_open = True
-        self._taken.index_fill_(0, bits & (self._cells - 1), 1)
-        ours = ours.unique()
-        is_new = ~self._ids.find_or_insert_slots(ours)[1]
-        self.of_groups += torch.bincount(groups_of(ours[is_new]), minlength=GROUPS)
-
-    def close(self) -> None:
-        """Ends the window."""
-        if self._taken is None or self._ids is None or not self._is_open:
-            return
-        self._is_open = False
-        self.number += 1
-        taken = self._taken.count_nonzero()
-        self.counted += float(_distinct(taken, self._cells))
-        self._taken.zero_()
-        self._ids.clear()
 
 
 def _cells(lookups: float) -> int:

@@ -63,7 +63,9 @@ class MiniatureSet {
 
   // The entry that a new id replaces, or -1.
   int lowest() const {
-    const Lowest lowest = lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
+    const Lowest lowest = ranking_.half_life == 0
+                              ? oldest()
+                              : lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
     if (lowest.rank.score > ranking_.replaced_by_new(1, now_)) return -1;
     int best = -1;
     for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
@@ -71,6 +73,13 @@ class MiniatureSet {
       if (best < 0 || tags_[p] < tags_[best]) best = p;
     }
     return best;
+  }
+
+  // lowest_score() of a half-life of 0, by which counts do not matter.
+  Lowest oldest() const {
+    const uint32_t step = lowest_step(last_steps_, ways_);
+    if (step >= now_) return kAllPinned;
+    return Lowest{match_steps(last_steps_, ways_, step), {ranking_.of(1, step), step}};
   }
 
   // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
