@@ -1,9 +1,10 @@
 // The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
-#include "bindings/tensor_train/module.h"
+#include "bindings/serving/module.h"
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/tensor_train/module.h"
 #include "runtime/optimizer_config.h"
 #include "runtime/sampled_aging.h"
 #include "runtime/table_group.h"
@@ -224,6 +225,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("FTRL", Optimizer::kFtrl);
   define_optimizer_config(m);
   define_tensor_train(m);
+  define_serving(m);
 
   m.attr("LEAST_NORMAL_MASS") = kLeastMass;
   m.def(
