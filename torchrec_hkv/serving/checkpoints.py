@@ -25,6 +25,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     manifest_fields,
 )
 from torchrec_hkv.serving.background_file import read_ahead
+from torchrec_hkv.serving.table_builder import Order
 
 _BATCH_BYTES = 32 << 20
 _PIECE = 1 << 22
@@ -80,6 +81,22 @@ class Checkpoint:
         """Columns of a table with files of its own."""
         return max(shard.columns[1] for shard in self.record.tables[table].shards)
 
+    def order(self, table: str) -> Order:
+        """The order of :meth:`entries`."""
+        shards = self._by_owner(table)
+        if len({shard.columns for shard in shards}) > 1:
+            return ()
+        count, order = 0, []
+        for shard in shards:
+            for file in self._manifest(shard).shards:
+                count += file.entries
+                order.append((count, file.owner_end))
+        owners = [owner for _, owner in order]
+        return order if owners == sorted(owners) else ()
+
+    def _by_owner(self, table: str) -> list[TableShardRecord]:
+        return sorted(self.record.tables[table].shards, key=lambda shard: shard.owners)
+
     def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields ids and float32 rows of a whole table with files of its own. Rows are valid until
         the next batch.
@@ -88,7 +105,7 @@ class Checkpoint:
             ValueError: a file is damaged or missing, or column shards of a table hold different
                 ids. Discard the batches that were yielded before.
         """
-        shards = self.record.tables[table].shards
+        shards = self._by_owner(table)
         begins = sorted({shard.columns[0] for shard in shards})
         if len(begins) == 1:
             for shard in shards:
