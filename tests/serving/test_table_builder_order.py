@@ -74,10 +74,10 @@ def test_larger_rows_later(row_format, first, tmp_path):
 
 
 @pytest.mark.parametrize("row_format", ["fp16", "int8"])
-@pytest.mark.parametrize("memory", [300_000, 900_000])
+@pytest.mark.parametrize("memory", [250_000, 500_000])
 def test_spilled(row_format, memory, tmp_path):
     """A file has more entries than memory has room for."""
-    ids, rows, order = files(120_000, 6)
+    ids, rows, order = files(50_000, 6)
     tables = []
     for name, its_order, limit in (("by_files", order, memory), ("at_once", (), MEMORY)):
         batches = list(zip(ids, rows, strict=True))
@@ -89,7 +89,7 @@ def test_spilled(row_format, memory, tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"by_files", "at_once"}
     got, want = (its.rows(0, torch.cat(ids)) for its in tables)
     assert torch.equal(got, want)
-    assert tables[0].counters.tolist() == [[120_000, 0]]
+    assert tables[0].counters.tolist() == [[50_000, 0]]
 
 
 def test_memory(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -90,7 +91,8 @@ class Checkpoint:
         for shard in shards:
             for file in self._manifest(shard).shards:
                 count += file.entries
-                order.append((count, file.owner_end))
+                # A rank with one file says that it is for all owners.
+                order.append((count, min(file.owner_end, shard.owners[1])))
         owners = [owner for _, owner in order]
         return order if owners == sorted(owners) else ()
 
@@ -171,12 +173,18 @@ class Checkpoint:
         """Ids and rows of a shard; rows are valid until the next batch."""
         manifest = self._manifest(shard)
         folder, fields = self._folder / shard.folder, manifest_fields(manifest)
-        for file in manifest.shards:
-            # One batch is read while another is used.
-            stagings = [Staging(fields, _batch(file, fields)) for _ in range(2)]
-            with ShardReader(folder / file.file, fields, file) as reader:
-                for batch in read_ahead(reader.verified_batches(*stagings)):
-                    yield batch["ids"].clone(), dequantised(batch)["rows"].float()
+        size = max([_batch(file, fields) for file in manifest.shards], default=1)
+        # While one batch is used, the next is verified and the one after that is read.
+        stagings = deque(Staging(fields, size) for _ in range(3))
+
+        def verified() -> Iterator[dict[str, Tensor]]:
+            for file in manifest.shards:
+                with ShardReader(folder / file.file, fields, file) as reader:
+                    yield from reader.verified(read_ahead(reader.batches(*stagings)))
+                stagings.rotate(file.entries // -size)  # the last batch may still be used
+
+        for batch in read_ahead(verified()):
+            yield batch["ids"].clone(), dequantised(batch)["rows"].float()
 
     # -- tensors ----------------------------------------------------------------------------------
 
