@@ -144,7 +144,7 @@ def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -
 
     app = FastAPI(lifespan=lifespan)
 
-    @app.post("/predict")
+    # A plain route: FastAPI's own would solve dependencies, which takes as long as the model.
     async def predict(request: Request) -> Response:
         try:
             body = orjson.loads(await request.body())
@@ -152,6 +152,8 @@ def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -
             return Response(orjson.dumps({"outputs": outputs}), media_type="application/json")
         except (ValueError, TypeError, AttributeError) as error:
             raise HTTPException(422, str(error)) from None
+
+    app.add_route("/predict", predict, methods=["POST"])
 
     @app.get("/health")
     def health(response: Response) -> Any:
