@@ -64,6 +64,7 @@ bool serving_read_pages(const at::Tensor& data, int64_t begin, int64_t end) {
   TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= bytes, "the range is [", begin, ", ", end,
                     "), but must be within the ", bytes, " bytes of the file.");
 #ifdef MADV_POPULATE_READ
+  (void)advise(data, begin, end, MADV_NORMAL);  // reads ahead, on any kernel
   (void)advise(data, begin, end, MADV_HUGEPAGE);
   return advise(data, begin, end, MADV_POPULATE_READ);
 #else
