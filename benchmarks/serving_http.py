@@ -29,7 +29,7 @@ from benchmarks.environment import report
 from torchrec_hkv import serving
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "serving" / "serve_http.py"
-KEYS = ("case", "rows", "dim", "ids", "rate", "connections", "workers")
+KEYS = ("case", "rows", "dim", "ids", "rate", "connections")
 PORT = 8613
 #: Sends the bodies of a file in turn; each connection waits, some time around the mean, so that all
 #: together have about the rate and do not send at the same moments.
@@ -102,7 +102,6 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         (folder / "bodies").write_text("\n".join(bodies(args)))
         (folder / "script.lua").write_text(SCRIPT)
         server = [sys.executable, str(EXAMPLE), str(folder / "model"), "--port", str(PORT)]
-        server += ["--workers", str(args.workers)]
         process = subprocess.Popen(server)
         try:
             wait_for(process)
@@ -123,7 +122,6 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         "case": "http",
         **{"rows": args.rows, "dim": args.dim, "ids": args.ids, "rate": args.rate},
         "connections": args.connections,
-        "workers": args.workers,
         "requests_per_s": round(requests / micros * 1e6, 1),
         "median_ms": round(median, 2),
         "p99_ms": round(p99, 2),
@@ -140,7 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ids", type=int, default=2000, help="of a request")
     parser.add_argument("--rate", type=int, default=500, help="requests a second; 0: no limit")
     parser.add_argument("--connections", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=1, help="processes of the server")
     parser.add_argument("--seconds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -21,10 +21,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import multiprocessing
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -173,8 +169,20 @@ def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -
     return app
 
 
-def serve(given: argparse.Namespace, listening: socket.socket) -> None:
-    """Loads the model and serves it at a socket, in this process."""
+def main() -> None:
+    """Parses arguments and serves."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="folder that serving.export has written")
+    parser.add_argument("--deltas", help="folder of a DeltaWriter to follow")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-batch", type=int, default=1024, help="samples of a batch")
+    parser.add_argument(
+        "--wait-ms", type=float, default=0.0, help="that a request waits for others"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for a call")
+    given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model = serving.load(given.model, given.device)
     if given.deltas is not None:
@@ -184,33 +192,7 @@ def serve(given: argparse.Namespace, listening: socket.socket) -> None:
     # tenth of a second.
     gc.collect()
     gc.freeze()
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
-
-
-def main() -> None:
-    """Parses arguments and serves."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="folder that serving.export has written")
-    parser.add_argument("--deltas", help="folder of a DeltaWriter to follow")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes; they share mapped tables"
-    )
-    parser.add_argument("--max-batch", type=int, default=1024, help="samples of a batch")
-    parser.add_argument(
-        "--wait-ms", type=float, default=0.0, help="that a request waits for others"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for a call")
-    given = parser.parse_args()
-    # An exit ends the other processes; the default action of the signal would not.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with socket.create_server((given.host, given.port), backlog=2048) as listening:
-        for _ in range(given.workers - 1):
-            context = multiprocessing.get_context("spawn")
-            context.Process(target=serve, args=(given, listening), daemon=True).start()
-        serve(given, listening)
+    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
 
 
 if __name__ == "__main__":
