@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from torchrec import (
 
 from benchmarks.environment import report
 from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
+from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.table_builder import TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -88,7 +90,11 @@ def served(args: argparse.Namespace, kind: type[nn.Module], row_format: str) -> 
     inputs = (KeyedJaggedTensor(keys=["ids"], values=torch.arange(4), lengths=lengths),)
     with tempfile.TemporaryDirectory() as name:
         export(kind(args.rows, args.dim), f"{name}/model", row_format, inputs=inputs)
-        return load(f"{name}/model", args.device, mapped=not args.resident)
+        model = load(f"{name}/model", args.device, mapped=not args.resident)
+        for thread in threading.enumerate():
+            if thread.name == "warm":  # reads the tables
+                thread.join()
+        return model
 
 
 def requests_of(args: argparse.Namespace) -> list[Tensor]:
@@ -112,6 +118,10 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
             builder.add(part, torch.randn(part.numel(), args.dim, generator=generator))
         made = builder.finish(Path(folder) / "table")
         index, rows = made.map(Path(folder), resident=args.resident)
+        if args.device == "cpu" and not args.resident:
+            thread = warm(Path(folder), [(made, index)])
+            if thread is not None:
+                thread.join()
         index, rows = index.to(args.device), rows.to(args.device)
     table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
     return ReadOnlyTables([table], torch.zeros(1, 2, dtype=torch.int64, device=args.device))

@@ -1,10 +1,11 @@
 // The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
-#include "bindings/tensor_train/module.h"
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/replay_module.h"
+#include "bindings/serving/module.h"
+#include "bindings/tensor_train/module.h"
 #include "runtime/optimizer_config.h"
 #include "runtime/table_group.h"
 #include "runtime/torch_threads.h"
@@ -225,6 +226,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_optimizer_config(m);
   define_tensor_train(m);
   define_replay(m);
+  define_serving(m);
 
   m.attr("LEAST_NORMAL_MASS") = kLeastMass;
   m.def(

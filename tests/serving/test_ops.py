@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchrec_hkv import _C
 from torchrec_hkv.serving.row_formats import to_bytes
 from torchrec_hkv.serving.table_file import build_layer
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
@@ -46,6 +47,22 @@ def test_opcheck(tables):
     torch.library.opcheck(OPS.serving_tt, cores, test_utils=CHECKS)
     torch.library.opcheck(OPS.serving_place, (torch.arange(20), None, 1, 4, 0, 1, 0))
     torch.library.opcheck(OPS.serving_blocks, (torch.arange(20), 3))
+
+
+def test_direct_calls(tables):
+    """Functions of the module give what the ops give, refuse what they refuse, and are profiled."""
+    pooled = (tables.handle, IDS, LENGTHS, torch.rand(7), [0, 1], [1, 0], [0, 1], 20, torch.float16)
+    rows = (tables.handle, IDS, LENGTHS, (1, 0), (0, 1), (8, 12), torch.float32)
+    with torch.profiler.profile() as profile:
+        got = _C.serving_pool(*pooled), *_C.serving_rows(*rows)
+    want = OPS.serving_pool(*pooled), *OPS.serving_rows(*rows)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    names = {event.key for event in profile.key_averages()}
+    assert names >= {"torchrec_hkv::serving_pool", "torchrec_hkv::serving_rows"}
+    with pytest.raises(ValueError, match="lengths add up to 7, but there are 6 ids"):
+        _C.serving_pool(tables.handle, IDS[1:], LENGTHS, None, *pooled[4:])
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        _C.serving_rows(tables.handle, IDS.int(), *rows[2:])
 
 
 def test_bad_lookups(tables):

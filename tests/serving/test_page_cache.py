@@ -11,16 +11,19 @@ from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
+OPS = torch.ops.torchrec_hkv
 
+
+@pytest.mark.parametrize("huge_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("entries", [0, 1, 100_000])
-def test_rows(entries, tmp_path):
+def test_rows(entries, huge_bytes, tmp_path):
     ids, rows = torch.arange(entries) * 7, torch.rand(entries, 33)
     made = build_table(lambda: [(ids, rows)], 33, "fp32", tmp_path / "table")
     with open(tmp_path / "table", "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     opened = len(os.listdir("/proc/self/fd"))
     index, data = made.map(tmp_path)
-    thread = warm(tmp_path, [(made, index)])
+    thread = warm(tmp_path, [(made, index)], huge_bytes=huge_bytes)
     tables = ReadOnlyTables([ReadOnlyTable("t", 33, "fp32", index, data)])
     assert torch.equal(tables.rows(0, ids), rows)
     thread.join()
@@ -41,4 +44,18 @@ def test_not_read(tmp_path):
     assert warm(tmp_path / "other", [(made, index)]) is None
     assert len(os.listdir("/proc/self/fd")) == opened
     tables = ReadOnlyTables([ReadOnlyTable("t", 4, "fp32", index, data)])
+    assert torch.equal(tables.rows(0, ids), rows)
+
+
+def test_read_pages(tmp_path):
+    """Reads pages of the file, whatever its rows' alignment, and no others."""
+    ids, rows = torch.arange(1000), torch.rand(1000, 5)
+    made = build_table(lambda: [(ids, rows)], 5, "fp32", tmp_path / "table")
+    index, data = made.map(tmp_path)
+    for begin, end in ((0, 1), (5000, made.num_bytes), (4095, 4097)):
+        assert isinstance(OPS.serving_read_pages(index, begin, end), bool)
+    for begin, end in ((-1, 5), (5, 5), (0, made.num_bytes + 1)):
+        with pytest.raises(ValueError, match=rf"is \[{begin}, {end}\), but must be within"):
+            OPS.serving_read_pages(index, begin, end)
+    tables = ReadOnlyTables([ReadOnlyTable("t", 5, "fp32", index, data)])
     assert torch.equal(tables.rows(0, ids), rows)

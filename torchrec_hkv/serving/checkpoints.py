@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     manifest_fields,
 )
 from torchrec_hkv.serving.background_file import read_ahead
+from torchrec_hkv.serving.table_builder import Order
 
 _BATCH_BYTES = 32 << 20
 _PIECE = 1 << 22
@@ -80,6 +82,23 @@ class Checkpoint:
         """Columns of a table with files of its own."""
         return max(shard.columns[1] for shard in self.record.tables[table].shards)
 
+    def order(self, table: str) -> Order:
+        """The order of :meth:`entries`."""
+        shards = self._by_owner(table)
+        if len({shard.columns for shard in shards}) > 1:
+            return ()
+        count, order = 0, []
+        for shard in shards:
+            for file in self._manifest(shard).shards:
+                count += file.entries
+                # A rank with one file says that it is for all owners.
+                order.append((count, min(file.owner_end, shard.owners[1])))
+        owners = [owner for _, owner in order]
+        return order if owners == sorted(owners) else ()
+
+    def _by_owner(self, table: str) -> list[TableShardRecord]:
+        return sorted(self.record.tables[table].shards, key=lambda shard: shard.owners)
+
     def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields ids and float32 rows of a whole table with files of its own. Rows are valid until
         the next batch.
@@ -88,7 +107,7 @@ class Checkpoint:
             ValueError: a file is damaged or missing, or column shards of a table hold different
                 ids. Discard the batches that were yielded before.
         """
-        shards = self.record.tables[table].shards
+        shards = self._by_owner(table)
         begins = sorted({shard.columns[0] for shard in shards})
         if len(begins) == 1:
             for shard in shards:
@@ -154,12 +173,18 @@ class Checkpoint:
         """Ids and rows of a shard; rows are valid until the next batch."""
         manifest = self._manifest(shard)
         folder, fields = self._folder / shard.folder, manifest_fields(manifest)
-        for file in manifest.shards:
-            # One batch is read while another is used.
-            stagings = [Staging(fields, _batch(file, fields)) for _ in range(2)]
-            with ShardReader(folder / file.file, fields, file) as reader:
-                for batch in read_ahead(reader.verified_batches(*stagings)):
-                    yield batch["ids"].clone(), dequantised(batch)["rows"].float()
+        size = max([_batch(file, fields) for file in manifest.shards], default=1)
+        # While one batch is used, the next is verified and the one after that is read.
+        stagings = deque(Staging(fields, size) for _ in range(3))
+
+        def verified() -> Iterator[dict[str, Tensor]]:
+            for file in manifest.shards:
+                with ShardReader(folder / file.file, fields, file) as reader:
+                    yield from reader.verified(read_ahead(reader.batches(*stagings)))
+                stagings.rotate(file.entries // -size)  # the last batch may still be used
+
+        for batch in read_ahead(verified()):
+            yield batch["ids"].clone(), dequantised(batch)["rows"].float()
 
     # -- tensors ----------------------------------------------------------------------------------
 

@@ -253,8 +253,13 @@ class NextVersion:
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
         """Builds a table from a base."""
+        has_files = self._checkpoint.has_files(table.name)
         written = build_table(
-            lambda: self._entries(table), table.dim, table.row_format, folder / name
+            lambda: self._entries(table),
+            table.dim,
+            table.row_format,
+            folder / name,
+            order=self._checkpoint.order(table.name) if has_files else (),
         )
         self.files.append(written)
         index, rows = written.map(folder, self._resident)

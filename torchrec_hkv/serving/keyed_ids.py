@@ -148,9 +148,11 @@ def tensors_of(
         TypeError: ``given`` has the wrong type, or a tensor has the wrong dtype.
         ValueError: a feature or weights are missing, or a tensor has the wrong shape.
     """
-    if isinstance(given, Mapping):
+    if isinstance(given, KeyedIds):  # first, because the next test takes longer
+        pass
+    elif isinstance(given, Mapping):
         given = KeyedIds.from_lists(given)
-    elif not isinstance(given, KeyedIds):
+    else:
         if not all(hasattr(given, name) for name in ("keys", "values", "lengths")):
             raise TypeError(
                 f"ids are a {type(given).__name__}, but must be a KeyedIds, a dictionary of lists "
@@ -167,7 +169,9 @@ def tensors_of(
             given = _in_order(given, keys)
     if is_weighted and given.weights is None:
         raise ValueError("ids have no weights, but the model takes weighted features.")
-    tensors = [given.values.long(), given.lengths.long()]
+    tensors = [given.values, given.lengths]
+    if any(tensor.dtype is not torch.int64 for tensor in tensors):
+        tensors = [tensor.long() for tensor in tensors]
     if is_weighted:
         tensors.append(given.weights.float())
     if device.type == "cpu" and given.values.is_cpu and given.lengths.is_cpu:

@@ -2,7 +2,7 @@
 
 ``ExportedProgram.module()`` matches the structure of its arguments in each call, which takes longer
 than the lookups of a small request. Here the program's graph is called with flat tensors, after
-checks of their dtypes and shapes.
+checks of their dtypes and shapes, and lookups are not called through the dispatcher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-_aten = torch.ops.aten
+from torchrec_hkv import _C
+
+_aten, _ops = torch.ops.aten, torch.ops.torchrec_hkv
 #: Larger than any size of a tensor.
 _LARGEST = 1 << 60
 
@@ -56,6 +58,7 @@ class ServedProgram:
             _drop_guards(graph)
         _drop_conditions_of_sizes(graph)
         _drop_views(graph)
+        _call_directly(graph)
         attributes = _as_inputs(module, graph, placeholders[0])
         self._out_spec = exported.call_spec.out_spec
         self._is_leaf = self._out_spec == pytree.treespec_leaf()
@@ -177,6 +180,19 @@ def _drop_views(graph: fx.Graph) -> None:
         viewed = inner.args[0]
         if _shape(viewed) is not None and _shape(viewed) == _shape(node):
             node.replace_all_uses_with(viewed)
+
+
+def _call_directly(graph: fx.Graph) -> None:
+    """Replaces lookups by functions that do the same, but are not called through the dispatcher."""
+    for op, function in (
+        (_ops.serving_pool.default, _C.serving_pool),
+        (_ops.serving_rows.default, _C.serving_rows),
+    ):
+        for node in graph.find_nodes(op="call_function", target=op):
+            node.args = torch.fx.operator_schemas.normalize_function(
+                op, node.args, node.kwargs, normalize_to_only_use_kwargs=False
+            ).args
+            node.kwargs, node.target = {}, function
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...] | None:

@@ -21,6 +21,7 @@ from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import initializer_from_fields, op_arguments
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model_tables import ModelTable, has_bags
+from torchrec_hkv.serving.table_builder import Order
 from torchrec_hkv.tensor_train import TTShape
 from torchrec_hkv.tensor_train.dense import dense_blocks
 
@@ -53,6 +54,9 @@ class Source(Protocol):
 
     def batches(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields ids and float32 rows of a table, the same on every rank."""
+
+    def order(self, table: ModelTable) -> Order:
+        """The order of the batches."""
 
     def shape(self, table: ModelTable) -> TTShape:
         """Shape of a Tensor-Train table."""
@@ -102,6 +106,9 @@ class TrainedModel:
                 yield from _by_number(weight)
                 return
         yield from export_rows(self._model, table.name)
+
+    def order(self, table: ModelTable) -> Order:
+        return ()
 
     def shape(self, table: ModelTable) -> TTShape:
         return shape_of(table.found.planned.shards[0])
@@ -208,6 +215,10 @@ class SavedModel:
                 yield torch.arange(first, first + rows.shape[0]), rows
         else:
             yield from _by_number(self._tensor(f"{name}.weight"))
+
+    def order(self, table: ModelTable) -> Order:
+        has_files = self._checkpoint.has_files(table.name)
+        return self._checkpoint.order(table.name) if has_files else ()
 
     def shape(self, table: ModelTable) -> TTShape:
         return TTShape.unpacked(self._tensor(f"{table.name}.tt_shape").tolist()[1:])

@@ -5,6 +5,9 @@ rows are converted with the unit for the largest value so far. Where a later row
 unit, scales and offsets of those before are lowered by powers of two: they are then what the larger
 unit gives, unless they leave the normal numbers of float16. All rows must be given again then, to a
 builder that knows the largest value.
+
+Checkpoints hold ids in files by ranges of owners, which are also ranges of blocks. Their blocks are
+written as soon as all of their ids are there, so that memory holds about one file.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import row_formats
-from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
+from torchrec_hkv.serving.background_file import BackgroundFile, Stream
 from torchrec_hkv.serving.row_formats import RowFormat
-from torchrec_hkv.serving.table_file import TableFile, geometry_of
+from torchrec_hkv.serving.table_file import TableFile
+from torchrec_hkv.serving.table_writer import TableWriter, doublings, gather_rows
 
 _ops = torch.ops.torchrec_hkv
 #: Default memory of a builder for ids and rows, in bytes. The rest goes to a file, sorted by ranges
@@ -33,6 +36,12 @@ MEMORY_BYTES = 1 << 30
 _ENTRY_BYTES = 16
 _SPILLED_PARTS = 256
 _BLOCKS_AT_A_TIME = 8
+#: Number of owner buckets.
+OWNERS = 1 << 16
+
+#: What is known about the order in which entries are added: after so many entries, all ids of the
+#: owner buckets below a number have been added. Ascending; the last one is for all entries.
+Order = Sequence[tuple[int, int]]
 
 #: Ids, rows, the numbers of those in the next blocks, and the number of the block after these.
 _Chosen = tuple[Tensor, Tensor, Tensor, int]
@@ -63,6 +72,7 @@ class TableBuilder:
         memory_bytes: memory for ids and rows, in bytes. Buffers and the entries of one of 256 parts
             of what is in the temporary file come on top.
         largest: largest absolute value of all rows, as far as it is known.
+        order: the order of the entries, or an empty one if it is unknown.
     """
 
     def __init__(
@@ -72,6 +82,7 @@ class TableBuilder:
         folder: Path,
         memory_bytes: int = MEMORY_BYTES,
         largest: float = 0.0,
+        order: Order = (),
     ) -> None:
         self._dim, self._format, self._folder = dim, row_format, folder
         self._row_bytes = row_formats.row_bytes(row_format, dim)
@@ -88,6 +99,8 @@ class TableBuilder:
         self._scratch: TemporaryDirectory[str] | None = None
         self._file: BackgroundFile | None = None
         self._stream: Stream | None = None
+        self._order = order
+        self._writer: TableWriter | None = None
 
     @property
     def again(self) -> float | None:
@@ -102,8 +115,9 @@ class TableBuilder:
             rows: float32 ``[n, dim]``.
 
         Raises:
-            ValueError: the format is quantised and a row is not finite.
-            OSError: the temporary file can't be written.
+            ValueError: the format is quantised and a row is not finite, an id was added twice, or
+                the entries have another order.
+            OSError: a file can't be written.
         """
         if ids.numel() == 0:
             return
@@ -120,6 +134,9 @@ class TableBuilder:
             self._ids[self._held : self._held + n] = ids[first : first + n]
             self._held += n
             first += n
+        reached = [owner for entries, owner in self._order if entries <= self._entries]
+        if reached and not self._is_void:
+            self._write_whole_blocks(max(reached))
 
     def finish(self, path: Path) -> TableFile:
         """Writes the table.
@@ -136,30 +153,23 @@ class TableBuilder:
                 f"the largest value of the table is {self._largest}, which the first rows were not "
                 "converted for: give all rows again."
             )
-        blocks, buckets = geometry_of(self._entries)
-        made = TableFile(
-            path.name, self._entries, blocks, buckets, self._dim, self._format, self._unit, (0, 0)
-        )
-        block = row = 0
-        with contextlib.closing(BackgroundFile(path, made.num_bytes)) as file:
-            os.truncate(path, made.num_bytes)
-            of_index, of_rows = file.stream(0), file.stream(made.rows_at)
-            for ids, rows, chosen, end in self._by_blocks(blocks):
-                index, order = _ops.serving_place(
-                    ids.index_select(0, chosen), None, blocks, buckets, block, end - block, row
-                )
-                of_index.append(index.view(torch.uint8).flatten())
-                self._gather(rows, chosen.index_select(0, order), of_rows)
-                block, row = end, row + chosen.numel()
-            of_index.finish()
-            of_rows.finish()
-            file.sync()
-            crc32 = of_index.crc32, of_rows.crc32
+        writer = self._writer or TableWriter(path, self._entries, self._dim, self._format)
+        with contextlib.closing(writer):
+            for ids, rows, chosen, end in self._by_blocks(writer.block, writer.blocks):
+                writer.write(ids, rows, chosen, end, self._unit)
+            if not writer.rows == writer.entries == self._entries:
+                raise _other_order()
+            made = writer.finish(self._unit)
+        if self._writer is not None:
+            (Path(self._scratch.name) / made.file).rename(path)
         self.close()
-        return dataclasses.replace(made, crc32=crc32)
+        return dataclasses.replace(made, file=path.name)
 
     def close(self) -> None:
-        """Removes the temporary file."""
+        """Removes temporary files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -207,20 +217,45 @@ class TableBuilder:
         self._largest = max(self._largest, largest)
         if self._is_void or not had_values or self._entries == 0:
             return
-        doublings = _doublings(before, self._unit)
-        if doublings > self._room:
+        count = doublings(before, self._unit)
+        if count > self._room:
             self._is_void = True
             self.close()
             return
-        self._room -= doublings
-        _ops.serving_lower(self._rows[: self._held + converted], doublings)
+        self._room -= count
+        _ops.serving_lower(self._rows[: self._held + converted], count)
 
-    def _by_blocks(self, blocks: int) -> Iterator[_Chosen]:
+    def _write_whole_blocks(self, owner: int) -> None:
+        """Writes the blocks all of whose ids have owner buckets below ``owner``."""
+        if self._spills:
+            return  # the rest is written at the end
+        if self._writer is None:
+            path = self._temporary() / "table"
+            self._writer = TableWriter(path, self._order[-1][0], self._dim, self._format)
+        writer = self._writer
+        end = owner * writer.blocks // OWNERS
+        if end <= writer.block:
+            return
+        ids, rows = self._ids[: self._held], self._rows[: self._held]
+        order, counts = _ops.serving_split(ids, writer.blocks)
+        ends = [0, *counts.cumsum(0).tolist()]
+        if ends[writer.block] > 0:
+            raise _other_order()
+        for block in range(writer.block, end, _BLOCKS_AT_A_TIME):
+            stop = min(block + _BLOCKS_AT_A_TIME, end)
+            writer.write(ids, rows, order[ends[block] : ends[stop]], stop, self._unit)
+        left = order[ends[end] :].sort().values
+        left_ids, left_rows = ids.index_select(0, left), rows.index_select(0, left)
+        self._held = left.numel()
+        self._ids[: self._held], self._rows[: self._held] = left_ids, left_rows
+
+    def _by_blocks(self, first: int, blocks: int) -> Iterator[_Chosen]:
+        """The entries of the blocks from ``first`` on."""
         ids, rows = self._ids[: self._held], self._rows[: self._held]
         if not self._spills:
             order, counts = _ops.serving_split(ids, blocks)
             ends = [0, *counts.cumsum(0).tolist()]
-            for block in range(0, blocks, _BLOCKS_AT_A_TIME):
+            for block in range(first, blocks, _BLOCKS_AT_A_TIME):
                 end = min(block + _BLOCKS_AT_A_TIME, blocks)
                 yield ids, rows, order[ends[block] : ends[end]], end
             return
@@ -232,16 +267,22 @@ class TableBuilder:
             part_ids, part_rows = self._part(part, left_ids, left_rows, held[part])
             end = (part + 1) * blocks // _SPILLED_PARTS
             is_whole = _ops.serving_blocks(part_ids, blocks) < end
-            yield part_ids, part_rows, is_whole.nonzero().flatten(), end
+            if end > first:
+                yield part_ids, part_rows, is_whole.nonzero().flatten(), end
             left = (~is_whole).nonzero().flatten()
             left_ids, left_rows = part_ids[left], part_rows[left]
+
+    def _temporary(self) -> Path:
+        """The folder of temporary files."""
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix=".parts-", dir=self._folder)
+        return Path(self._scratch.name)
 
     def _spill(self) -> None:
         """Moves the entries in memory to the temporary file, sorted by parts."""
         if self._file is None:
-            self._scratch = TemporaryDirectory(prefix=".parts-", dir=self._folder)
             self._file = BackgroundFile(
-                Path(self._scratch.name) / "entries", self._ids.nbytes + self._rows.nbytes
+                self._temporary() / "entries", self._ids.nbytes + self._rows.nbytes
             )
             self._stream = self._file.stream(0)
         order, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
@@ -250,17 +291,10 @@ class TableBuilder:
             if its.numel() > 0:
                 ids = self._ids.index_select(0, its)
                 self._stream.append(ids.view(torch.uint8))
-                self._gather(self._rows, its, self._stream)
+                gather_rows(self._rows, its, self._stream)
             starts.append(self._stream.end)
         self._spills.append(_Spill(self._unit, starts, counts.tolist()))
         self._held = 0
-
-    def _gather(self, rows: Tensor, order: Tensor, stream: Stream) -> None:
-        """Writes rows in an order."""
-        for piece in order.split(max(1, PIECE_BYTES // self._row_bytes)):
-            data = stream.memory(piece.numel() * self._row_bytes)
-            _ops.serving_gather(rows, piece, data.view(-1, self._row_bytes))
-            stream.write(data.numel())
 
     def _part(
         self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
@@ -280,15 +314,18 @@ class TableBuilder:
             self._file.read(ids[at : at + n].view(torch.uint8), start)
             self._file.read(its.flatten(), start + 8 * n)
             if self._is_quantised and spill.unit != self._unit:
-                _ops.serving_lower(its, _doublings(spill.unit, self._unit))
+                _ops.serving_lower(its, doublings(spill.unit, self._unit))
             at += n
         torch.index_select(self._ids, 0, held, out=ids[at:])
         _ops.serving_gather(self._rows, held, rows[at:])
         return ids, rows
 
 
-def _doublings(before: float, after: float) -> int:
-    return round(math.log2(after / before))
+def _other_order() -> ValueError:
+    return ValueError(
+        "ids are in files of other owners than their own, or of another number: save the "
+        "checkpoint again."
+    )
 
 
 def build_table(
@@ -297,6 +334,7 @@ def build_table(
     row_format: RowFormat,
     path: Path,
     memory_bytes: int = MEMORY_BYTES,
+    order: Order = (),
 ) -> TableFile:
     """Builds a table.
 
@@ -306,15 +344,16 @@ def build_table(
         dim: columns of the rows.
         row_format: row format of the table.
         path: path of the file, which must not exist.
-        memory_bytes: as for :class:`TableBuilder`.
+        memory_bytes, order: as for :class:`TableBuilder`.
 
     Raises:
-        ValueError: an id is there twice, or the format is quantised and a row is not finite.
+        ValueError: an id is there twice, the format is quantised and a row is not finite, or the
+            entries have another order.
         OSError: a file can't be written.
     """
     largest = 0.0
     while True:
-        with TableBuilder(dim, row_format, path.parent, memory_bytes, largest) as builder:
+        with TableBuilder(dim, row_format, path.parent, memory_bytes, largest, order) as builder:
             for ids, rows in entries():
                 builder.add(ids, rows)
             if builder.again is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_hkv import _C
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.row_formats import ROW_FORMATS, RowFormat
 from torchrec_hkv.tensor_train import TTGroup
@@ -16,8 +17,6 @@ from torchrec_hkv.tensor_train import TTGroup
 __all__ = ["ReadOnlyTable", "ReadOnlyTables", "ops"]
 
 _ops = torch.ops.torchrec_hkv
-# Resolved once, because resolving the overload in each call takes time.
-_pool, _rows = _ops.serving_pool.default, _ops.serving_rows.default
 _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}
 
 
@@ -157,7 +156,7 @@ class ReadOnlyTables:
         features = range(len(tables)) if features is None else features
         kind = ops.SCALED_ROWS if mean else ops.SUM
         columns = sum(self._table(table).dim for table in tables)
-        return _pool(
+        return _C.serving_pool(
             self.handle, ids, lengths, weights, list(features), list(tables),
             [kind] * len(tables), columns, dtype,
         )  # fmt: skip
@@ -179,7 +178,7 @@ class ReadOnlyTables:
         """
         lengths = torch.full((1, 1), ids.numel(), device=ids.device)
         dims = [self._table(table).dim]
-        return _rows(self.handle, ids, lengths, [0], [table], dims, dtype)[0]
+        return _C.serving_rows(self.handle, ids, lengths, [0], [table], dims, dtype)[0]
 
     def _table(self, number: int) -> ReadOnlyTable:
         if not 0 <= number < len(self.tables):

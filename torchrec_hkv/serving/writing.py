@@ -147,7 +147,8 @@ class _Writer:
     def _rows(self, table: ModelTable, number: int, largest: float = 0.0) -> TableRecord:
         """Writes a table. ``largest``: its largest value, as far as it is known."""
         row_format, memory = self._choices.rows[table.name], self._choices.memory_bytes
-        with TableBuilder(table.dim, row_format, self._folder, memory, largest) as builder:
+        order = self._source.order(table)
+        with TableBuilder(table.dim, row_format, self._folder, memory, largest, order) as builder:
             failure = self._feed(builder, table)
             again = on_leader(lambda: None if failure else builder.again)
             if again is None:

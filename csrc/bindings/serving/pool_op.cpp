@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/serving/batch.h"
+#include "bindings/serving/lookups.h"
 #include "runtime/dtypes.h"
 #include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
@@ -78,6 +79,8 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch,
 }
 #endif
 
+}  // namespace
+
 at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tensor& lengths,
                         const std::optional<at::Tensor>& weights, at::IntArrayRef features,
                         at::IntArrayRef tables, at::IntArrayRef kinds, int64_t columns,
@@ -123,8 +126,6 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
   }
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(

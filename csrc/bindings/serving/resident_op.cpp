@@ -1,5 +1,5 @@
 // Where the tables are: torchrec_hkv::serving_memory gives memory of this process, serving_resident
-// a copy of a table in it, and serving_expect_random prepares a mapped table.
+// a copy of a table in it; serving_expect_random and serving_read_pages prepare a mapped table.
 #include <ATen/ops/empty.h>
 #include <sys/mman.h>
 #include <torch/library.h>
@@ -34,14 +34,42 @@ at::Tensor serving_resident(const at::Tensor& data) {
   return copy.view(data.sizes());
 }
 
-// A page that is not in memory is then read by itself, not with those around it, which may be some
-// megabytes.
-void serving_expect_random(const at::Tensor& data) {
+// Advice about a range of bytes of a mapped file, from the page on in which it begins. Whether the
+// system takes it.
+bool advise(const at::Tensor& data, int64_t begin, int64_t end, int advice) {
+  const auto first = reinterpret_cast<uintptr_t>(data.storage().data()) + begin;
+  const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t page = first / page_bytes * page_bytes;
+  return madvise(reinterpret_cast<void*>(page), first - page + end - begin, advice) == 0;
+}
+
+int64_t mapped_bytes(const at::Tensor& data) {
   TORCH_CHECK_VALUE(data.is_cpu(), "data must be in host memory, but are on ", data.device(), ".");
-  const auto begin = reinterpret_cast<uintptr_t>(data.storage().data());
-  const uintptr_t page = begin / sysconf(_SC_PAGESIZE) * sysconf(_SC_PAGESIZE);
+  return static_cast<int64_t>(data.storage().nbytes());
+}
+
+// A page that is not in memory is then read by itself, not with those around it, which may be some
+// megabytes. With huge pages, a page is 2 MB, or whatever the system takes for a file.
+void serving_expect_random(const at::Tensor& data, bool huge) {
+  const int64_t bytes = mapped_bytes(data);
   // Advice: a system that does not take it is only slower.
-  (void)madvise(reinterpret_cast<void*>(page), begin - page + data.storage().nbytes(), MADV_RANDOM);
+  (void)advise(data, 0, bytes, MADV_RANDOM);
+  if (huge) (void)advise(data, 0, bytes, MADV_HUGEPAGE);
+}
+
+// Pages that no lookup has touched yet are read in huge pages: ids hit pages at random, and with
+// small ones nearly every row would first have to find its page.
+bool serving_read_pages(const at::Tensor& data, int64_t begin, int64_t end) {
+  const int64_t bytes = mapped_bytes(data);
+  TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= bytes, "the range is [", begin, ", ", end,
+                    "), but must be within the ", bytes, " bytes of the file.");
+#ifdef MADV_POPULATE_READ
+  (void)advise(data, begin, end, MADV_NORMAL);  // reads ahead, on any kernel
+  (void)advise(data, begin, end, MADV_HUGEPAGE);
+  return advise(data, begin, end, MADV_POPULATE_READ);
+#else
+  return false;
+#endif
 }
 
 }  // namespace
@@ -49,7 +77,8 @@ void serving_expect_random(const at::Tensor& data) {
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_memory(int bytes) -> Tensor", &serving_memory);
   m.def("serving_resident(Tensor data) -> Tensor");
-  m.def("serving_expect_random(Tensor data) -> ()", &serving_expect_random);
+  m.def("serving_expect_random(Tensor data, bool huge) -> ()", &serving_expect_random);
+  m.def("serving_read_pages(Tensor data, int begin, int end) -> bool", &serving_read_pages);
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("serving_resident", &serving_resident); }

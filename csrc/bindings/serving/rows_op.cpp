@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/serving/batch.h"
+#include "bindings/serving/lookups.h"
 #include "runtime/dtypes.h"
 #include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
@@ -30,6 +31,8 @@ void rows_on_gpu(const ServingTables& open, const Feature& feature, int64_t tabl
       c10::cuda::getCurrentCUDAStream(open.device.index()));
 }
 #endif
+
+}  // namespace
 
 std::vector<at::Tensor> serving_rows(const at::Tensor& handle, const at::Tensor& ids,
                                      const at::Tensor& lengths, at::IntArrayRef features,
@@ -67,8 +70,6 @@ std::vector<at::Tensor> serving_rows(const at::Tensor& handle, const at::Tensor&
   }
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(

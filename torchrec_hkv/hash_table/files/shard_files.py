@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -371,8 +371,16 @@ class ShardReader:
         Raises:
             ValueError: a checksum differs from the manifest's.
         """
+        return self.verified(self.batches(*stagings))
+
+    def verified(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yields the batches of the file, and verifies their checksums after the last one.
+
+        Raises:
+            ValueError: a checksum differs from the manifest's.
+        """
         crc32 = {field.name: 0 for field in self._fields}
-        for batch in self.batches(*stagings):
+        for batch in batches:
             for name, tensor in batch.items():
                 crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
             yield batch

@@ -1,0 +1,41 @@
+#include "bindings/serving/module.h"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings/serving/lookups.h"
+
+namespace py = pybind11;
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+// The profiler shows these calls as it does ops.
+at::Tensor call_pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tensor& lengths,
+                     const std::optional<at::Tensor>& weights, at::IntArrayRef features,
+                     at::IntArrayRef tables, at::IntArrayRef kinds, int64_t columns,
+                     at::ScalarType dtype) {
+  RECORD_FUNCTION("torchrec_hkv::serving_pool", c10::ArrayRef<const c10::IValue>{});
+  return serving_pool(handle, ids, lengths, weights, features, tables, kinds, columns, dtype);
+}
+
+std::vector<at::Tensor> call_rows(const at::Tensor& handle, const at::Tensor& ids,
+                                  const at::Tensor& lengths, at::IntArrayRef features,
+                                  at::IntArrayRef tables, at::IntArrayRef dims,
+                                  at::ScalarType dtype) {
+  RECORD_FUNCTION("torchrec_hkv::serving_rows", c10::ArrayRef<const c10::IValue>{});
+  return serving_rows(handle, ids, lengths, features, tables, dims, dtype);
+}
+
+}  // namespace
+
+void define_serving(py::module_& m) {
+  // Arguments by position only: matching names takes time.
+  m.def("serving_pool", torch::wrap_pybind_function_no_gil(call_pool),
+        "torch.ops.torchrec_hkv.serving_pool, not through the dispatcher.");
+  m.def("serving_rows", torch::wrap_pybind_function_no_gil(call_rows),
+        "torch.ops.torchrec_hkv.serving_rows, not through the dispatcher.");
+}
+
+}  // namespace torchrec_hkv::bindings
