@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tqdm import tqdm
 
 from torchrec_hkv.progress import adopt, advance, current, expect, reported
 
@@ -47,3 +54,23 @@ def test_more_to_do():
         expect(30)
         advance(10)
         assert (task.total, task.share) == (40, 0.25)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork beside threads
+def test_a_forked_process_that_is_killed_blocks_no_bar(monkeypatch):
+    lock = multiprocessing.RLock()  # as tqdm's own, which is shared with the fork
+    monkeypatch.setattr(tqdm, "_lock", lock, raising=False)
+    child = os.fork()
+    if child == 0:
+        lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    def work():
+        with reported("Reading", 10):
+            advance(10)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

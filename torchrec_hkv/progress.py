@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 #: Seconds after which a bar is shown.
 DELAY = 2.0
 _local = threading.local()
+
+
+@functools.cache
+def _bar_class() -> Any:
+    """tqdm with a lock of this process.
+
+    tqdm's own lock is shared with forked processes: one that is killed while it holds the lock
+    would block all others for ever.
+    """
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        _lock = threading.RLock()
+
+    os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
+    return Bar
 
 
 class Progress:
@@ -29,10 +48,8 @@ class Progress:
         self._lock = threading.Lock()
         self._bar = None
         if show and not (dist.is_initialized() and dist.get_rank()):
-            from tqdm import tqdm
-
             # disable=None: no bar if stderr is not a terminal.
-            self._bar = tqdm(
+            self._bar = _bar_class()(
                 desc=label,
                 total=total or None,
                 unit="B",
