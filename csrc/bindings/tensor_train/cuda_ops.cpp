@@ -15,6 +15,9 @@
 #include "runtime/tensor_train/plan.h"
 
 namespace torchrec_hkv::bindings::cuda_ops {
+
+using namespace runtime;
+
 namespace {
 
 namespace kernels = tensor_train::cuda;
