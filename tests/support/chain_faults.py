@@ -92,7 +92,10 @@ def spoil(root: Path, key: str, what: str, random: Random) -> bool:
     elif not data:
         return False
     elif what == "cut":
-        del data[random.randrange(len(data)) :]
+        left = data[: random.randrange(len(data))]
+        if left == data.rstrip():
+            return False  # only the line's end of a JSON file
+        data = left
     else:
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
     path.write_bytes(data)
