@@ -1,4 +1,4 @@
-"""A thousand steps on ids of a power law that moves on, each batch found a step ahead: outputs,
+"""Hundreds of steps on ids of a power law that moves on, each batch found a step ahead: outputs,
 rows and states are those of a Python model of the tables."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.row_training import exact_gradients
 from tests.support.tiers import hbm_bytes_for
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
-STEPS = 1000
+STEPS = 500
 FEATURES = 2  # of a table each
 DIMS = (8, 20)
 CAPACITY = 384
