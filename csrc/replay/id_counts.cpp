@@ -15,7 +15,8 @@ IdCounts::IdCounts(int64_t most_bytes)
     : entries_(kLeast, Entry{0, 0}),
       most_entries_(static_cast<size_t>(most_bytes) / sizeof(Entry)) {}
 
-// Of the id, or of the free entry that it would take.
+// Returns the index of the entry that holds the id. If none does, returns that of the free entry
+// where the id would be inserted.
 size_t IdCounts::place_of(int64_t id) const {
   const size_t mask = entries_.size() - 1;
   size_t at = hash_of_id(id) & mask;

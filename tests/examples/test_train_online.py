@@ -104,7 +104,7 @@ def _auc_by_period(content):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2])
+@pytest.mark.parametrize("processes", [None, 2])
 def test_a_killed_run_goes_on(processes, ratings, tmp_path):
     """Its AUC by period is that of a run that was not killed, also with fewer processes."""
     chain, figures = tmp_path / "chain", tmp_path / "figures.json"

@@ -67,8 +67,8 @@ def spoil(root: Path, key: str, what: str, random: Random) -> bool:
             shutil.rmtree(other)
             shutil.copytree(one, other)
         return True
-    # Of the tensors only the newest checkpoint's are read, and of a shard what is newer than a
-    # delta that holds the whole of it.
+    # A load reads the tensors of the newest checkpoint only. Of a shard's deltas, it reads those
+    # since the last one that holds the whole shard.
     read = {folders[0] / TENSORS, *folders}
     for shard in saved_shards(layers, key):
         read |= {shard.folder, *shard.earlier}

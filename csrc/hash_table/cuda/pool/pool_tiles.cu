@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   const int64_t first_slot = table.first_slot;
   const auto num_slots = static_cast<uint64_t>(table.num_slots);
   const bool framed = table.frames.tags != nullptr;
-  const char* const homes = table.rows.backing;
+  const char* const backing = table.rows.backing;
   const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
   const int32_t dim = table.dim();
   const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       const char* address = nullptr;
       if (has_row) {
         const int64_t slot = chunk.slot - first_slot;
-        address = framed ? table.row(slot) : homes + slot * row_bytes;
+        address = framed ? table.row(slot) : backing + slot * row_bytes;
       }
       const unsigned missing = tile.ballot(there && !has_row);
       const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
           is_first = false;
           hot.look(slot_in_table, has_row);
           if (hot.slot != kNoSlot && mine) {
-            const char* const at = framed ? table.row(hot.slot) : homes + hot.slot * row_bytes;
+            const char* const at = framed ? table.row(hot.slot) : backing + hot.slot * row_bytes;
             hot_row = Row::load(reinterpret_cast<const float*>(at + row_offset));
           }
         }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       __syncwarp(tile.mask());  // all lanes have read the addresses of the previous chunk
       if (kHot) {
         if (lane >= items.number) {
-          ring.addresses[lane] = homes;  // nothing is copied from there
+          ring.addresses[lane] = backing;  // nothing is copied from there
           ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
         }
         if (there && (items.mask >> lane & 1)) {

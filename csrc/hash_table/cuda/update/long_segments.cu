@@ -1,7 +1,8 @@
 // Updates the rows of long segments, after the sums of their pieces have been computed. The sum of
 // a segment is that of kPieceShares shares of its pieces, in a fixed order. One warp sums a segment
-// with at most that many pieces. The others are distributed to blocks by groups of columns: each
-// warp sums a share, a column a lane, and the last block to finish a group updates the row.
+// with at most that many pieces. Segments with more pieces are summed by blocks, each of which
+// takes a group of columns: each warp sums a share, and the block that finishes the last group
+// updates the row.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"

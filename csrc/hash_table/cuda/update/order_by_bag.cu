@@ -1,9 +1,10 @@
-// Puts the segments of equal slots in the order of the bags of their first positions, but for long
-// ones. Sorted by slots, neighbouring segments have gradients of random bags, and if the gradients
-// of a table do not stay in L2, each position reads its own from memory. In the order of bags,
-// positions of a bag share it. Rows are updated in any order.
+// Orders short segments of equal slots by the bag of their first position. The sort has ordered
+// them by slot, so neighbouring segments have gradients of random bags. If the gradients of a table
+// do not fit into L2, each position then reads its gradient from memory. In the order of bags, the
+// positions of a bag read one gradient at about the same time. The order in which rows are updated
+// does not change results.
 //
-// The order is by ranges of bags. Within a range it is arbitrary; results do not depend on it.
+// Bags are divided into kBagBins ranges. The order within a range is arbitrary.
 #include "common/cuda_check.h"
 #include "common/scan.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -35,7 +36,7 @@ struct ShortSegment {
   }
 };
 
-// First position of a thread in a round.
+// Position of the thread in a round.
 __device__ __forceinline__ int64_t position_of(int round) {
   return (static_cast<int64_t>(blockIdx.x) * kOrderRounds + round) * kThreads + threadIdx.x;
 }
