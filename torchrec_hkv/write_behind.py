@@ -69,7 +69,8 @@ class SaveHandle:
         staging_bytes: host memory limit for copies that are not written yet. A single piece may be
             larger if no other copy waits.
         device_staging_bytes: limit of GPU memory for copies. Further copies go to host memory.
-            None: the free memory less a tenth of the GPU's memory.
+            None: the free memory, with what PyTorch keeps for later allocations, less a tenth of
+            the GPU's memory.
         threads: number of threads that write.
 
     Raises:
@@ -235,8 +236,7 @@ class SaveHandle:
         """
         with self._changed:
             if self._device_limit is None:
-                free, total = torch.cuda.mem_get_info(device)
-                self._device_limit = max(0, int(free - _FREE_SHARE * total))
+                self._device_limit = _room_on_device(device)
             if self._on_device + size > self._device_limit:
                 self._hurry()
                 return False
@@ -344,6 +344,14 @@ class SaveHandle:
         self._last = None
         self._is_done = True
         _running.discard(self)
+
+
+def _room_on_device(device: torch.device) -> int:
+    """Bytes of GPU memory that copies may take by default. Memory that PyTorch keeps for later
+    allocations counts as free: after a save, that of its copies is such memory."""
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, int(free + kept - _FREE_SHARE * total))
 
 
 class _Piece:

@@ -57,6 +57,26 @@ def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads, on_
     assert entries(loaded) == before
 
 
+@pytest.mark.gpu
+def test_memory_that_pytorch_keeps_is_free_for_copies(tmp_path):
+    """After a save, the memory of its copies is such memory: the next save needs no host memory."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    table = filled("cuda", 500, 700)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    kept = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device="cuda")
+    del kept
+    assert torch.cuda.mem_get_info()[0] < 0.1 * total
+    handle = SaveHandle(tmp_path)
+    files.save(table._group, 0, tmp_path / "t", handle=handle)
+    handle.close()
+    handle.wait(60)
+    torch.cuda.empty_cache()
+    assert handle.device_staged_bytes > 0
+    assert handle.staged_bytes == 0
+
+
 @pytest.mark.slow
 def test_large_files(device_type, tmp_path):
     # More than 16 MiB a file, which goes past the page cache.

@@ -34,10 +34,11 @@ _COPIES = 3
 # from the table two parts of this many.
 SAVED_PARTS = 8
 # A non-blocking save copies a piece of this share of its memory limit at a time, or of this many
-# bytes of a GPU's memory.
-_PIECES, _DEVICE_PIECE = 4, 256 << 20
-# Bytes for each slot that the search for the entries of a shard takes.
-_SCAN_BYTES = 32
+# bytes of a GPU's memory. For each piece the host waits for the GPU twice, and memory of the GPU is
+# allocated.
+_PIECES, _DEVICE_PIECE = 4, 1 << 30
+# Bytes for each slot that the search for the entries of a shard takes, and that counting takes.
+_SCAN_BYTES, _COUNT_BYTES = 32, 24
 
 _ops = torch.ops.torchrec_hkv
 
@@ -91,12 +92,12 @@ class FileSource(FileTable):
             state_dim = state_dim if reduced.states else 0
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
-    def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Yields owner buckets of slots (-1 for free slots) in pieces, each with its first slot, or
-        with all of its slots if only some are saved."""
+    def _owners(self, most: int) -> Iterator[tuple[int | Tensor, Tensor]]:
+        """Yields owner buckets of at most ``most`` slots at a time (-1 for free slots), with the
+        first slot, or with all of these slots if only some are saved."""
         total = self.slots if self._only is None else len(self._only)
-        for first in range(0, total, self.scan):
-            slots, owners = self._owners_of(first, min(self.scan, total - first))
+        for first in range(0, total, most):
+            slots, owners = self._owners_of(first, min(most, total - first))
             yield first if slots is None else slots, owners
 
     def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:
@@ -111,10 +112,11 @@ class FileSource(FileTable):
 
     def count_owners(self) -> Tensor:
         """Number of entries of each owner bucket, int64 ``[65536]``."""
-        counts = torch.zeros(OWNERS + 1, dtype=torch.int64)
-        for _, owners in self._owners():
-            counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
-        return counts[1:]
+        counts = torch.zeros(OWNERS + 1, dtype=torch.int64, device=self.group.device)
+        # Nothing else has memory yet.
+        for _, owners in self._owners(max(1, self._batch_bytes // _COUNT_BYTES)):
+            counts += torch.bincount(owners.add_(1), minlength=OWNERS + 1)
+        return counts[1:].cpu()
 
     def staging(self, parts: int = 2) -> Staging:
         """Memory for a batch that is being written: one of ``parts`` parts of the memory limit."""
@@ -174,7 +176,7 @@ class FileSource(FileTable):
                 yield self._read(part)
 
     def _slots(self, begin: int, end: int) -> Iterator[Tensor]:
-        for slots, owners in self._owners():
+        for slots, owners in self._owners(self.scan):
             chosen = ((owners >= begin) & (owners < end)).nonzero().flatten()
             yield slots[chosen] if isinstance(slots, Tensor) else chosen + slots
 
