@@ -20,7 +20,7 @@ struct RowsCall {
   int64_t n;
   RowType type;  // of the output
   char* out;     // [n, dim]
-  unsigned long long* unknown;
+  int64_t* counters;  // [2]: adds the number of ids, and of unknown ones
 };
 void look_up_rows(const RowsCall& call, cudaStream_t stream);
 

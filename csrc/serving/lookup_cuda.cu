@@ -8,46 +8,48 @@
 namespace torchrec_hkv::serving::cuda {
 namespace {
 
-#ifndef HKV_SERVING_THREADS
-#define HKV_SERVING_THREADS 256
-#endif
-#ifndef HKV_SERVING_AHEAD
-#define HKV_SERVING_AHEAD 8
-#endif
-constexpr int kThreads = HKV_SERVING_THREADS;
+constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
 
+// Of rows_kernel. Eight pieces a lane hide the latency of rows; smaller blocks give multiprocessors
+// more warps.
+constexpr int kRowsThreads = 128, kAhead = 8;
+
 // A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
-// at a time.
-template <RowFormat kFormat, int kColumns, int kAhead>
-__global__ void __launch_bounds__(kThreads) rows_kernel(RowsCall call) {
-  const Table& table = *call.table;
+// at a time. kOut: the output's type, or kAnyType.
+constexpr int kAnyType = -1;
+template <RowFormat kFormat, int kColumns, int kOut>
+__global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   const int lane = threadIdx.x & 31;
-  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * 32;
+  const int64_t first = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / 32 * 32;
   if (first >= call.n) return;
   const int here = static_cast<int>(call.n - first < 32 ? call.n - first : 32);
-  const int64_t id = lane < here ? call.ids[first + lane] : 0;
-  const char* const row = lane < here ? find_row(table, id) : nullptr;
+  const char* row = nullptr;
+  if (lane < here) row = find_row(*call.table, call.ids[first + lane]);
   const int unknown = __popc(__ballot_sync(kAll, lane < here && row == nullptr));
-  if (unknown > 0 && lane == 0) atomicAdd(call.unknown, static_cast<unsigned long long>(unknown));
+  auto* const counters = reinterpret_cast<unsigned long long*>(call.counters);
+  if (unknown > 0 && lane == 0) atomicAdd(counters + 1, static_cast<unsigned long long>(unknown));
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(counters, static_cast<unsigned long long>(call.n));
+  }
 
-  const int32_t pieces = table.dim / kColumns, total = here * pieces;
-  const int64_t out_bytes = element_size(call.type);
-  char* const out = call.out + first * table.dim * out_bytes;
-  const float unit = table.unit;
+  // What is read from memory is kept, because the compiler can't know that outputs don't change it.
+  const RowType type = kOut == kAnyType ? call.type : static_cast<RowType>(kOut);
+  const float unit = call.table->unit;
+  const int32_t pieces = call.dim / kColumns, total = here * pieces;
+  const int64_t piece_bytes = int64_t{kColumns} * element_size(type);
+  char* const out = call.out + first * pieces * piece_bytes;
   // The row and the piece of it that a lane takes next, kept up to date without a division.
   int32_t at_row = lane / pieces, at = lane % pieces;
   const int32_t step_rows = 32 / pieces, step = 32 % pieces;
   for (int32_t base = lane; base - lane < total; base += 32 * kAhead) {
     Piece<kFormat, kColumns> held[kAhead];
-    int32_t places[kAhead];  // in the outputs of these ids
     uint32_t known = 0;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       const bool is_there = base + 32 * k < total;
       const auto from = reinterpret_cast<const char*>(
           __shfl_sync(kAll, reinterpret_cast<unsigned long long>(row), is_there ? at_row : 0));
-      places[k] = at_row * table.dim + at * kColumns;
       if (is_there && from != nullptr) {
         held[k].load(from, at * kColumns);
         known |= 1u << k;
@@ -58,15 +60,18 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(RowsCall call) {
     }
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      if (base + 32 * k >= total) break;
+      const int32_t piece = base + 32 * k;
+      if (piece >= total) break;
       float values[kColumns];
       if (known >> k & 1) {
-        held[k].widen(unit, kFormat == RowFormat::kInt4 ? places[k] % table.dim : 0, values);
+        // A column's place in its byte.
+        constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
+        held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
       } else {
-        unknown_columns<kColumns>(table, call.ids[first + places[k] / table.dim],
-                                  places[k] % table.dim, values);
+        unknown_columns<kColumns>(*call.table, call.ids[first + piece / pieces],
+                                  piece % pieces * kColumns, values);
       }
-      store_columns<kColumns>(call.type, out + places[k] * out_bytes, values);
+      store_columns<kColumns>(type, out + piece * piece_bytes, values);
     }
   }
 }
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call) {
 // The bags of one output: kColumns columns a lane, as many lanes a bag as that takes.
 template <RowFormat kFormat, int kColumns>
 __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, const Table& table) {
-  constexpr int kAhead = 4;
+  constexpr int kRowsAhead = 4;
   const int32_t pieces = table.dim / kColumns;
   int32_t lanes = 1;
   while (lanes < pieces && lanes < 32) lanes *= 2;
@@ -120,17 +125,17 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
     const int32_t column = piece * kColumns;
     float sums[kColumns] = {};
     float weight_sum = 0.0f;
-    for (int64_t i = begin; i < end; i += kAhead) {
-      Piece<kFormat, kColumns> held[kAhead];
-      const char* rows[kAhead];
+    for (int64_t i = begin; i < end; i += kRowsAhead) {
+      Piece<kFormat, kColumns> held[kRowsAhead];
+      const char* rows[kRowsAhead];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) rows[k] = i + k < end ? found[i + k] : nullptr;
+      for (int k = 0; k < kRowsAhead; ++k) rows[k] = i + k < end ? found[i + k] : nullptr;
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
+      for (int k = 0; k < kRowsAhead; ++k) {
         if (rows[k] != nullptr) held[k].load(rows[k], column);
       }
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
+      for (int k = 0; k < kRowsAhead; ++k) {
         if (i + k >= end) break;
         float values[kColumns];
         if (rows[k] != nullptr) {
@@ -194,18 +199,33 @@ void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cud
   HKV_CUDA_CHECK_LAUNCH();
 }
 
+template <RowFormat kFormat, int kColumns, int kOut>
+void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((call.n + kRowsThreads - 1) / kRowsThreads);
+  rows_kernel<kFormat, kColumns, kOut><<<blocks, kRowsThreads, 0, stream>>>(call);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
 template <RowFormat kFormat>
 void launch_rows(const RowsCall& call, cudaStream_t stream) {
-  constexpr int kAhead = HKV_SERVING_AHEAD;
-  const auto blocks = static_cast<unsigned>((call.n + kThreads - 1) / kThreads);
-  // Four columns a lane where rows and outputs are aligned to them.
-  constexpr int kBytes = Piece<kFormat, 4>::kIsQuantized ? 4 : Piece<kFormat, 4>::kBytes;
-  if (call.dim % 4 == 0 && call.row_bytes % kBytes == 0) {
-    rows_kernel<kFormat, 4, kAhead><<<blocks, kThreads, 0, stream>>>(call);
-  } else {
-    rows_kernel<kFormat, 1, kAhead><<<blocks, kThreads, 0, stream>>>(call);
+  // As many columns a lane as suit most, where rows and outputs are aligned to them.
+  constexpr bool kIsQuantized = Piece<kFormat, 4>::kIsQuantized;
+  constexpr int kColumns = kIsQuantized ? 8 : 4;
+  if (call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0) {
+    switch (call.type) {
+      case RowType::kFloat32:
+        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat32)>(call, stream);
+      case RowType::kFloat16:
+        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat16)>(call, stream);
+      default:
+        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kBFloat16)>(call,
+                                                                                       stream);
+    }
   }
-  HKV_CUDA_CHECK_LAUNCH();
+  if constexpr (kIsQuantized) {
+    if (call.dim % 4 == 0) return launch_rows_of<kFormat, 4, kAnyType>(call, stream);
+  }
+  launch_rows_of<kFormat, 1, kAnyType>(call, stream);
 }
 
 }  // namespace

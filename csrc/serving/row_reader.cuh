@@ -41,7 +41,10 @@ struct Piece {
                                : kFormat == RowFormat::kInt4  ? 4
                                                               : 16;
   static constexpr int kBytes = kColumns * kBits >= 8 ? kColumns * kBits / 8 : 1;
-  typename Raw<kBytes>::Type raw;
+  // Quantised rows begin at multiples of 4 bytes.
+  static constexpr int kWordBytes = kIsQuantized && kBytes > 4 ? 4 : kBytes;
+  using Word = typename Raw<kWordBytes>::Type;
+  Word raw[kBytes / kWordBytes];
   uint32_t header = 0;
 
   __device__ void load(const char* row, int32_t column) {
@@ -49,22 +52,24 @@ struct Piece {
       header = __ldg(reinterpret_cast<const uint32_t*>(row));
       row += kQuantizedHeaderBytes;
     }
-    raw = __ldcs(reinterpret_cast<const typename Raw<kBytes>::Type*>(
-        row + (kBits == 4 ? column / 2 : column * kBits / 8)));
+    const auto* from =
+        reinterpret_cast<const Word*>(row + (kBits == 4 ? column / 2 : column * kBits / 8));
+#pragma unroll
+    for (int k = 0; k < kBytes / kWordBytes; ++k) raw[k] = __ldcs(from + k);
   }
 
   __device__ void widen(float unit, int32_t column, float* values) const {
     const float scale = unit * from_float16(static_cast<uint16_t>(header & 0xffff));
     const float offset = unit * from_float16(static_cast<uint16_t>(header >> 16));
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&raw);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(raw);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       if constexpr (kFormat == RowFormat::kFloat32) {
-        values[k] = reinterpret_cast<const float*>(&raw)[k];
+        values[k] = reinterpret_cast<const float*>(raw)[k];
       } else if constexpr (kFormat == RowFormat::kFloat16) {
-        values[k] = from_float16(reinterpret_cast<const uint16_t*>(&raw)[k]);
+        values[k] = from_float16(reinterpret_cast<const uint16_t*>(raw)[k]);
       } else if constexpr (kFormat == RowFormat::kBFloat16) {
-        values[k] = from_bfloat16(reinterpret_cast<const uint16_t*>(&raw)[k]);
+        values[k] = from_bfloat16(reinterpret_cast<const uint16_t*>(raw)[k]);
       } else if constexpr (kFormat == RowFormat::kInt8) {
         values[k] = __fadd_rn(offset, __fmul_rn(scale, static_cast<float>(bytes[k])));
       } else {
@@ -88,15 +93,18 @@ __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int
   }
 }
 
-// Columns of an output; nobody reads them soon.
+// Columns of an output; nobody reads them soon. kColumns: 1, 4 or 8.
 template <int kColumns>
 __device__ void store_columns(RowType type, char* out, const float* values) {
   if (type == RowType::kFloat32) {
-    if constexpr (kColumns == 4) {
-      __stcs(reinterpret_cast<float4*>(out),
-             make_float4(values[0], values[1], values[2], values[3]));
-    } else {
+    if constexpr (kColumns == 1) {
       __stcs(reinterpret_cast<float*>(out), values[0]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kColumns; k += 4) {
+        __stcs(reinterpret_cast<float4*>(out) + k / 4,
+               make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]));
+      }
     }
     return;
   }
@@ -105,10 +113,11 @@ __device__ void store_columns(RowType type, char* out, const float* values) {
   for (int k = 0; k < kColumns; ++k) {
     narrow[k] = type == RowType::kFloat16 ? to_float16(values[k]) : to_bfloat16(values[k]);
   }
-  if constexpr (kColumns == 4) {
-    __stcs(reinterpret_cast<uint2*>(out),
-           make_uint2(narrow[0] | static_cast<uint32_t>(narrow[1]) << 16,
-                      narrow[2] | static_cast<uint32_t>(narrow[3]) << 16));
+  const auto two = [&](int k) { return narrow[k] | static_cast<uint32_t>(narrow[k + 1]) << 16; };
+  if constexpr (kColumns == 8) {
+    __stcs(reinterpret_cast<uint4*>(out), make_uint4(two(0), two(2), two(4), two(6)));
+  } else if constexpr (kColumns == 4) {
+    __stcs(reinterpret_cast<uint2*>(out), make_uint2(two(0), two(2)));
   } else {
     __stcs(reinterpret_cast<uint16_t*>(out), narrow[0]);
   }

@@ -176,9 +176,8 @@ class ReadOnlyTables:
             TypeError: ids have the wrong dtype.
             ValueError: ids have the wrong shape or device, or there is no such table.
         """
-        lengths = torch.full((1, 1), ids.numel(), device=ids.device)
-        dims = [self._table(table).dim]
-        return _C.serving_rows(self.handle, ids, lengths, [0], [table], dims, dtype)[0]
+        self._table(table)
+        return _C.serving_table_rows(self.handle, ids, table, dtype)
 
     def _table(self, number: int) -> ReadOnlyTable:
         if not 0 <= number < len(self.tables):

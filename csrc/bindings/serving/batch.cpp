@@ -1,13 +1,41 @@
 #include "bindings/serving/batch.h"
 
+#include <algorithm>
+
 #include "runtime/checks.h"
 
 namespace torchrec_hkv::bindings {
 using namespace runtime;
 
+namespace {
+
 void check_total_length(int64_t total, int64_t ids) {
   TORCH_CHECK_VALUE(total == ids, "lengths add up to ", total, ", but there are ", ids, " ids.");
 }
+
+// Calls add(bag, length) for each bag of a batch in host memory.
+template <class Length, class Add>
+void for_each_bag(const ServingBatch& batch, const at::Tensor& lengths, const Add& add) {
+  const auto* const of = lengths.const_data_ptr<Length>();
+  for (int64_t bag = 0; bag < lengths.numel(); ++bag) {
+    TORCH_CHECK_VALUE(of[bag] >= 0, "lengths must not be negative, but have ", of[bag],
+                      " for feature ", bag / batch.batch_size, ", sample ", bag % batch.batch_size,
+                      ".");
+    add(bag, static_cast<int64_t>(of[bag]));
+  }
+}
+
+template <class Add>
+void for_each_bag(const ServingBatch& batch, const Add& add) {
+  const at::Tensor lengths = batch.lengths.contiguous();
+  if (lengths.scalar_type() == at::kInt) {
+    for_each_bag<int32_t>(batch, lengths, add);
+  } else {
+    for_each_bag<int64_t>(batch, lengths, add);
+  }
+}
+
+}  // namespace
 
 ServingBatch check_serving_batch(const at::Tensor& ids, const at::Tensor& lengths,
                                  const std::optional<at::Tensor>& weights) {
@@ -21,6 +49,7 @@ ServingBatch check_serving_batch(const at::Tensor& ids, const at::Tensor& length
   check_device(lengths, "lengths", ids.device());
   ServingBatch batch;
   batch.ids = ids.contiguous();
+  batch.lengths = lengths;
   batch.features = lengths.size(0);
   batch.batch_size = lengths.size(1);
   if (weights) {
@@ -29,42 +58,54 @@ ServingBatch check_serving_batch(const at::Tensor& ids, const at::Tensor& length
     check_device(*weights, "weights", ids.device());
     batch.weights = weights->contiguous();
   }
-  const int64_t bags = lengths.numel();
-  if (ids.is_cuda()) {  // looking at the lengths would wait for the device
-    batch.offsets = at::zeros({bags + 1}, ids.options());
-    batch.offsets.narrow(0, 1, bags).copy_(at::cumsum(lengths.flatten(), 0, at::kLong));
-    return batch;
-  }
-  batch.offsets = at::empty({bags + 1}, ids.options());
-  const at::Tensor from = lengths.contiguous();
-  int64_t* const offsets = batch.offsets.data_ptr<int64_t>();
-  offsets[0] = 0;
-  const auto add_up = [&](const auto* of) {
-    for (int64_t bag = 0; bag < bags; ++bag) {
-      TORCH_CHECK_VALUE(of[bag] >= 0, "lengths must not be negative, but have ", of[bag],
-                        " for feature ", bag / batch.batch_size, ", sample ",
-                        bag % batch.batch_size, ".");
-      offsets[bag + 1] = offsets[bag] + of[bag];
-    }
-  };
-  if (from.scalar_type() == at::kInt) {
-    add_up(from.const_data_ptr<int32_t>());
-  } else {
-    add_up(from.const_data_ptr<int64_t>());
-  }
-  check_total_length(offsets[bags], ids.numel());
   return batch;
 }
 
-serving::Feature feature_of(const ServingTables& tables, const ServingBatch& batch, int64_t feature,
-                            int64_t table) {
+at::Tensor bag_offsets(const ServingBatch& batch) {
+  const int64_t bags = batch.lengths.numel();
+  at::Tensor offsets = at::empty({bags + 1}, batch.ids.options());
+  if (batch.ids.is_cuda()) {  // looking at the lengths would wait for the device
+    offsets.select(0, 0).zero_();
+    at::Tensor ends = offsets.narrow(0, 1, bags);
+    at::cumsum_out(ends, batch.lengths.flatten(), 0, at::kLong);
+    return offsets;
+  }
+  int64_t* const to = offsets.data_ptr<int64_t>();
+  to[0] = 0;
+  for_each_bag(batch, [&](int64_t bag, int64_t length) { to[bag + 1] = to[bag] + length; });
+  check_total_length(to[bags], batch.ids.numel());
+  return offsets;
+}
+
+std::vector<int64_t> feature_offsets(const ServingBatch& batch) {
+  std::vector<int64_t> offsets(batch.features + 1, 0);
+  if (batch.ids.is_cuda()) {
+    const at::Tensor sums = batch.lengths.sum({1}, false, at::kLong).cpu();
+    std::copy_n(sums.const_data_ptr<int64_t>(), batch.features, offsets.data() + 1);
+  } else {
+    for_each_bag(
+        batch, [&](int64_t bag, int64_t length) { offsets[bag / batch.batch_size + 1] += length; });
+  }
+  for (int64_t feature = 0; feature < batch.features; ++feature) {
+    TORCH_CHECK_VALUE(offsets[feature + 1] >= 0, "lengths of feature ", feature, " add up to ",
+                      offsets[feature + 1], ", but lengths must not be negative.");
+    offsets[feature + 1] += offsets[feature];
+  }
+  check_total_length(offsets.back(), batch.ids.numel());
+  return offsets;
+}
+
+void check_feature(const ServingBatch& batch, int64_t feature) {
   TORCH_CHECK_VALUE(feature >= 0 && feature < batch.features, "feature ", feature,
                     " is asked for, but there are lengths of ", batch.features, " features.");
+}
+
+serving::Feature feature_of(const ServingTables& tables, const at::Tensor& ids, int64_t table) {
   TORCH_CHECK_VALUE(table >= 0 && table < static_cast<int64_t>(tables.tables.size()), "table ",
                     table, " is asked for, but there are ", tables.tables.size(), " tables.");
   serving::Feature made{};
   made.table = &tables.tables[table];
-  made.ids = batch.ids.const_data_ptr<int64_t>();
+  made.ids = ids.const_data_ptr<int64_t>();
   made.unknown = tables.counters.data_ptr<int64_t>() + 2 * table + 1;
   return made;
 }

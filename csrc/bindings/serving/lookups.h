@@ -23,4 +23,9 @@ std::vector<at::Tensor> serving_rows(const at::Tensor& handle, const at::Tensor&
                                      at::IntArrayRef tables, at::IntArrayRef dims,
                                      at::ScalarType dtype);
 
+// The rows of ids in one table. It takes no lengths, so it waits for no GPU. No program names it,
+// so it is no op.
+at::Tensor serving_table_rows(const at::Tensor& handle, const at::Tensor& ids, int64_t table,
+                              at::ScalarType dtype);
+
 }  // namespace torchrec_hkv::bindings

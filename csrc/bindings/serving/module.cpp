@@ -28,6 +28,12 @@ std::vector<at::Tensor> call_rows(const at::Tensor& handle, const at::Tensor& id
   return serving_rows(handle, ids, lengths, features, tables, dims, dtype);
 }
 
+at::Tensor call_table_rows(const at::Tensor& handle, const at::Tensor& ids, int64_t table,
+                           at::ScalarType dtype) {
+  RECORD_FUNCTION("torchrec_hkv::serving_table_rows", c10::ArrayRef<const c10::IValue>{});
+  return serving_table_rows(handle, ids, table, dtype);
+}
+
 }  // namespace
 
 void define_serving(py::module_& m) {
@@ -36,6 +42,8 @@ void define_serving(py::module_& m) {
         "torch.ops.torchrec_hkv.serving_pool, not through the dispatcher.");
   m.def("serving_rows", torch::wrap_pybind_function_no_gil(call_rows),
         "torch.ops.torchrec_hkv.serving_rows, not through the dispatcher.");
+  m.def("serving_table_rows", torch::wrap_pybind_function_no_gil(call_table_rows),
+        "Rows of ids in one table, as serving_rows; no lengths, and no wait for a GPU.");
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -25,7 +25,7 @@ using serving::Mean;
 constexpr int64_t kFused = 256;
 
 #ifdef TORCHREC_HKV_CUDA
-void pool_on_gpu(const ServingTables& open, const ServingBatch& batch,
+void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at::Tensor& offsets,
                  const std::vector<Feature>& outputs, at::IntArrayRef features,
                  at::IntArrayRef tables, at::IntArrayRef kinds, const at::Tensor& out,
                  RowType type) {
@@ -66,7 +66,7 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch,
   call.num_outputs = static_cast<int32_t>(outputs.size());
   call.ids = batch.ids.const_data_ptr<int64_t>();
   call.n = batch.ids.numel();
-  call.offsets = batch.offsets.const_data_ptr<int64_t>();
+  call.offsets = offsets.const_data_ptr<int64_t>();
   call.batch_size = batch.batch_size;
   call.weights = batch.weights_data();
   call.type = type;
@@ -92,11 +92,13 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
                     ", ", tables.size(), " and ", kinds.size(), ".");
   const ServingBatch batch = check_serving_batch(ids, lengths, weights);
   at::Tensor out = at::empty({batch.batch_size, columns}, ids.options().dtype(dtype));
-  const int64_t* const offsets = batch.offsets.const_data_ptr<int64_t>();
+  const at::Tensor all_offsets = bag_offsets(batch);
+  const int64_t* const offsets = all_offsets.const_data_ptr<int64_t>();
   std::vector<Feature> outputs;
   int64_t column = 0;
   for (size_t i = 0; i < features.size(); ++i) {
-    Feature made = feature_of(*open, batch, features[i], tables[i]);
+    check_feature(batch, features[i]);
+    Feature made = feature_of(*open, batch.ids, tables[i]);
     const int64_t mean = kinds[i] & ~kFused;
     TORCH_CHECK_VALUE(mean >= 0 && mean <= 3, "kinds[", i, "] is ", kinds[i],
                       ", which is no kind of pooling.");
@@ -115,7 +117,7 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
                     " in all.");
 #ifdef TORCHREC_HKV_CUDA
   if (ids.is_cuda()) {
-    pool_on_gpu(*open, batch, outputs, features, tables, kinds, out, type);
+    pool_on_gpu(*open, batch, all_offsets, outputs, features, tables, kinds, out, type);
     return out;
   }
 #endif

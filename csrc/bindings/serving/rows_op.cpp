@@ -5,6 +5,7 @@
 
 #include "bindings/serving/batch.h"
 #include "bindings/serving/lookups.h"
+#include "runtime/checks.h"
 #include "runtime/dtypes.h"
 #include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
@@ -19,18 +20,32 @@ namespace {
 
 using serving::Feature;
 
+// The rows of `count` ids from `first` on, in a table of `dim` columns.
+at::Tensor rows_of(const ServingTables& open, const at::Tensor& ids, int64_t first, int64_t count,
+                   int64_t table, int64_t dim, at::ScalarType dtype, RowType type) {
+  at::Tensor out = at::empty({count, dim}, ids.options().dtype(dtype));
+  Feature made = feature_of(open, ids, table);
+  made.ids += first;
+  made.bags = count;
+  made.type = type;
+  made.stride = dim * element_size(type);
+  made.out = static_cast<char*>(out.data_ptr());
 #ifdef TORCHREC_HKV_CUDA
-void rows_on_gpu(const ServingTables& open, const Feature& feature, int64_t table) {
-  const serving::Table& its = *feature.table;
-  const auto* const tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
-  open.counters.select(0, table).select(0, 0).add_(feature.bags);
-  const c10::OptionalDeviceGuard guard(open.device);
-  serving::cuda::look_up_rows(
-      {tables + table, its.format, its.dim, its.row_bytes, feature.ids, feature.bags, feature.type,
-       feature.out, reinterpret_cast<unsigned long long*>(feature.unknown)},
-      c10::cuda::getCurrentCUDAStream(open.device.index()));
-}
+  if (ids.is_cuda()) {
+    const auto* const tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
+    const serving::Table& its = *made.table;
+    const c10::OptionalDeviceGuard guard(open.device);
+    serving::cuda::look_up_rows(
+        {tables + table, its.format, its.dim, its.row_bytes, made.ids, count, type, made.out,
+         open.counters.data_ptr<int64_t>() + 2 * table},
+        c10::cuda::getCurrentCUDAStream(open.device.index()));
+    return out;
+  }
 #endif
+  count_lookups(open, table, count);
+  serving::cpu::look_up(made, at::get_num_threads());
+  return out;
+}
 
 }  // namespace
 
@@ -44,31 +59,31 @@ std::vector<at::Tensor> serving_rows(const at::Tensor& handle, const at::Tensor&
                     "features, tables and dims must be of one length, but have ", features.size(),
                     ", ", tables.size(), " and ", dims.size(), ".");
   const ServingBatch batch = check_serving_batch(ids, lengths, std::nullopt);
-  const at::Tensor on_host = batch.offsets.cpu();  // sizes of outputs: waits for a GPU
-  const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
-  check_total_length(offsets[on_host.numel() - 1], ids.numel());
+  for (size_t i = 0; i < features.size(); ++i) {
+    check_feature(batch, features[i]);
+    const int32_t dim = feature_of(*open, batch.ids, tables[i]).table->dim;
+    TORCH_CHECK_VALUE(dim == dims[i], "dims[", i, "] is ", dims[i], ", but table ", tables[i],
+                      " has ", dim, " columns.");
+  }
+  const std::vector<int64_t> offsets = feature_offsets(batch);  // sizes of outputs
   std::vector<at::Tensor> out;
   for (size_t i = 0; i < features.size(); ++i) {
-    Feature made = feature_of(*open, batch, features[i], tables[i]);
-    TORCH_CHECK_VALUE(made.table->dim == dims[i], "dims[", i, "] is ", dims[i], ", but table ",
-                      tables[i], " has ", made.table->dim, " columns.");
-    const int64_t first = offsets[features[i] * batch.batch_size];
-    made.bags = offsets[(features[i] + 1) * batch.batch_size] - first;
-    made.ids += first;
-    made.type = type;
-    made.stride = dims[i] * element_size(type);
-    out.push_back(at::empty({made.bags, dims[i]}, ids.options().dtype(dtype)));
-    made.out = static_cast<char*>(out.back().data_ptr());
-#ifdef TORCHREC_HKV_CUDA
-    if (ids.is_cuda()) {
-      rows_on_gpu(*open, made, tables[i]);
-      continue;
-    }
-#endif
-    count_lookups(*open, tables[i], made.bags);
-    serving::cpu::look_up(made, at::get_num_threads());
+    const int64_t first = offsets[features[i]];
+    out.push_back(rows_of(*open, batch.ids, first, offsets[features[i] + 1] - first, tables[i],
+                          dims[i], dtype, type));
   }
   return out;
+}
+
+at::Tensor serving_table_rows(const at::Tensor& handle, const at::Tensor& ids, int64_t table,
+                              at::ScalarType dtype) {
+  const std::shared_ptr<const ServingTables> open = tables_of(handle, ids);
+  const RowType type = row_type_of(dtype, "the output");
+  check_dtype(ids, "ids", at::kLong);
+  check_vector(ids, "ids");
+  const at::Tensor its = ids.contiguous();
+  const int32_t dim = feature_of(*open, its, table).table->dim;
+  return rows_of(*open, its, 0, its.numel(), table, dim, dtype, type);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {

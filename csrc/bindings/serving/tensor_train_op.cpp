@@ -21,9 +21,11 @@ std::vector<at::Tensor> serving_tt(const at::Tensor& handle, const at::Tensor& i
   TORCH_CHECK_VALUE(group >= 0 && group < static_cast<int64_t>(open->tt_groups.size()), "group ",
                     group, " is asked for, but there are ", open->tt_groups.size(), ".");
   const ServingBatch batch = check_serving_batch(ids, lengths, weights);
-  const at::Tensor on_host = batch.offsets.cpu();  // waits for a GPU
+  const at::Tensor on_host = bag_offsets(batch).cpu();  // waits for a GPU
   const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
-  check_total_length(offsets[on_host.numel() - 1], ids.numel());
+  const int64_t last = offsets[on_host.numel() - 1];
+  TORCH_CHECK_VALUE(last == ids.numel(), "lengths add up to ", last, ", but there are ",
+                    ids.numel(), " ids.");
   // The ids of these features, one feature after the other.
   std::vector<at::Tensor> of_ids, of_weights;
   std::vector<int64_t> counts;
