@@ -8,8 +8,9 @@ A request looks up ``--ids`` ids, by a power law of exponent 1 or uniformly, of 
 rows`` and ``model, pooled`` do so by a model that was exported and loaded. The peer is
 ``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and on a GPU for
 float rows that are written out also ``torch.nn.functional.embedding``. The two are timed in turn,
-``--rounds`` times over ``--requests`` requests each; ``us``, ``p99_us``, ``peer_us`` and
-``peer_p99_us`` are microseconds a request, ``ratio`` is the quotient of the medians.
+``--rounds`` times over ``--requests`` requests each, which on a GPU run back to back; ``us``,
+``p99_us``, ``peer_us`` and ``peer_p99_us`` are microseconds a request, ``ratio`` is the quotient of
+the medians.
 """
 
 from __future__ import annotations
@@ -144,37 +145,44 @@ def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output:
 
 def times_us(call: Request, args: argparse.Namespace) -> list[float]:
     """Microseconds of each request, called once."""
-    times = []
-    for number in range(args.requests):
-        if args.device == "cpu":
-            began = time.perf_counter()
-            call(number)
-            times.append(1e6 * (time.perf_counter() - began))
-        else:
+    if args.device != "cpu":
+        events = []
+        for number in range(args.requests):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call(number)
             end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end))
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in events]
+    times = []
+    for number in range(args.requests):
+        began = time.perf_counter()
+        call(number)
+        times.append(1e6 * (time.perf_counter() - began))
     return times
 
 
-def measure(ours: Request, peer: Request, args: argparse.Namespace) -> dict[str, float]:
-    """Times of both, in turn, after a round that does not count."""
-    taken: tuple[list[float], list[float]] = ([], [])
+def measure(
+    ours: Request, peer: Request | None, args: argparse.Namespace
+) -> dict[str, float | None]:
+    """Times of both, in turn, after a round that does not count; peer: None if it is skipped."""
+    taken: dict[Request, list[float]] = {call: [] for call in (ours, peer) if call is not None}
     for number in range(args.rounds + 1):
-        for call, times in zip((ours, peer), taken, strict=True):
+        for call, times in taken.items():
             its = times_us(call, args)
             times.extend(its if number else [])
-    us, peer_us = map(statistics.median, taken)
-    p99, peer_p99 = (statistics.quantiles(times, n=100)[-1] for times in taken)
+    us, peer_us = statistics.median(taken[ours]), None
+    p99, peer_p99 = statistics.quantiles(taken[ours], n=100)[-1], None
+    if peer is not None:
+        peer_us = statistics.median(taken[peer])
+        peer_p99 = statistics.quantiles(taken[peer], n=100)[-1]
     return {
         "us": round(us, 1),
         "p99_us": round(p99, 1),
-        "peer_us": round(peer_us, 1),
-        "peer_p99_us": round(peer_p99, 1),
-        "ratio": round(us / peer_us, 3),
+        "peer_us": peer_us and round(peer_us, 1),
+        "peer_p99_us": peer_p99 and round(peer_p99, 1),
+        "ratio": peer_us and round(us / peer_us, 3),
         "g_ids_per_s": round(args.ids / us / 1e3, 3),
     }
 
@@ -202,10 +210,12 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             "law": "uniform" if args.uniform else "power",
             "memory": "resident" if args.resident else "mapped",
         }
-        peer = fbgemm(args, row_format, PoolingMode.NONE, own)
+        peer = None
+        if "rows" not in args.skip_stock:
+            peer = fbgemm(args, row_format, PoolingMode.NONE, own)
         got = measure(
             lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
-            lambda n, p=peer: p(peers[n], offsets),
+            peer and (lambda n, p=peer: p(peers[n], offsets)),
             args,
         )
         yield {"case": "rows", **about, **got}
@@ -218,10 +228,12 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             )
             yield {"case": "rows, torch embedding", **about, **got}
             del weight
-        peer = fbgemm(args, row_format, PoolingMode.SUM, own)
+        peer = None
+        if "pooled" not in args.skip_stock:
+            peer = fbgemm(args, row_format, PoolingMode.SUM, own)
         got = measure(
             lambda n, t=tables, d=own: t.pool([0], pooled[n], lengths, dtype=d),
-            lambda n, p=peer: p(pooled_peers[n], bag_offsets),
+            peer and (lambda n, p=peer: p(pooled_peers[n], bag_offsets)),
             args,
         )
         yield {"case": "pooled", **about, **got}
@@ -269,6 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", choices=list(_TYPES), default=list(_TYPES))
     parser.add_argument(
         "--resident", action="store_true", help="tables in memory of the process, not mapped"
+    )
+    parser.add_argument(
+        "--skip-stock",
+        nargs="+",
+        choices=["rows", "pooled"],
+        default=[],
+        help="cases without FBGEMM's tables, such as one for which its build has no kernel",
     )
     parser.add_argument("--requests", type=_Count(2), default=60)
     parser.add_argument("--rounds", type=_Count(1), default=8)

@@ -22,3 +22,14 @@ def test_rows(tmp_path):
         for case in ("rows", "pooled", "model, rows", "model, pooled")
     ]
     assert all(float(row["us"]) > 0 and float(row["peer_us"]) > 0 for row in rows)
+
+
+def test_a_case_without_stock(tmp_path):
+    out = tmp_path / "out.csv"
+    sizes = ["--rows", "300", "--ids", "60", "--dim", "16", "--requests", "2", "--rounds", "1"]
+    serving.main([*sizes, "--formats", "fp32", "--skip-stock", "rows", "--out", str(out)])
+    with out.open(newline="") as file:
+        rows = {row["case"]: row for row in csv.DictReader(file)}
+    assert float(rows["rows"]["us"]) > 0
+    assert rows["rows"]["peer_us"] == rows["rows"]["ratio"] == ""
+    assert float(rows["pooled"]["peer_us"]) > 0
