@@ -27,19 +27,24 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
   return slot == kNoSlot || slot == kMissingFromFull || slot == kMissingFromFirst;
 }
 
+constexpr uint32_t kNoPosition = 0xffffffffu;
+
 // Scratch of one call, uninitialised.
 struct Missing {
   uint32_t* number;       // number of positions in the first list: missing ids
   uint32_t* number_full;  // in the second list: kMissingFromFull, if the find separates these
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
-  uint32_t* waiting;      // flag: whether any position refers to another
+  uint32_t* waiting;      // number of positions that refer to another
+  uint32_t* turns;        // [2] of evict_kernel, for each list: turns that warps have taken
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   // [n] the find's two lists of positions, those of a block together: the first list from the
-  // front, the second from the back. No position is in both.
+  // front, the second from the back. No position is in both. Insertions replace those whose entry
+  // they don't write by kNoPosition.
   uint32_t* positions;
   uint32_t* last_position;  // the array's last
+  uint32_t* waiters;        // [n] the positions that refer to another
   size_t bytes;             // of all
   // Not part of the scratch: [positions] or null: whether the id was placed at this position. Zeros
   // before the insertion.
@@ -51,11 +56,21 @@ struct Missing {
   // Whether all positions of an id have the same kMissingFromFirst; admission may change it.
   bool joins = true;
 
-  // The numbers and the flags: number, number_full, chosen, waiting.
+  // number, number_full, chosen, waiting.
   __device__ __forceinline__ uint4 words() const { return load_vector_l2(number); }
   // A place in one of the lists.
   __device__ __forceinline__ uint32_t& listed(bool second, int64_t at) const {
     return second ? *(last_position - at) : positions[at];
+  }
+  // Lists a position that refers to another. Lanes that are active at once use one atomic.
+  __device__ __forceinline__ void add_waiter(int64_t position) const {
+    const unsigned active = __activemask();
+    const int lane = threadIdx.x % kWarp;
+    const int leader = __ffs(static_cast<int>(active)) - 1;
+    uint32_t begin = 0;
+    if (lane == leader) begin = atomicAdd(waiting, static_cast<uint32_t>(__popc(active)));
+    begin = __shfl_sync(active, begin, leader);
+    waiters[begin + __popc(active & ((1u << lane) - 1))] = static_cast<uint32_t>(position);
   }
 };
 
@@ -69,11 +84,13 @@ inline Missing missing_layout(int64_t n, char* base) {
   missing.number_full = missing.number + 1;
   missing.chosen = missing.number + 2;
   missing.waiting = missing.number + 3;
+  missing.turns = missing.number + 4;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
   missing.positions = missing.table + size;
   missing.last_position = missing.positions + n - 1;
-  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + n) * sizeof(uint32_t);
+  missing.waiters = missing.positions + n;
+  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + 2 * n) * sizeof(uint32_t);
   return missing;
 }
 
@@ -187,6 +204,42 @@ struct Share {
     return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }
   __device__ __forceinline__ int64_t at() const { return begin + threadIdx.x % kWarp; }
+};
+
+// The same, but a warp takes its next turn when it has finished the one before, because turns take
+// different times. The last turns have fewer entries, so that all warps end at about the same time.
+struct Turns {
+  int64_t number;
+  uint32_t* taken;  // turns besides the first ones of all warps
+  int64_t full;     // number of turns with an entry for each lane
+  int lanes;        // entries of a later turn
+  int64_t warps;
+  int64_t turn;
+
+  __device__ __forceinline__ Turns(int64_t list_number, uint32_t* turns_taken)
+      : number(list_number), taken(turns_taken) {
+    constexpr int kWarps = kThreads / kWarp;
+    warps = static_cast<int64_t>(gridDim.x) * kWarps;
+    turn = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+    full = max(number - warps * kWarp, int64_t{0}) / kWarp;
+    lanes = number <= 4 * warps ? 4 : 8;
+  }
+  __device__ __forceinline__ int64_t begin() const {
+    return turn < full ? turn * kWarp : full * kWarp + (turn - full) * lanes;
+  }
+  __device__ __forceinline__ bool more() const { return begin() < number; }
+  __device__ __forceinline__ int busy() const {
+    const int64_t left = number - begin(), most = turn < full ? kWarp : lanes;
+    return static_cast<int>(left < most ? left : most);
+  }
+  __device__ __forceinline__ int64_t at() const { return begin() + threadIdx.x % kWarp; }
+  // The warp's next turn; its first lane knows it.
+  __device__ __forceinline__ uint32_t take() const {
+    return threadIdx.x % kWarp == 0 ? atomicAdd(taken, 1u) : 0;
+  }
+  __device__ __forceinline__ void go_on(uint32_t took) {
+    turn = warps + __shfl_sync(kAllLanes, took, 0);
+  }
 };
 
 // Adds `each` to a counter of the table of each `wanted` lane, by one atomic for each warp and

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
     if (!is_remembered(slots[position])) return false;
     const int64_t first = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
     slots[position] = remember(first);
-    if (first != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
+    if (first != position) missing.add_waiter(position);
     return first == position;
   };
   const auto queue_up = [&](uint32_t number, int64_t position) {
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads)
     count_warp(its, kEvicted, placed && fate == kReplaced);
     count_warp(its, kRefused, listed && !placed);
     count_warp(its, kCrowded, listed && fate == kNoRoom);
-    write_rows_of_warp<kRows, false>(rows, its, placed, id, slot);
+    write_rows_of_warp<kRows>(rows, its, placed, id, slot);
   }
 }
 
