@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
         held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
       } else {
-        unknown_columns<kColumns>(*call.table, call.ids[first + piece / pieces],
-                                  piece % pieces * kColumns, values);
+        copy_unknown<kColumns>(*call.table, call.ids[first + piece / pieces],
+                               piece % pieces * kColumns, values);
       }
       store_columns<kColumns>(type, out + piece * piece_bytes, values);
     }
@@ -141,7 +141,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
         if (rows[k] != nullptr) {
           held[k].widen(table.unit, column, values);
         } else {
-          unknown_columns<kColumns>(table, call.ids[i + k], column, values);
+          copy_unknown<kColumns>(table, call.ids[i + k], column, values);
         }
         const float weight = call.weights == nullptr ? 1.0f : call.weights[i + k];
         weight_sum = __fadd_rn(weight_sum, weight);

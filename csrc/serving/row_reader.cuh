@@ -93,6 +93,16 @@ __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int
   }
 }
 
+// The same in an array of its own, so that the caller's stays in registers.
+template <int kColumns>
+__device__ __forceinline__ void copy_unknown(const Table& table, int64_t id, int32_t column,
+                                             float* values) {
+  float its[kColumns];
+  unknown_columns<kColumns>(table, id, column, its);
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) values[k] = its[k];
+}
+
 // Columns of an output; nobody reads them soon. kColumns: 1, 4 or 8.
 template <int kColumns>
 __device__ void store_columns(RowType type, char* out, const float* values) {

@@ -128,140 +128,82 @@ struct Steps {
   }
 };
 
-// Claims of a warp that still need a victim, which its tiles take in turn. Those that lose their
-// victim to another warp are taken again when all others have theirs.
-class OpenClaims {
- public:
-  // Of the first `busy` claims. order: [kWarp] of the warp, in shared memory. Called by all lanes.
-  __device__ __forceinline__ OpenClaims(int busy, uint8_t* order) : order_(order) {
-    begin(busy < kWarp ? (1u << busy) - 1 : kAllLanes);
-  }
-  __device__ __forceinline__ int number() const { return number_; }
-  // The claim with a number; the last one for higher numbers.
-  __device__ __forceinline__ int claim(int at) const { return order_[min(at, number_ - 1)]; }
-  __device__ __forceinline__ void lose(int claim) { lost_ |= 1u << claim; }
-  // Starts with those that were lost. Returns whether there are any. Called by all lanes.
-  __device__ __forceinline__ bool again() {
-    const unsigned lost = __reduce_or_sync(kAllLanes, lost_);
-    if (lost == 0) return false;
-    begin(lost);
-    return true;
-  }
-
- private:
-  __device__ __forceinline__ void begin(unsigned open) {
-    const int lane = threadIdx.x % kWarp;
-    __syncwarp();
-    if (open >> lane & 1) {
-      order_[__popc(open & ((1u << lane) - 1))] = static_cast<uint8_t>(lane);
-    }
-    __syncwarp();
-    number_ = __popc(open);
-    lost_ = 0;
-  }
-
-  uint8_t* order_;
-  int number_ = 0;
-  unsigned lost_ = 0;  // by this lane
-};
-
 // Finds slots for the ids of the first `busy` lanes, one tile for each id, if scores are last steps
-// and buckets have 64 slots. Loads the steps of the next id during the present one, and looks
-// whether a slot was claimed after the next id's lowest step is known. Called by all lanes.
-__device__ __forceinline__ void claim_oldest(Claim* claims, uint8_t* order, int busy,
-                                             const Visit& visit) {
-  constexpr int kTiles = kWarp / kVictimLanes;
-  const int lane = threadIdx.x % kVictimLanes;
-  const int tile = threadIdx.x % kWarp / kVictimLanes;
-  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
-  OpenClaims open(busy, order);
-  const auto steps_of = [&](int at) {
-    const Claim& claim = claims[open.claim(at)];
-    return Steps(*claim.table, claim.choice, lane);
-  };
-  const auto prefetch = [&](int at) {
-    if (at < open.number()) prefetch_ranks<true>(claims, open.claim(at), busy, lane);
-  };
-  // A slot that the tile's first lane has asked for.
-  int asked = -1;  // the claim; -1: none
-  int64_t slot = 0;
-  uint32_t least = 0, seen = 0;
-  const auto settle = [&] {
-    if (asked < 0) return;
-    if (seen == least) {
-      Claim& mine = claims[asked];
-      store_l2(&mine.table->digests[slot], mine.choice.digest);
-      mine.place = Place{kReplaced, slot, least};
-    } else {
-      open.lose(asked);
-    }
-    asked = -1;
-  };
-  do {
-    Steps steps = steps_of(tile);
-    prefetch(tile + kTiles);
-#pragma unroll 1
-    for (int at = tile; at - tile < open.number(); at += kTiles) {
-      prefetch(at + 2 * kTiles);
-      uint32_t place = 0;
-      const uint32_t lowest = steps.lowest(lane, &place);
-      if (at - tile + kTiles < open.number()) steps = steps_of(at + kTiles);
-      if (lane != 0) continue;
-      settle();
-      if (at >= open.number()) continue;
-      Claim& mine = claims[open.claim(at)];
-      if (lowest >= pinned_from) {
-        mine.place = Place{kNoRoom, kNoSlot, 0};
-        continue;
-      }
-      const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
-      asked = open.claim(at);
-      slot = bucket * kBucketDigests + place % kBucketDigests;
-      least = lowest;
-      seen = atomicCAS(&mine.table->last_steps[slot], least, now);
-    }
-    if (lane == 0) settle();
-  } while (open.again());
-}
-
-// The same for any tables.
-__device__ __forceinline__ void claim_lowest(Claim* claims, uint8_t* order, int busy,
-                                             const Visit& visit, RefuseLower refuse_lower) {
+// and buckets have 64 slots. Loads the steps of the next id during the present one. Called by all
+// lanes.
+__device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  OpenClaims open(busy, order);
-  const auto prefetch = [&](int at) {
-    if (at < open.number()) prefetch_ranks<false>(claims, open.claim(at), busy, lane);
+  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
+  const auto steps_of = [&](int at) {
+    const Claim& claim = claims[min(at, busy - 1)];
+    return Steps(*claim.table, claim.choice, lane);
   };
-  do {
-    prefetch(tile);
+  Steps steps = steps_of(tile);
+  prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
 #pragma unroll 1
-    for (int at = tile; at - tile < open.number(); at += kTiles) {
-      prefetch(at + kTiles);
-      Claim& mine = claims[open.claim(at)];
-      const Victim victim = lowest_rank(*mine.table, mine.choice, visit.pinned_from(), lanes, lane);
-      if (lane == 0 && at < open.number() &&
-          !claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, victim,
-                        &mine.place)) {
-        open.lose(open.claim(at));
+  for (int at = tile; at - tile < busy; at += kTiles) {
+    Claim& mine = claims[min(at, busy - 1)];
+    bool working = at < busy;
+    prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
+    for (;;) {
+      uint32_t place = 0;
+      const uint32_t least = steps.lowest(lane, &place);
+      if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
+      bool lost = false;
+      if (working && lane == 0) {
+        mine.place = Place{kNoRoom, kNoSlot, 0};
+        if (least < pinned_from) {
+          const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
+          const int64_t slot = bucket * kBucketDigests + place % kBucketDigests;
+          lost = atomicCAS(&mine.table->last_steps[slot], least, now) != least;
+          if (!lost) {
+            store_l2(&mine.table->digests[slot], mine.choice.digest);
+            mine.place = Place{kReplaced, slot, least};
+          }
+        }
       }
-      __syncwarp();  // tiles of tables of other kinds may have taken other ways
+      const unsigned losers = __ballot_sync(kAllLanes, lost);
+      if (losers == 0) break;
+      working = (losers & lanes) != 0;
+      steps = steps_of(at);
     }
-  } while (open.again());
+  }
+}
+
+// The same for any tables.
+__device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
+                                             RefuseLower refuse_lower) {
+  constexpr int kTiles = kWarp / kVictimLanes;
+  const int lane = threadIdx.x % kVictimLanes;
+  const int tile = threadIdx.x % kWarp / kVictimLanes;
+  const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
+  prefetch_ranks<false>(claims, tile, busy, lane);
+#pragma unroll 1
+  for (int base = tile; base < busy; base += kTiles) {
+    Claim& mine = claims[base];
+    prefetch_ranks<false>(claims, base + kTiles, busy, lane);
+    const Place place =
+        claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
+    if (lane == 0) mine.place = place;
+  }
 }
 
 // kLeavers: lists evicted and refused entries. kPacked: packed entries, one table.
-template <bool kOneTable, bool kLeavers, bool kPacked>
+template <NewRows kRows, bool kOneTable, bool kLeavers, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
                  bool* writer, const Missing missing, bool deduplicated) {
-  __shared__ Claim claims_of_block[kThreads];
-  __shared__ uint8_t orders_of_block[kThreads];
-  Claim* const claims = claims_of_block + threadIdx.x / kWarp * kWarp;
-  uint8_t* const order = orders_of_block + threadIdx.x / kWarp * kWarp;
+  // The rows of a warp reuse the memory of its claims.
+  __shared__ union OfWarp {
+    Claim claims[kWarp];
+    RowToWrite rows[kWarp];
+  } of_warps[kThreads / kWarp];
+  OfWarp& of_warp = of_warps[threadIdx.x / kWarp];
+  Claim* const claims = of_warp.claims;
   const int warp_lane = threadIdx.x % kWarp;
   let_next_kernel_start();
   wait_for_kernel_before();
@@ -275,13 +217,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
   for (const bool second : {true, false}) {
     if (!second && words.z == 0) break;
     const int64_t number = second ? words.y : words.x;
-    Turns turns(number, missing.turns + second);
-    for (uint32_t next = 0; turns.more(); turns.go_on(next)) {
-      next = turns.take();
-      const uint32_t entry =
-          warp_lane < turns.busy() ? missing.listed(second, turns.at()) : kNoPosition;
-      bool listed = entry != kNoPosition;
-      const int64_t position = listed ? entry : 0;
+    for (Share share(number, even_lanes(number, kWarp / kVictimLanes)); share.more();
+         share.next()) {
+      bool listed = warp_lane < share.busy();
+      const int64_t position = listed ? missing.listed(second, share.at()) : 0;
       const int64_t was = listed ? slots[position] : 0;
       const bool returns = listed && was == kReturningToFull;
       const bool chosen = returns || (listed && was == kChosenFromFull);
@@ -306,7 +245,6 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
           }
         }
       }
-      if (second && listed && !busy) missing.listed(true, turns.at()) = kNoPosition;
       uint64_t score = 0;
       Place place{kNoRoom, kNoSlot, 0};
       const unsigned lanes = __ballot_sync(kAllLanes, busy);
@@ -329,9 +267,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
         __syncwarp();
         if (__all_sync(kAllLanes, oldest || !busy)) {
-          claim_oldest(claims, order, asked, visit);  // its score, the step, is never too low
+          claim_oldest(claims, asked, visit);  // its score, the step, is never too low
         } else {
-          claim_lowest(claims, order, asked, visit, placement.refuse_lower);
+          claim_lowest(claims, asked, visit, placement.refuse_lower);
         }
         __syncwarp();
         if (busy) place = claim.place;
@@ -384,6 +322,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       } else if (busy) {
         slots[position] = kNoSlot;
       }
+      write_rows_of_warp<kRows, kOneTable>(of_warp.rows, mine, placed, id, place.slot);
     }
   }
   misses.finish(only);
@@ -395,10 +334,22 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
 using EvictKernel = void (*)(const TableView, const TableView*, const Batch, const Visit,
                              const Placement, int64_t*, bool*, const Missing, bool);
 
+// Leavers are returned only if rows are assigned, and then no rows are initialised.
 template <bool kOneTable, bool kPacked>
 EvictKernel choose_evict_kernel(const Placement& placement) {
-  return placement.leavers.number != nullptr ? evict_kernel<kOneTable, true, kPacked>
-                                             : evict_kernel<kOneTable, false, kPacked>;
+  if (placement.leavers.number != nullptr) {
+    return evict_kernel<NewRows::kUntouched, kOneTable, true, kPacked>;
+  }
+  switch (placement.rows) {
+    case NewRows::kUntouched:
+      return evict_kernel<NewRows::kUntouched, kOneTable, false, kPacked>;
+    case NewRows::kUniform:
+      return evict_kernel<NewRows::kUniform, kOneTable, false, kPacked>;
+    case NewRows::kInitialAny:
+      return evict_kernel<NewRows::kInitialAny, kOneTable, false, kPacked>;
+    default:
+      return evict_kernel<NewRows::kInitial, kOneTable, false, kPacked>;
+  }
 }
 EvictKernel choose_evict_kernel(const TableView* only, const Placement& placement) {
   if (only == nullptr) return choose_evict_kernel<false, false>(placement);

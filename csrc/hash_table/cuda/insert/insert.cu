@@ -4,13 +4,12 @@
 //      The find lists what is missing, so that what follows need not look at every position.
 //   2. a thread looks at each position of the list; of several positions with one missing id, one
 //      stands for all (missing.cuh) and claims a free slot (place.cuh); or all of them look into
-//      the id's bucket, and the first claims.
+//      the id's bucket, and the first claims. Tiles of lanes write the rows.
 //   3. ids whose buckets are full, which have a list of their own, take the places of others
 //      (evict.cu).
 //      Where the result must not depend on chance, both are done in the order of the batch
 //      (ordered.cu).
-//   4. the other positions take the slots of those they remember; marked ones have none. Tiles of
-//      lanes write the rows, in the order of the batch already with 3.
+//   4. the other positions take the slots of those they remember; marked ones have none.
 //   5. in tables with frames, rows come into these (cuda/frames.cu).
 // Most of these kernels are launched before the one before them ends (common/chain.cuh).
 // In tables that remember what they evict, 2. looks which ids have come back, and whatever places
@@ -61,7 +60,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x == kWarp) {
     *missing.number = *missing.number_full = *missing.chosen = *missing.waiting = 0;
-    missing.turns[0] = missing.turns[1] = 0;
   }
   if (!counts) return;
   for (int32_t f = threadIdx.x - kWarp; f < batch.num_features; f += kThreads - kWarp) {
@@ -139,13 +137,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // deduplicated: every missing id is missing at one position only. kPacked: as in place.cuh, one
 // table.
-template <bool kOneTable, bool kPacked>
+template <NewRows kRows, bool kOneTable, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                   const Batch batch, const Visit visit, int64_t* slots, bool* writer,
                   const Missing missing, bool deduplicated) {
   let_next_kernel_start();
   wait_for_kernel_before();
+  __shared__ RowToWrite rows_of_block[kThreads];
+  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
   const uint32_t number = *missing.number;
   if (number == 0) return;
   if (kOneTable && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -215,18 +215,19 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       slots[position] = seen == mark ? kReturningToFull : kChosenFromFull;
     }
     if (full && load_l2(missing.chosen) == 0) *missing.chosen = 1;
-    if (absent && !placed && !full) missing.listed(false, share.at()) = kNoPosition;
     inserted.add(mine, placed);
     if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
+    write_rows_of_warp<kRows, kOneTable>(rows, mine, placed, id, slot);
   }
   inserted.finish(only);
 }
 
 // Positions that refer to another position get its slot.
-__device__ __forceinline__ void resolve(const TableView* tables, const Batch& batch,
-                                        const Visit& visit, const Placement& placement,
-                                        int64_t* slots, const Missing& missing, uint32_t number) {
-  for (Share share(number); share.more(); share.next()) {
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  wait_for_kernel_before();
+  for (Share share(*missing.waiting); share.more(); share.next()) {
     const bool waiting = static_cast<int>(threadIdx.x % kWarp) < share.busy();
     const int64_t position = waiting ? missing.waiters[share.at()] : 0;
     const TableView* table = nullptr;
@@ -248,64 +249,25 @@ __device__ __forceinline__ void resolve(const TableView* tables, const Batch& ba
   }
 }
 
-// Writes the rows of the ids that insert_kernel and evict_kernel have placed. It is a kernel of its
-// own because it needs few registers, so that many writes are in flight; theirs need many.
-template <NewRows kRows>
-__device__ __forceinline__ void write_rows(const TableView* tables, const Batch& batch,
-                                           const int64_t* slots, const Missing& missing,
-                                           uint32_t first, uint32_t full) {
-  __shared__ RowToWrite rows_of_block[kThreads];
-  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
-  for (const bool second : {false, true}) {
-    for (Share share(second ? full : first); share.more(); share.next()) {
-      const bool listed = static_cast<int>(threadIdx.x % kWarp) < share.busy();
-      const uint32_t position = listed ? missing.listed(second, share.at()) : kNoPosition;
-      const TableView* table = nullptr;
-      int64_t id = 0, slot = kNoSlot;
-      if (position != kNoPosition) {
-        id = batch.ids[position];
-        slot = slots[position];
-        table = &table_at(tables, batch, position);
-      }
-      const bool placed = slot >= 0;
-      write_rows_of_warp<kRows>(rows, table, placed, id, placed ? slot - table->first_slot : 0);
-    }
-  }
-}
-
-// kWrites: whether rows are written, and not in the order of the batch before.
-template <NewRows kRows, bool kWrites>
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
-  wait_for_kernel_before();
-  const uint4 words = missing.words();
-  resolve(tables, batch, visit, placement, slots, missing, words.w);
-  if (kWrites) write_rows<kRows>(tables, batch, slots, missing, words.x, words.y);
-}
-
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
+template <NewRows kRows>
 InsertKernel choose_insert_kernel(const TableView* only) {
-  if (only == nullptr) return insert_kernel<false, false>;
-  return only->entries.words != nullptr ? insert_kernel<true, true> : insert_kernel<true, false>;
+  if (only == nullptr) return insert_kernel<kRows, false, false>;
+  return only->entries.words != nullptr ? insert_kernel<kRows, true, true>
+                                        : insert_kernel<kRows, true, false>;
 }
-
-using FinishKernel = void (*)(const TableView*, const Batch, const Visit, const Placement, int64_t*,
-                              const Missing);
-
-FinishKernel choose_finish_kernel(const Placement& placement) {
-  if (placement.ordered) return finish_kernel<NewRows::kUntouched, false>;
-  switch (placement.rows) {
+InsertKernel choose_insert_kernel(NewRows rows, const TableView* only) {
+  switch (rows) {
     case NewRows::kUntouched:
-      return finish_kernel<NewRows::kUntouched, true>;
+      return choose_insert_kernel<NewRows::kUntouched>(only);
     case NewRows::kUniform:
-      return finish_kernel<NewRows::kUniform, true>;
+      return choose_insert_kernel<NewRows::kUniform>(only);
     case NewRows::kInitialAny:
-      return finish_kernel<NewRows::kInitialAny, true>;
+      return choose_insert_kernel<NewRows::kInitialAny>(only);
     default:
-      return finish_kernel<NewRows::kInitial, true>;
+      return choose_insert_kernel<NewRows::kInitial>(only);
   }
 }
 
@@ -413,16 +375,15 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
       choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
       HKV_CUDA_CHECK_LAUNCH();
     }
-    const InsertKernel insert = choose_insert_kernel(only);
+    const InsertKernel insert = choose_insert_kernel(placement.rows, only);
     launch_chained(insert, min(grid, resident_blocks(insert)), kThreads, stream,
                    only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
                    missing, by_score);
     evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, by_score,
                       stream);
   }
-  const FinishKernel finish = choose_finish_kernel(placement);
-  launch_chained(finish, min(grid, resident_blocks(finish)), kThreads, stream, tables, batch, visit,
-                 rest, slots, missing);
+  launch_chained(resolve_kernel, min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
+                 tables, batch, visit, rest, slots, missing);
   if (placement.ordered && placement.leavers.number != nullptr) {
     write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
   }

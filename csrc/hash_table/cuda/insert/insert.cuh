@@ -56,7 +56,7 @@ struct RowToWrite {
 // Writes the entries of a warp's new ids. busy: whether the thread has one; slot: its slot in the
 // table; rows: of the warp, in shared memory. The row of a leaver must have been read before.
 // settle_rows writes the rows of tables with frames. Called by all lanes.
-template <NewRows kRows>
+template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
                                                    bool busy, int64_t id, int64_t slot) {
   constexpr int kTiles = kWarp / kTile;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
 #pragma unroll 1
   for (int at = tile; at < number; at += kTiles) {
     const RowToWrite row = rows[at];
-    write_new_row<kRows>(*row.table, row.source, row.slot, kNoFrame, lane);
+    write_new_row<kRows>(kOneTable ? *mine : *row.table, row.source, row.slot, kNoFrame, lane);
   }
   __syncwarp();  // the next call writes there
 }

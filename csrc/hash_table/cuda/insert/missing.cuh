@@ -27,8 +27,6 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
   return slot == kNoSlot || slot == kMissingFromFull || slot == kMissingFromFirst;
 }
 
-constexpr uint32_t kNoPosition = 0xffffffffu;
-
 // Scratch of one call, uninitialised.
 struct Missing {
   uint32_t* number;       // number of positions in the first list: missing ids
@@ -36,12 +34,10 @@ struct Missing {
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
   uint32_t* waiting;      // number of positions that refer to another
-  uint32_t* turns;        // [2] of evict_kernel, for each list: turns that warps have taken
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   // [n] the find's two lists of positions, those of a block together: the first list from the
-  // front, the second from the back. No position is in both. Insertions replace those whose entry
-  // they don't write by kNoPosition.
+  // front, the second from the back. No position is in both.
   uint32_t* positions;
   uint32_t* last_position;  // the array's last
   uint32_t* waiters;        // [n] the positions that refer to another
@@ -84,7 +80,6 @@ inline Missing missing_layout(int64_t n, char* base) {
   missing.number_full = missing.number + 1;
   missing.chosen = missing.number + 2;
   missing.waiting = missing.number + 3;
-  missing.turns = missing.number + 4;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
   missing.positions = missing.table + size;
@@ -204,42 +199,6 @@ struct Share {
     return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }
   __device__ __forceinline__ int64_t at() const { return begin + threadIdx.x % kWarp; }
-};
-
-// The same, but a warp takes its next turn when it has finished the one before, because turns take
-// different times. The last turns have fewer entries, so that all warps end at about the same time.
-struct Turns {
-  int64_t number;
-  uint32_t* taken;  // turns besides the first ones of all warps
-  int64_t full;     // number of turns with an entry for each lane
-  int lanes;        // entries of a later turn
-  int64_t warps;
-  int64_t turn;
-
-  __device__ __forceinline__ Turns(int64_t list_number, uint32_t* turns_taken)
-      : number(list_number), taken(turns_taken) {
-    constexpr int kWarps = kThreads / kWarp;
-    warps = static_cast<int64_t>(gridDim.x) * kWarps;
-    turn = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-    full = max(number - warps * kWarp, int64_t{0}) / kWarp;
-    lanes = number <= 4 * warps ? 4 : 8;
-  }
-  __device__ __forceinline__ int64_t begin() const {
-    return turn < full ? turn * kWarp : full * kWarp + (turn - full) * lanes;
-  }
-  __device__ __forceinline__ bool more() const { return begin() < number; }
-  __device__ __forceinline__ int busy() const {
-    const int64_t left = number - begin(), most = turn < full ? kWarp : lanes;
-    return static_cast<int>(left < most ? left : most);
-  }
-  __device__ __forceinline__ int64_t at() const { return begin() + threadIdx.x % kWarp; }
-  // The warp's next turn; its first lane knows it.
-  __device__ __forceinline__ uint32_t take() const {
-    return threadIdx.x % kWarp == 0 ? atomicAdd(taken, 1u) : 0;
-  }
-  __device__ __forceinline__ void go_on(uint32_t took) {
-    turn = warps + __shfl_sync(kAllLanes, took, 0);
-  }
 };
 
 // Adds `each` to a counter of the table of each `wanted` lane, by one atomic for each warp and

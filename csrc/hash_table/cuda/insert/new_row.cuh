@@ -11,17 +11,12 @@ namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int kTile = 8;  // lanes that write one row
 
-// The functions below keep what they read of a table before they write, because the compiler can't
-// know that rows don't overlap tables.
-
 template <int kWidth>
 __device__ __forceinline__ void write_initial_row(const TableView& table, int64_t id, char* row,
                                                   int lane) {
-  const InitialRows init = table.initial_rows;
-  const RowType type = table.rows.type;
-  const int32_t dim = table.dim(), offset = table.column_offset;
-  for (int32_t c = lane * kWidth; c < dim; c += kTile * kWidth) {
-    Columns<kWidth>::initial(init, id, offset + c).store(type, row, c);
+  for (int32_t c = lane * kWidth; c < table.dim(); c += kTile * kWidth) {
+    Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + c)
+        .store(table.rows.type, row, c);
   }
 }
 
@@ -29,23 +24,22 @@ __device__ __forceinline__ void write_initial_row(const TableView& table, int64_
 // registers.
 __device__ __forceinline__ void write_uniform_row(const TableView& table, uint64_t of_id, char* row,
                                                   int lane) {
-  const InitialRows init = table.initial_rows;
-  const RowType type = table.rows.type;
-  const int32_t dim = table.dim(), offset = table.column_offset;
-  if ((dim | offset) % 4 == 0) {
-    for (int32_t c = lane * 4; c < dim; c += kTile * 4) {
-      const InitialBits bits = block_bits(of_id, static_cast<uint32_t>(offset + c) >> 2);
+  const InitialRows& init = table.initial_rows;
+  if ((table.dim() | table.column_offset) % 4 == 0) {
+    for (int32_t c = lane * 4; c < table.dim(); c += kTile * 4) {
+      const InitialBits bits =
+          block_bits(of_id, static_cast<uint32_t>(table.column_offset + c) >> 2);
       Columns<4> columns;
 #pragma unroll
       for (int k = 0; k < 4; ++k) columns.v[k] = scale_uniform(init, draw_of(bits, k));
-      columns.store(type, row, c);
+      columns.store(table.rows.type, row, c);
     }
   } else {
-    for (int32_t c = lane; c < dim; c += kTile) {
-      const auto column = static_cast<uint32_t>(offset + c);
+    for (int32_t c = lane; c < table.dim(); c += kTile) {
+      const auto column = static_cast<uint32_t>(table.column_offset + c);
       Columns<1> value;
       value.v[0] = scale_uniform(init, draw_of(block_bits(of_id, column >> 2), column));
-      value.store(type, row, c);
+      value.store(table.rows.type, row, c);
     }
   }
 }
@@ -79,9 +73,6 @@ __device__ __forceinline__ void write_new_row(const TableView& table, uint64_t s
                                               int64_t frame, int lane) {
   const auto id = static_cast<int64_t>(source);
   char* row = table.rows.at(slot, frame);
-  const int32_t state_width = table.states.width;
-  float* const state =
-      state_width != 0 ? reinterpret_cast<float*>(table.states.at(slot, frame)) : nullptr;
   if (kRows == NewRows::kUniform) write_uniform_row(table, source, row, lane);
   if (kRows == NewRows::kInitialAny && table.rows.type == RowType::kInt8) {
     write_int8_row<kTile>(row, table.dim(), lane, [&](int32_t c) {
@@ -94,7 +85,9 @@ __device__ __forceinline__ void write_new_row(const TableView& table, uint64_t s
       write_initial_row<1>(table, id, row, lane);
     }
   }
-  for (int32_t c = lane; c < state_width; c += kTile) state[c] = 0.0f;
+  if (table.states.width == 0) return;
+  float* state = reinterpret_cast<float*>(table.states.at(slot, frame));
+  for (int32_t c = lane; c < table.states.width; c += kTile) state[c] = 0.0f;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads)
     count_warp(its, kEvicted, placed && fate == kReplaced);
     count_warp(its, kRefused, listed && !placed);
     count_warp(its, kCrowded, listed && fate == kNoRoom);
-    write_rows_of_warp<kRows>(rows, its, placed, id, slot);
+    write_rows_of_warp<kRows, false>(rows, its, placed, id, slot);
   }
 }
 

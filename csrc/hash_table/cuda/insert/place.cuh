@@ -266,30 +266,32 @@ __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, cons
   return table.aged == nullptr ? victim.rank.score : load_score(table, victim.slot);
 }
 
-// Claims the slot of a victim for an id with this score whose buckets are full. Returns false if
-// another id was faster; the lowest rank is another one then. By one thread. refuse_lower: as in
-// Placement.
-__device__ __forceinline__ bool claim_victim(const TableView& table, const BucketChoice& choice,
-                                             uint64_t score, const Visit& visit,
-                                             RefuseLower refuse_lower, const Victim& victim,
-                                             Place* place) {
-  if (victim.slot == kNoSlot) {
-    *place = Place{kNoRoom, kNoSlot, 0};
-    return true;
+// Claims the slot of a victim for an id with this score whose buckets are full. By a tile, whose
+// lanes all get the result. refuse_lower: as in Placement.
+__device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
+                                              uint64_t score, const Visit& visit,
+                                              RefuseLower refuse_lower, unsigned tile, int lane) {
+  for (;;) {
+    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+    if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
+    if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
+      return Place{kOutranked, kNoSlot, 0};
+    }
+    bool claimed = false;
+    if (lane == 0) {
+      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
+                victim.rank.last_step;
+      if (claimed) {
+        const int64_t bucket = victim.slot / table.bucket_slots;
+        store_l2(
+            &table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
+            choice.digest);
+      }
+    }
+    if (__ballot_sync(tile, claimed) != 0) {
+      return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
+    }
   }
-  if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
-    *place = Place{kOutranked, kNoSlot, 0};
-    return true;
-  }
-  if (atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) !=
-      victim.rank.last_step) {
-    return false;
-  }
-  const int64_t bucket = victim.slot / table.bucket_slots;
-  store_l2(&table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
-           choice.digest);
-  *place = Place{kReplaced, victim.slot, score_of_victim(table, victim)};
-  return true;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda
