@@ -48,7 +48,8 @@ def test_parts_of_a_step(device_type):
 def _between_ranks(rank, world_size, device):
     with stage_timers(device) as timers:
         for timer in timers.values():
-            timer.measure(1)
+            # On a GPU the exchange of these rows takes little more than that of none.
+            timer.measure(4 if device.type == "cuda" else 1)
         return {ranks: timer.times() for ranks, timer in timers.items()}
 
 

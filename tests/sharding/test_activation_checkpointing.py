@@ -26,8 +26,11 @@ def _make(world_size, device, options, rows):
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[feature])
         for name, feature in (("t", "f"), ("s", "g"))
     ]
+    # On a GPU new ids would race for slots, and the tables would differ in their order.
     constraint = ParameterConstraints(
-        compute_kernels=["hkv"], sharding_types=["row_wise"], options=HKVOptions(**options)
+        compute_kernels=["hkv"],
+        sharding_types=["row_wise"],
+        options=HKVOptions(**{"deterministic": device.type == "cuda", **options}),
     )
     model = make_model(tables, torch.optim.Adagrad, {"lr": 0.1})
     return shard_model(model, dict.fromkeys(("t", "s"), constraint), world_size, device)

@@ -63,12 +63,14 @@ def _train(rank, world_size, device, kind, sharding_type, fused_params, optimize
 @pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
 @pytest.mark.parametrize("rate", [None, 0.1])
-def test_equal_to_sgd(run_ranks, kind, sharding_type, rate):
+def test_equal_to_sgd(run_ranks, device_type, kind, sharding_type, rate):
     told = {} if rate is None else {"learning_rate": rate}
     unnamed = run_ranks(2, _train, kind, sharding_type, told, None)
     named = run_ranks(2, _train, kind, sharding_type, {}, {"lr": rate or 0.01})
     for (before, ours), (_, expected) in zip(unnamed, named, strict=True):
         assert ours.keys() == expected.keys()
         for name, cores in ours.items():
-            assert all(map(torch.equal, cores, expected[name]))
+            # A GPU adds gradients of cores in any order.
+            tolerance = 1e-5 if device_type == "cuda" else 0.0
+            torch.testing.assert_close(cores, expected[name], rtol=tolerance, atol=tolerance / 10)
             assert not any(map(torch.equal, cores, before[name]))
