@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/parallel.h"
-#include "hash_table/cpu/lowest_rank.h"
+#include "hash_table/cpu/lowest_score.h"
 #include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cpu {
