@@ -29,12 +29,13 @@ inline Lowest lowest_of_all(const Ranking& ranking, const CountArrays& counts, i
 #ifdef __AVX2__
 // Some entries of a bucket, at least as many as a vector has lanes. The last vector overlaps the one
 // before it if their number is not a multiple of the lanes.
+template <typename Count>
 class CountLanes {
  public:
   static constexpr int32_t kLeast = 16;
 
-  CountLanes(const uint16_t* low, const uint32_t* steps, int32_t n)
-      : low_(low), steps_(steps), n_(n) {}
+  CountLanes(const Count* counts, const uint32_t* steps, int32_t n)
+      : counts_(counts), steps_(steps), n_(n) {}
 
   // The lowest count, of those above `above` if that is not negative. Counts with high bits are
   // above kLowBits; so is the result if there is none.
@@ -44,7 +45,7 @@ class CountLanes {
     const __m256i bounded = above < 0 ? _mm256_setzero_si256() : all;
     __m256i lows = all;
     for_vectors_of<16>([&](int32_t p) {
-      const __m256i count = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low_ + p));
+      const __m256i count = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(counts_ + p));
       const __m256i below = _mm256_cmpeq_epi16(_mm256_min_epu16(count, bound), count);
       lows = _mm256_min_epu16(lows, _mm256_or_si256(count, _mm256_and_si256(below, bounded)));
     });
@@ -64,7 +65,7 @@ class CountLanes {
     __m256i lows = all;
     uint64_t positions = 0;
     for_vectors_of<8>([&](int32_t p) {
-      const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low_ + p));
+      const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(counts_ + p));
       const __m256i same = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(some, wanted));
       const __m256i step = steps_at(p);
       lows = _mm256_min_epu32(lows, _mm256_or_si256(step, _mm256_xor_si256(same, all)));
@@ -82,21 +83,18 @@ class CountLanes {
   static bool can_rank(const Ranking& ranking, uint32_t pinned_from) {
     return ranking.aged && ranking.half_life <= UINT32_MAX && pinned_from <= INT32_MAX;
   }
-  // The entries with the lowest rank in whole steps, without the pinned ones. A count with high bits
-  // ranks as the lowest of these. The exponent and fraction of a float are those of log2_of_count;
+  // The entries with the lowest rank in whole steps, without the pinned ones. Counts above kLowBits
+  // rank as the lowest of these. The exponent and fraction of a float are those of log2_of_count;
   // its bias raises all ranks alike, by a whole number of their units.
   uint64_t lowest_ranks(const Ranking& ranking, uint32_t pinned_from) const {
     alignas(32) uint32_t ranks[kBucketDigests];
-    const __m128i one = _mm_set1_epi16(1), most = _mm_set1_epi16(static_cast<int16_t>(kHasHighBits));
     const __m256i fraction = _mm256_set1_epi32(0xffff), bend = _mm256_set1_epi32(kBend);
     const __m256i half_life = _mm256_set1_epi32(static_cast<int32_t>(ranking.half_life));
     const __m256i first_pinned = _mm256_set1_epi32(static_cast<int32_t>(pinned_from));
     __m256i lows = _mm256_set1_epi32(kNoRank);
     for_vectors_of<8>([&](int32_t p) {
-      const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low_ + p));
-      const __m256i count = _mm256_cvtepu16_epi32(_mm_min_epu16(_mm_max_epu16(some, one), most));
-      const __m256i log =
-          _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(count)), 23 - kFractionBits);
+      const __m256 count = _mm256_cvtepi32_ps(bounded_at(counts_ + p));
+      const __m256i log = _mm256_srli_epi32(_mm256_castps_si256(count), 23 - kFractionBits);
       // As log2_of_fraction: upper halves of products of 16 bits.
       const __m256i f = _mm256_and_si256(log, fraction);
       const __m256i arc = _mm256_mulhi_epu16(f, _mm256_sub_epi32(_mm256_setzero_si256(), f));
@@ -135,6 +133,17 @@ class CountLanes {
     for (; p + kLanesOf <= n_; p += kLanesOf) visit(p);
     if (p < n_) visit(n_ - kLanesOf);
   }
+  // Eight counts from 1 to kLowBits + 1.
+  static __m256i bounded_at(const uint16_t* from) {
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m128i most = _mm_set1_epi16(static_cast<int16_t>(kLowBits + 1));
+    return _mm256_cvtepu16_epi32(_mm_min_epu16(_mm_max_epu16(some, _mm_set1_epi16(1)), most));
+  }
+  static __m256i bounded_at(const uint32_t* from) {
+    const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i most = _mm256_set1_epi32(kLowBits + 1);
+    return _mm256_min_epu32(_mm256_max_epu32(some, _mm256_set1_epi32(1)), most);
+  }
   __m256i steps_at(int32_t p) const {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(steps_ + p));
   }
@@ -148,11 +157,36 @@ class CountLanes {
     return static_cast<uint32_t>(_mm_cvtsi128_si32(low));
   }
 
-  const uint16_t* const low_;
+  const Count* const counts_;
   const uint32_t* const steps_;
   const int32_t n_;
 };
 #endif
+
+// The slots of the lowest rank with aging, without the pinned ones. Counts above kLowBits may have
+// high bits elsewhere: where the steps do not decide, all_ranked() does.
+template <typename Count, typename AllRanked>
+Lowest lowest_aged(const Ranking& ranking, const Count* counts, const uint32_t* steps, int32_t n,
+                   uint32_t pinned_from, const AllRanked& all_ranked) {
+#ifdef __AVX2__
+  using Lanes = CountLanes<Count>;
+  if (n >= Lanes::kLeast && Lanes::can_rank(ranking, pinned_from)) {
+    Lowest lowest = kAllPinned;
+    uint64_t left = Lanes(counts, steps, n).lowest_ranks(ranking, pinned_from);
+    for (; left != 0; left &= left - 1) {
+      const int p = __builtin_ctzll(left);
+      if (counts[p] > kLowBits) [[unlikely]]
+        return all_ranked();
+      const Rank rank{ranking.of(counts[p], steps[p]), steps[p]};
+      if (lowest.rank < rank) continue;
+      const uint64_t others = rank < lowest.rank ? 0 : lowest.positions;
+      lowest = Lowest{others | uint64_t{1} << p, rank};
+    }
+    return lowest;
+  }
+#endif
+  return all_ranked();
+}
 
 // The slots of the lowest rank of n slots from `base` on, without the pinned ones; `steps`: of these
 // slots.
@@ -163,32 +197,22 @@ inline Lowest lowest_count(const Ranking& ranking, const CountArrays& counts, in
     if (lowest.positions != 0) lowest.rank.score = ranking.of(1, lowest.rank.last_step);
     return lowest;
   }
-#ifdef __AVX2__
   const uint16_t* const low = counts.low + base;
-  const CountLanes lanes(low, steps, n);
-  if (n < CountLanes::kLeast) return lowest_of_all(ranking, counts, base, steps, n, pinned_from);
-  if (!ranking.aged) {
-    for (int32_t count = lanes.lowest(-1); count <= kLowBits; count = lanes.lowest(count)) {
-      const CountLanes::Class its = lanes.with_count(count);
-      if (its.oldest >= pinned_from) continue;  // all entries of this count are pinned
-      return Lowest{its.positions & lanes.with_step(its.oldest),
-                    {static_cast<uint64_t>(count), its.oldest}};
-    }
-  } else if (CountLanes::can_rank(ranking, pinned_from)) {
-    Lowest lowest = kAllPinned;
-    for (uint64_t left = lanes.lowest_ranks(ranking, pinned_from); left != 0; left &= left - 1) {
-      const int p = __builtin_ctzll(left);
-      if (low[p] & kHasHighBits) [[unlikely]]
-        return lowest_of_all(ranking, counts, base, steps, n, pinned_from);
-      const Rank rank{ranking.of(low[p], steps[p]), steps[p]};
-      if (lowest.rank < rank) continue;
-      const uint64_t others = rank < lowest.rank ? 0 : lowest.positions;
-      lowest = Lowest{others | uint64_t{1} << p, rank};
-    }
-    return lowest;
+  const auto all_ranked = [&] {
+    return lowest_of_all(ranking, counts, base, steps, n, pinned_from);
+  };
+  if (ranking.aged) return lowest_aged(ranking, low, steps, n, pinned_from, all_ranked);
+#ifdef __AVX2__
+  if (n < CountLanes<uint16_t>::kLeast) return all_ranked();
+  const CountLanes<uint16_t> lanes(low, steps, n);
+  for (int32_t count = lanes.lowest(-1); count <= kLowBits; count = lanes.lowest(count)) {
+    const auto its = lanes.with_count(count);
+    if (its.oldest >= pinned_from) continue;  // all entries of this count are pinned
+    return Lowest{its.positions & lanes.with_step(its.oldest),
+                  {static_cast<uint64_t>(count), its.oldest}};
   }
 #endif
-  return lowest_of_all(ranking, counts, base, steps, n, pinned_from);
+  return all_ranked();
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu
