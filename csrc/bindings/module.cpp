@@ -397,7 +397,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         const hash_table::TableView& view = group->view(table);
         const auto dtype = py::reinterpret_borrow<py::object>(
             reinterpret_cast<PyObject*>(torch::getTHPDtype(group->row_dtype(table))));
-        return py::make_tuple(view.dim(), dtype, view.states.width, view.scores != nullptr,
+        return py::make_tuple(view.dim(), dtype, view.states.width, keeps_scores(view.eviction),
                               view.num_buckets, view.bucket_slots);
       },
       py::arg("handle"), py::arg("table"),

@@ -37,15 +37,16 @@ hash_table::Entries check_entries(const TableGroup& group, int64_t table, const 
   check_given(ids, "ids", at::kLong, {n}, device);
   check_given(rows, "rows", group.row_dtype(table), {n, view.rows.stored_width()}, device);
   check_given(last_steps, "last_steps", at::kInt, {n}, device);
-  check_given(scores, "scores", at::kLong, {view.scores != nullptr ? n : 0}, device);
+  check_given(scores, "scores", at::kLong, {keeps_scores(view.eviction) ? n : 0}, device);
   check_given(states, "states", at::kFloat, {n, view.states.width}, device);
   *keys = converted(group, table, scores);
   return hash_table::Entries{
       ids.const_data_ptr<int64_t>(),
       static_cast<const char*>(rows.const_data_ptr()),
       reinterpret_cast<const uint32_t*>(last_steps.const_data_ptr<int32_t>()),
-      view.scores != nullptr ? reinterpret_cast<const uint64_t*>(keys->const_data_ptr<int64_t>())
-                             : nullptr,
+      keeps_scores(view.eviction)
+          ? reinterpret_cast<const uint64_t*>(keys->const_data_ptr<int64_t>())
+          : nullptr,
       states.const_data_ptr<float>(),
       n};
 }
@@ -85,9 +86,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
   const auto options = slots.options();
   return group->order().run(kReadAll, [&] {
     at::Tensor scores = at::empty({0}, options);
-    if (view.scores != nullptr) {
-      scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
-      scores = converted(*group, table, scores);
+    if (keeps_scores(view.eviction)) {
+      scores = converted(*group, table, group->stored_scores(table, slots));
     }
     const auto [ids, last_steps] = group->ids_and_steps(table, slots);
     return std::make_tuple(ids, gather(view, view.rows, group->row_dtype(table), slots), last_steps,
@@ -181,8 +181,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       out_ids.data_ptr<int64_t>(),
       static_cast<char*>(out_rows.data_ptr()),
       reinterpret_cast<uint32_t*>(out_steps.data_ptr<int32_t>()),
-      view.scores != nullptr ? reinterpret_cast<uint64_t*>(out_scores.data_ptr<int64_t>())
-                             : nullptr,
+      keeps_scores(view.eviction) ? reinterpret_cast<uint64_t*>(out_scores.data_ptr<int64_t>())
+                                  : nullptr,
       out_states.data_ptr<float>(),
       reinterpret_cast<uint64_t*>(counts.data_ptr<int64_t>())};
 #ifdef TORCHREC_HKV_CUDA

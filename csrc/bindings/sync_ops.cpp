@@ -154,7 +154,7 @@ std::tuple<at::Tensor, at::Tensor> read_values(int64_t handle, int64_t table,
   check_slots(slots, group->device());
   const int64_t n = slots.numel();
   const hash_table::ValueMatrix out = check_values(*group, view, n, values, states);
-  const bool scored = view.scores != nullptr;
+  const bool scored = keeps_scores(view.eviction);
   at::Tensor last_steps = at::empty({n}, slots.options().dtype(at::kInt));
   at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
   const int64_t* const at = slots.const_data_ptr<int64_t>();
@@ -184,14 +184,15 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
   };
   check(ids, "ids", at::kLong, n);
   check(last_steps, "last_steps", at::kInt, n);
-  check(scores, "scores", at::kLong, view.scores != nullptr ? n : 0);
+  check(scores, "scores", at::kLong, keeps_scores(view.eviction) ? n : 0);
   const at::Tensor keys = converted(*group, table, scores);
   const int64_t* const at = slots.const_data_ptr<int64_t>();
   const int64_t* const of = ids.const_data_ptr<int64_t>();
   const auto* const steps = reinterpret_cast<const uint32_t*>(last_steps.const_data_ptr<int32_t>());
   const auto* const keys_in =
-      view.scores == nullptr ? nullptr
-                             : reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>());
+      keeps_scores(view.eviction)
+          ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
+          : nullptr;
   HKV_ON_GROUP(*group, kWriteAll,
                hash_table::cpu::write_values(view, at, n, of, from, steps, keys_in, threads),
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
@@ -227,7 +228,7 @@ at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
   const int64_t n = slots.numel();
   check_marks(is_new, "is_new", n, group->device());
   const hash_table::ReplicaRecords out = check_records(*group, view, n, records, "records", states);
-  const bool scored = view.scores != nullptr;
+  const bool scored = keeps_scores(view.eviction);
   check_bounds(view, slots);
   at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
   group->order().run(kReadAll, [&] {
@@ -255,7 +256,7 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
     TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
   };
   check(ids, "ids", n);
-  check(scores, "scores", view.scores != nullptr ? n : 0);
+  check(scores, "scores", keeps_scores(view.eviction) ? n : 0);
   check_marks(known, "known", n, group->device());
   const hash_table::ReplicaRecords own = check_records(*group, view, n, records, "records", states);
   const float* const other = check_records(*group, view, n, theirs, "theirs", states).data;
@@ -267,8 +268,9 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
       slots.const_data_ptr<int64_t>(),
       ids.const_data_ptr<int64_t>(),
       known.const_data_ptr<bool>(),
-      view.scores == nullptr ? nullptr
-                             : reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>()),
+      keeps_scores(view.eviction)
+          ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
+          : nullptr,
       n,
       highest_column};
   group->order().run(kWriteAll, [&] {

@@ -95,6 +95,12 @@ void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slo
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
+// counts[i] = the count at slots[i] of a table that keeps CountArrays; slots null: at i. And the
+// reverse for slots 0 to n - 1.
+void read_counts(const TableView& table, const int64_t* slots, int64_t n, int64_t* counts,
+                 int threads);
+void write_counts(const TableView& table, const int64_t* counts, int64_t n, int threads);
+
 // chosen[i] = whether a slot holds an entry that meets the selection. The slots that a table has at
 // present begin at selection.starts[table].
 void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,

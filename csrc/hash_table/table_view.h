@@ -19,6 +19,7 @@
 #include "common/scores.h"
 #include "hash_table/aged_lfu.h"
 #include "hash_table/clock.h"
+#include "hash_table/counts.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
 #include "hash_table/miniatures.h"
@@ -77,7 +78,9 @@ struct TableView {
   PackedEntries entries;
   uint32_t* oldest;  // [num_buckets][kGroups] lower bound of the last steps of the group's entries;
                      // packed tables only
-  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
+  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps, and if there
+                     // are counts
+  CountArrays counts;  // under kLfu and kAgedLfu on a CPU
   AgedLfu* aged;     // on the table's device; null unless the policy is kAgedLfu
   Miniatures miniatures;  // under kAgedLfu, if they choose AgedLfu::c
   RowStore rows;

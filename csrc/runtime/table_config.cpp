@@ -70,6 +70,11 @@ bool can_be_packed(const std::vector<TableConfig>& configs) {
 
 int64_t set_packed_from(int64_t slots) { return packed_from.exchange(slots); }
 
+bool counts_apart(const TableConfig& config, at::Device device) {
+  const bool counts = config.eviction == Eviction::kLfu || config.eviction == Eviction::kAgedLfu;
+  return counts && device.is_cpu();
+}
+
 int64_t evicted_bytes(const TableConfig& config) {
   const int64_t arrays = config.restore_counts ? 2 : 1;
   return config.remember_evicted * arrays * static_cast<int64_t>(sizeof(uint16_t));

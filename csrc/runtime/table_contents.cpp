@@ -108,7 +108,31 @@ at::Tensor TableGroup::last_steps(int64_t table) const {
 at::Tensor TableGroup::scores(int64_t table) const {
   check_index(table);
   if (!keeps_scores(configs_[table].eviction)) return last_steps(table);
-  return converted(*this, table, memory_[table].scores.tensor);
+  return converted(*this, table, stored_scores(table, std::nullopt));
+}
+
+at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tensor>& slots) const {
+  check_index(table);
+  const TableMemory& memory = memory_[table];
+  if (!counts_apart(configs_[table], device_)) {
+    return slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
+  }
+  const int64_t n = slots ? slots->numel() : memory.num_slots();
+  at::Tensor counts = at::empty({n}, at::kLong);
+  hash_table::cpu::read_counts(host_views_[table],
+                               slots ? slots->const_data_ptr<int64_t>() : nullptr, n,
+                               counts.data_ptr<int64_t>(), at::get_num_threads());
+  return counts;
+}
+
+void TableGroup::store_scores(int64_t table, const at::Tensor& scores) {
+  if (!counts_apart(configs_[table], device_)) {
+    memory_[table].scores.tensor.copy_(scores);
+    return;
+  }
+  const at::Tensor counts = scores.contiguous();
+  hash_table::cpu::write_counts(host_views_[table], counts.const_data_ptr<int64_t>(),
+                                counts.numel(), at::get_num_threads());
 }
 
 at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
@@ -163,8 +187,8 @@ TableState TableGroup::export_table(int64_t table) const {
   state.rows = whole(present_vectors(table, /*states=*/false));
   state.states = whole(present_vectors(table, /*states=*/true));
   state.last_steps = whole(last_steps);
-  state.scores = memory.scores.most() ? whole(converted(*this, table, memory.scores.tensor))
-                                      : at::empty({0}, at::dtype(at::kLong).device(device_));
+  const bool scored = keeps_scores(configs_[table].eviction);
+  state.scores = scored ? whole(scores(table)) : at::empty({0}, ids.options());
   state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
   return state;
 }
@@ -180,7 +204,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, stored_width(config)});
   check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
-  check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.most()});
+  check_tensor(state.scores, "scores", config.name, at::kLong, {keeps_scores(config.eviction) ? slots : 0});
   check_tensor(state.optimizer_step, "optimizer_step", config.name, at::kLong, {1});
   const at::Tensor ids = state.ids.cpu().contiguous();
   const at::Tensor occupied = state.occupied.cpu().contiguous();
@@ -208,8 +232,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   } else {
     load_entries(table, present(state.ids), present(state.last_steps));
   }
-  if (memory.scores.most()) {
-    memory.scores.tensor.copy_(converted(*this, table, present(state.scores)));
+  if (keeps_scores(config.eviction)) {
+    store_scores(table, converted(*this, table, present(state.scores)));
   }
   memory.backing_rows().tensor.copy_(present(state.rows));
   memory.backing_states().tensor.copy_(present(state.states));

@@ -154,6 +154,9 @@ class TableGroup {
   // By slot, for the present slots.
   at::Tensor occupied(int64_t table) const;    // bool
   at::Tensor scores(int64_t table) const;      // int64
+  // As the table keeps them, under a policy that does, of slots counted from the table's first; all
+  // slots by default.
+  at::Tensor stored_scores(int64_t table, const std::optional<at::Tensor>& slots) const;
   at::Tensor last_steps(int64_t table) const;  // int64
   at::Tensor ids(int64_t table) const;         // int64; without meaning for free slots
   // (ids, last steps as int32) of slots counted from the table's first; all slots by default.
@@ -253,6 +256,7 @@ class TableGroup {
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
   // Gives a table that will be overwritten this many buckets, even fewer than it has.
   void begin_load(int64_t table, int64_t num_buckets);
+  void store_scores(int64_t table, const at::Tensor& scores);
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;

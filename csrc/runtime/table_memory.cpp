@@ -22,7 +22,7 @@ int64_t sets_of(const TableLayout& layout) {
 // Addresses of a table's arrays on a CPU.
 std::shared_ptr<HostAddresses> addresses_of(const TableLayout& layout, at::Device device) {
   if (!device.is_cpu()) return nullptr;
-  constexpr int64_t kArrays = 10;  // at most
+  constexpr int64_t kArrays = 12;  // at most
   const int64_t bytes = memory_of(layout, layout.geometry.num_buckets, device).host;
   return std::make_shared<HostAddresses>(HostAddresses::bytes_for(bytes, kArrays));
 }
@@ -122,7 +122,11 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       oldest(make_array(layout, device, addresses, at::kInt, {hash_table::kGroups},
                         layout.packed ? layout.geometry.num_buckets : 0)),
       scores(make_array(layout, device, addresses, at::kLong, {},
-                        layout.scores ? layout.geometry.num_slots() : 0)),
+                        layout.scores && !layout.counts_apart ? layout.geometry.num_slots() : 0)),
+      low_counts(make_array(layout, device, addresses, at::kShort, {},
+                            layout.counts_apart ? layout.geometry.num_slots() : 0)),
+      high_counts(make_array(layout, device, addresses, at::kShort, {hash_table::kHighWords},
+                             layout.counts_apart ? layout.geometry.num_slots() : 0)),
       states(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
                         layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
       rows(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
@@ -149,6 +153,8 @@ void TableMemory::back(int64_t num_buckets) {
   entries.back(std::min(num_buckets, entries.most()));
   oldest.back(std::min(num_buckets, oldest.most()));
   scores.back(std::min(slots, scores.most()));
+  low_counts.back(std::min(slots, low_counts.most()));
+  high_counts.back(std::min(slots, high_counts.most()));
   rows.back(in_hbm(slots));
   states.back(states_in_hbm(slots));
   rows_host.back(on_host(slots));
@@ -164,6 +170,8 @@ void TableMemory::resize(int64_t num_buckets) {
   entries.resize(std::min(num_buckets, entries.most()));
   oldest.resize(std::min(num_buckets, oldest.most()));
   scores.resize(std::min(slots, scores.most()));
+  low_counts.resize(std::min(slots, low_counts.most()));
+  high_counts.resize(std::min(slots, high_counts.most()));
   rows.resize(in_hbm(slots));
   states.resize(states_in_hbm(slots));
   rows_host.resize(on_host(slots));
@@ -203,8 +211,8 @@ int64_t TableMemory::hbm_bytes() const {
 int64_t TableMemory::host_bytes() const {
   const int64_t host = rows_host.bytes() + states_host.bytes();
   if (device_.is_cuda()) return host;
-  return host + digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() + rows.bytes() +
-         states.bytes();
+  return host + digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() +
+         low_counts.bytes() + high_counts.bytes() + rows.bytes() + states.bytes();
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -52,6 +52,7 @@ struct TableLayout {
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
+  bool counts_apart;  // scores are counts in two arrays (hash_table/counts.h). CPU only
   int64_t hbm_slots;  // slots whose rows and states fit in HBM; if there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
@@ -121,6 +122,8 @@ class TableMemory {
   SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
   SlotArray oldest;      // int32 [num_buckets, 4], packed
   SlotArray scores;      // int64 [num_slots] or empty
+  SlotArray low_counts;   // int16 [num_slots] or empty: counts_apart
+  SlotArray high_counts;  // int16 [num_slots, 3] or empty
   SlotArray states;      // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
   SlotArray rows;        // [slots or frames in HBM, dim]
   SlotArray rows_host;   // [num_slots, dim] if they don't fit in HBM, otherwise empty

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #endif
 
+#include "hash_table/cpu/scores.h"
 #include "hash_table/grow.h"
 #include "hash_table/table_view.h"
 
@@ -141,19 +142,7 @@ inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint
   if (last.load(std::memory_order_relaxed) != visit.now()) {
     last.store(visit.now(), std::memory_order_relaxed);
   }
-  if (table.scores == nullptr) return;
-  std::atomic_ref<uint64_t> score(table.scores[slot]);
-  uint64_t old = score.load(std::memory_order_relaxed);
-  const auto next = [&] {
-    return next_score(table.eviction, old, visit.now(), visit.epoch(), given);
-  };
-  for (uint64_t wanted = next(); wanted != old; wanted = next()) {
-    if (score.compare_exchange_weak(old, wanted, std::memory_order_relaxed)) return;
-  }
-}
-
-inline uint64_t score_of(const TableView& table, int64_t slot) {
-  return table.scores != nullptr ? table.scores[slot] : table.last_steps[slot];
+  if (keeps_scores(table.eviction)) touch_score(table, slot, visit, given);
 }
 
 inline Rank rank_of(const TableView& table, int64_t slot) {

@@ -26,26 +26,56 @@ struct InFlight {
   uint64_t mask;    // matches of the digest in it
 };
 
+// What a find changes of the entries that it finds.
+enum class Touch {
+  kNothing,
+  kStep,   // the last step
+  kCount,  // and CountArrays
+  kScore,  // and another score
+};
+
+Touch touch_of(const TableView& table) {
+  if (table.counts.kept()) return Touch::kCount;
+  return table.scores != nullptr ? Touch::kScore : Touch::kStep;
+}
+constexpr bool touches_scores(Touch touch) {
+  return touch == Touch::kCount || touch == Touch::kScore;
+}
+
 // Scores of a table that no other thread touches at the same time.
-class Score {
+template <Touch kTouch>
+class Scores {
  public:
-  Score(const TableView& table, const Visit& visit)
-      : scores_(table.scores), policy_(table.eviction), visit_(visit) {}
+  Scores(const TableView& table, const Visit& visit)
+      : counts_(table.counts), scores_(table.scores), policy_(table.eviction), visit_(visit) {}
 
   // Does nothing if `there` is false, without a branch.
   void touch(int64_t slot, bool there, uint64_t given) {
-    uint64_t* const score = select(there, scores_ + slot, &idle_);
-    *score = next_score(policy_, *score, visit_.now(), visit_.epoch(), given);
+    if constexpr (kTouch == Touch::kCount) {
+      uint16_t* const low = select(there, counts_.low + slot, &idle_count_);
+      if (!CountArrays::carries(*low, given)) [[likely]] {
+        *low = static_cast<uint16_t>(*low + given);
+      } else if (there) {
+        counts_.add(slot, given);
+      } else {
+        idle_count_ = 0;
+      }
+    } else if constexpr (kTouch == Touch::kScore) {
+      uint64_t* const score = select(there, scores_ + slot, &idle_);
+      *score = next_score(policy_, *score, visit_.now(), visit_.epoch(), given);
+    }
   }
 
  private:
+  const CountArrays counts_;
   uint64_t* const scores_;
   const Eviction policy_;
   const Visit& visit_;
   uint64_t idle_ = 0;
+  uint16_t idle_count_ = 0;
 };
 
-template <bool kTouch, bool kListed>
+template <Touch kTouch, bool kListed>
 class Finder {
  public:
   // Finds the ids at positions [begin, end), all of one table. If kListed: those at
@@ -64,8 +94,8 @@ class Finder {
         shared_(shared),
         slots_(slots),
         found_at_(found_at),
-        now_(kTouch ? visit.now() : 0),
-        score_(table, visit) {}
+        now_(kTouch != Touch::kNothing ? visit.now() : 0),
+        scores_(table, visit) {}
 
   // Returns the number of ids that it found.
   int64_t run() {
@@ -110,7 +140,7 @@ class Finder {
     const auto* const second = reinterpret_cast<const char*>(digest_line(table_, it.choice.second));
     __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second));
     __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second + kLineBytes));
-    if (kTouch) prefetch_touched(slot, maybe);
+    if (kTouch != Touch::kNothing) prefetch_touched(slot, maybe);
   }
 
   [[gnu::always_inline]] void look_in_bucket(int64_t at) {
@@ -119,7 +149,7 @@ class Finder {
     const bool maybe = it.mask != 0;
     const int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
     __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), bytes(&idle_id_)));
-    if (kTouch) prefetch_touched(slot, maybe);
+    if (kTouch != Touch::kNothing) prefetch_touched(slot, maybe);
   }
 
   // Prefetches what finish() writes. If other threads touch the table too, most of it has been
@@ -131,8 +161,10 @@ class Finder {
     } else {
       prefetch_to_write(step);
     }
-    if (table_.scores == nullptr) return;
-    prefetch_to_write(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)));
+    if (!touches_scores(kTouch)) return;
+    const char* const score = kTouch == Touch::kCount ? bytes(&table_.counts.low[slot])
+                                                      : bytes(&table_.scores[slot]);
+    prefetch_to_write(select(maybe, score, bytes(&idle_id_)));
   }
 
   [[gnu::always_inline]] void finish(int64_t nth) {
@@ -149,13 +181,13 @@ class Finder {
     }
     slots_[at] = static_cast<int64_t>(select(there, table_.first_slot + slot, kNoSlot));
     found_ += there;
-    if (kTouch) {
+    if (kTouch != Touch::kNothing) {
       if (found_at_ != nullptr) found_at_[at] = there;
-      if (shared_ && table_.scores != nullptr) {
+      if (shared_ && touches_scores(kTouch)) {
         if (there) touch(table_, slot, visit_, given(nth, at));
       } else {
         touch_step(select(there, &table_.last_steps[slot], &idle_step_));
-        if (table_.scores != nullptr) score_.touch(slot, there, given(nth, at));
+        if (touches_scores(kTouch)) scores_.touch(slot, there, given(nth, at));
       }
     }
   }
@@ -186,7 +218,7 @@ class Finder {
   bool* const found_at_;
   const uint32_t now_;
   int64_t found_ = 0;
-  Score score_;
+  Scores<kTouch> scores_;
   int64_t idle_id_ = 0;
   uint32_t idle_step_ = 0;
   InFlight flying_[kInFlight];
@@ -196,11 +228,11 @@ class Finder {
 // found. If many positions repeat others, as under a power law, each id is looked up once, which is
 // faster even if all data is in the cache. Scores are also written once: the counts of positions
 // with the same id are summed first.
-template <bool kTouch>
+template <Touch kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
-  const bool scored = kTouch && table.scores != nullptr;
+  constexpr bool scored = touches_scores(kTouch);
   const bool summed = scored && shared;  // a single atomic addition for all positions of an id
   int64_t found = 0;
   if (end - begin > kTrial) {
@@ -215,14 +247,14 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, shared, slots,
                            found_at)
           .run();
-      Score score(table, visit);
+      Scores<kTouch> scores(table, visit);
       for (int64_t at = begin; at < stop; ++at) {
         const int64_t origin = repeats.origin(at - begin);
         const int64_t slot = slots[origin];
         slots[at] = slot;
-        if (kTouch && found_at != nullptr) found_at[at] = slot != kNoSlot;
+        if (kTouch != Touch::kNothing && found_at != nullptr) found_at[at] = slot != kNoSlot;
         if (scored && !summed) {
-          score.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at), visit.given(at));
+          scores.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at), visit.given(at));
         }
         found += slot != kNoSlot;
       }
@@ -234,6 +266,15 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
   Finder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, visit, shared, slots,
                              found_at);
   return found + rest.run();
+}
+
+int64_t find_range(Touch touch, const TableView& table, const int64_t* ids, const Span& span,
+                   const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
+  const auto find = touch == Touch::kNothing ? find_range<Touch::kNothing>
+                    : touch == Touch::kStep  ? find_range<Touch::kStep>
+                    : touch == Touch::kCount ? find_range<Touch::kCount>
+                                             : find_range<Touch::kScore>;
+  return find(table, ids, span.begin, span.end, visit, shared, slots, found_at);
 }
 
 // Returns the number of missing ids.
@@ -248,8 +289,9 @@ int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit
     for (int64_t s; (s = next.fetch_add(1, std::memory_order_relaxed)) < shares.size();) {
       for (const Span* span = shares[s].begin; span != shares[s].end; ++span) {
         const TableView& table = tables[span->table];
-        const int64_t found = find_range<kTouch>(table, batch.ids, span->begin, span->end, visit,
-                                                 !shares[s].alone, slots, found_at);
+        const Touch touch = kTouch ? touch_of(table) : Touch::kNothing;
+        const int64_t found = find_range(touch, table, batch.ids, *span, visit, !shares[s].alone,
+                                         slots, found_at);
         const int64_t missing = span->end - span->begin - found;
         missed.fetch_add(missing, std::memory_order_relaxed);
         if (kTouch) {

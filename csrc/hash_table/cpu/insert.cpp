@@ -34,7 +34,7 @@ void place_new(const TableView& table, int64_t id, const BucketChoice& choice, i
   table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
   table.ids[slot] = id;
   table.last_steps[slot] = step;
-  if (table.scores != nullptr) table.scores[slot] = score;
+  if (keeps_scores(table.eviction)) set_score(table, slot, score);
 }
 
 // What a missing id made leave: the old id of its slot, or itself.
@@ -55,8 +55,8 @@ struct Counts {
 };
 
 // Places missing ids as one thread would in the order of the batch. Threads take groups in that
-// order, and a group waits for the earlier ones that may look at its buckets. The first group that
-// is not done waits for none, so that one always goes on.
+// order, and an id waits for the last one of an earlier group that may look at its buckets. Ids of
+// the first group that is not done wait for none, so that one always goes on.
 class Placing {
  public:
   Placing(const TableView* tables, const Batch& batch, const Visit& visit,
@@ -69,8 +69,7 @@ class Placing {
         slots_(slots),
         leavers_(leavers),
         highest_(batch, visit, slots),
-        victims_(tables, batch, missing.size(), visit.pinned_from()),
-        done_(new std::atomic<bool>[missing.groups()]()) {}
+        victims_(tables, batch, missing.size(), visit.pinned_from()) {}
 
   void run(int threads) {
     const int64_t workers = std::min<int64_t>(threads, missing_.groups());
@@ -90,12 +89,7 @@ class Placing {
     }
     while (group < groups) {
       const int64_t following = next_.fetch_add(1, std::memory_order_relaxed);
-      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
-        wait_for(it->after_first);
-        wait_for(it->after_second);
-      }
       reach = insert_group(group, following, reach, counts);
-      done_[group].store(true, std::memory_order_release);
       group = following;
     }
     for (size_t t = 0; t < counts.size(); ++t) {
@@ -106,9 +100,10 @@ class Placing {
     }
   }
 
-  void wait_for(uint32_t group) const {
-    if (group == kNoGroup) return;
-    for (int tries = 0; !done_[group].load(std::memory_order_acquire); ++tries) {
+  void wait_for(uint32_t earlier) const {
+    if (earlier == kNone) return;
+    const std::atomic_ref<bool> done(missing_.begin()[earlier].done);
+    for (int tries = 0; !done.load(std::memory_order_acquire); ++tries) {
       if (tries > 1000) std::this_thread::yield();
     }
   }
@@ -126,9 +121,14 @@ class Placing {
     for (int64_t i = 0; i < n + kAhead; ++i) {
       if (i < next) prefetch_buckets(missing_.begin(following)[i], reach);
       if (i < n) {
+        wait_for(first[i].after_first);
+        wait_for(first[i].after_second);
         seen[i] = look_ahead(first[i], farthest);
       }
-      if (i >= kAhead) insert_missing(first[i - kAhead], seen[i - kAhead], counts);
+      if (i < kAhead) continue;
+      Missing& it = first[i - kAhead];
+      insert_missing(it, seen[i - kAhead], counts);
+      std::atomic_ref<bool>(it.done).store(true, std::memory_order_release);
     }
     return farthest;
   }
@@ -156,7 +156,7 @@ class Placing {
     if (slot != kNoSlot) {
       __builtin_prefetch(&table.ids[slot], 1);
       __builtin_prefetch(&table.last_steps[slot], 1);
-      if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
+      if (const void* const score = place_of_score(table, slot)) __builtin_prefetch(score, 1);
     }
     return victim;
   }
@@ -229,7 +229,6 @@ class Placing {
   Leaver* leavers_;  // by missing id; null: not wanted
   HighestGiven highest_;
   Victims victims_;
-  std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<int64_t> next_{0};
 };
 
@@ -290,9 +289,9 @@ void remember_evicted(const TableView* tables, const Batch& batch, const Visit& 
     const bool returns = evicted.marks[place.entry] == place.mark;
     count(table, kReturned, returns);
     if (!returns || evicted.halves == nullptr) continue;
-    uint64_t& score = table.scores[slots[it->position] - table.first_slot];
-    score =
-        next_score(table.eviction, score, visit.now(), visit.epoch(), evicted.halves[place.entry]);
+    const int64_t slot = slots[it->position] - table.first_slot;
+    set_score(table, slot, next_score(table.eviction, score_of(table, slot), visit.now(),
+                                      visit.epoch(), evicted.halves[place.entry]));
   }
   for (int64_t i = 0; i < missing.size(); ++i) {
     const Missing& it = missing.begin()[i];

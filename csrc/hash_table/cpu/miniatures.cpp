@@ -1,11 +1,13 @@
 #include "hash_table/cpu/miniatures.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "common/parallel.h"
-#include "hash_table/cpu/lowest_rank.h"
+#include "hash_table/cpu/lowest_count.h"
 #include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -63,9 +65,7 @@ class MiniatureSet {
 
   // The entry that a new id replaces, or -1.
   int lowest() const {
-    const Lowest lowest = ranking_.half_life == 0
-                              ? oldest()
-                              : lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
+    const Lowest lowest = ranking_.half_life == 0 ? oldest() : lowest_ranked();
     if (lowest.rank.score > ranking_.replaced_by_new(1, now_)) return -1;
     int best = -1;
     for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
@@ -75,7 +75,13 @@ class MiniatureSet {
     return best;
   }
 
-  // lowest_score() of a half-life of 0, by which counts do not matter.
+  Lowest lowest_ranked() const {
+    return lowest_aged(ranking_, counts_, last_steps_, ways_, now_, [this] {
+      return lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
+    });
+  }
+
+  // The same of a half-life of 0, by which counts do not matter.
   Lowest oldest() const {
     const uint32_t step = lowest_step(last_steps_, ways_);
     if (step >= now_) return kAllPinned;
@@ -128,33 +134,65 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const
   return all;
 }
 
+// Sampled ids by set.
+class SampledSets {
+ public:
+  // A counting sort: there are few sets.
+  explicit SampledSets(const std::vector<SampledId>& all) : ids_(all.size()) {
+    uint32_t last = 0;
+    for (const SampledId& it : all) last = std::max(last, it.where);
+    std::vector<uint32_t> ends(size_t{last} + 1);
+    for (const SampledId& it : all) ++ends[it.where];
+    uint32_t total = 0;
+    for (uint32_t& end : ends) {
+      if (end != 0) starts_.push_back(total);
+      total += end;
+      end = total - end;
+    }
+    starts_.push_back(total);
+    for (const SampledId& it : all) ids_[ends[it.where]++] = it;
+  }
+
+  int64_t size() const { return static_cast<int64_t>(starts_.size()) - 1; }
+  std::span<const SampledId> operator[](int64_t i) const {
+    return {ids_.data() + starts_[i], ids_.data() + starts_[i + 1]};
+  }
+
+ private:
+  std::vector<SampledId> ids_;
+  std::vector<uint32_t> starts_;
+};
+
+void add(uint64_t& total, uint64_t more) {
+  if (more != 0) std::atomic_ref<uint64_t>(total).fetch_add(more, std::memory_order_relaxed);
+}
+
+// Shows the k-th miniature the ids of one set.
+void simulate_set(const TableView* tables, int k, std::span<const SampledId> ids, uint32_t now) {
+  const TableView& table = tables[ids[0].where / kMostMiniatureSets];
+  const Ranking ranking = table.aged->ranking_of(c_of_miniature(k));
+  MiniatureSet set(table.miniatures, k, ids[0].where % kMostMiniatureSets, ranking, now);
+  for (const SampledId& it : ids) set.look_up(it);
+  if (set.hits < ids.size()) {
+    for (const SampledId& it : ids) set.place_missing(it);
+  }
+  MiniatureTally& tally = *table.miniatures.tally;
+  add(tally.hits[k], set.hits);
+  if (k > 0) return;
+  add(tally.lookups, ids.size());
+  add(tally.evicted, set.evicted);
+}
+
 }  // namespace
 
 void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads) {
-  std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
+  const std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
   if (sampled.empty()) return;
-  // By set. The ids of a set may be in any order.
-  std::sort(sampled.begin(), sampled.end(),
-            [](const SampledId& a, const SampledId& b) { return a.where < b.where; });
-  parallel_for(kMiniatures, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int k = static_cast<int>(begin); k < end; ++k) {
-      for (size_t first = 0, stop; first < sampled.size(); first = stop) {
-        const uint32_t where = sampled[first].where;
-        const TableView& table = tables[where / kMostMiniatureSets];
-        const Ranking ranking = table.aged->ranking_of(c_of_miniature(k));
-        MiniatureSet set(table.miniatures, k, where % kMostMiniatureSets, ranking, visit.now());
-        for (stop = first; stop < sampled.size() && sampled[stop].where == where; ++stop) {
-          set.look_up(sampled[stop]);
-        }
-        if (set.hits < stop - first) {
-          for (size_t i = first; i < stop; ++i) set.place_missing(sampled[i]);
-        }
-        MiniatureTally& tally = *table.miniatures.tally;
-        tally.hits[k] += set.hits;
-        if (k > 0) continue;
-        tally.lookups += stop - first;
-        tally.evicted += set.evicted;
-      }
+  const SampledSets sets(sampled);
+  parallel_for(kMiniatures * sets.size(), 8, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto k = static_cast<int>(i % kMiniatures);
+      simulate_set(tables, k, sets[i / kMiniatures], visit.now());
     }
   });
 }

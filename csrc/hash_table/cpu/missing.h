@@ -12,21 +12,22 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-constexpr uint32_t kNoGroup = UINT32_MAX;
+constexpr uint32_t kNone = UINT32_MAX;
 
 struct Missing {
   uint32_t position;  // in the batch
   int32_t table;
   BucketChoice choice;
-  uint32_t after_first;   // last group before its own that may change its first bucket,
-  uint32_t after_second;  // and its second bucket; kNoGroup: no group
+  uint32_t after_first;   // last missing id of earlier groups that may change its first bucket,
+  uint32_t after_second;  // and its second bucket; kNone: there is none
   bool placed;            // whether this entry got the slot; an id may occur several times
+  bool done;              // whether it has been processed; atomic while ids are placed
 };
 
 // Missing ids in the order of the batch, in groups. One thread processes a group.
 class MissingIds {
  public:
-  static constexpr int64_t kGroup = 32;
+  static constexpr uint32_t kGroup = 32;
 
   MissingIds(const TableView* tables, const Batch& batch, const int64_t* slots, int threads) {
     constexpr int64_t kPart = 4096;
@@ -75,28 +76,28 @@ class MissingIds {
         for (int64_t i = 0; i < n; ++i) {
           const int64_t id = batch.ids[positions[i]];
           const BucketChoice choice = buckets_of(tables[table], id);
-          *to++ = Missing{positions[i], table, choice, kNoGroup, kNoGroup, false};
+          *to++ = Missing{positions[i], table, choice, kNone, kNone, false, false};
         }
       }
     }
   }
 
-  // Buckets share the entries of an array that fits the L2 cache. So a group may wait for an
-  // unrelated group, but never for a later one.
+  // Buckets share the entries of an array that fits the L2 cache. So an id may wait for one of
+  // another bucket, but never for a later one.
   void order() {
     const uint32_t entries = size_ < (1 << 12) ? 1 << 12 : 1 << 17;
-    std::vector<uint32_t> last(entries, kNoGroup);
-    const auto visit = [&](int32_t table, uint32_t bucket, uint32_t group) {
+    std::vector<uint32_t> last(entries, kNone);
+    const auto visit = [&](int32_t table, uint32_t bucket, uint32_t own) {
       uint32_t& entry = last[(bucket + static_cast<uint32_t>(table) * 0x9e3779b9u) & (entries - 1)];
       const uint32_t before = entry;
-      entry = group;
-      return before == group ? kNoGroup : before;
+      entry = own;
+      return before == kNone || before / kGroup == own / kGroup ? kNone : before;
     };
     for (int64_t i = 0; i < size_; ++i) {
       Missing& it = ids_[i];
-      const auto group = static_cast<uint32_t>(i / kGroup);
-      it.after_first = visit(it.table, it.choice.first, group);
-      it.after_second = visit(it.table, it.choice.second, group);
+      const auto own = static_cast<uint32_t>(i);
+      it.after_first = visit(it.table, it.choice.first, own);
+      it.after_second = visit(it.table, it.choice.second, own);
     }
   }
 

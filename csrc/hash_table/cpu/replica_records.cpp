@@ -47,7 +47,7 @@ struct SlotAddresses {
     if (kRows) prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
     if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
     prefetch_lines<kWrite>(&table.last_steps[slot], 1);
-    if (table.scores != nullptr) prefetch_lines<kWrite>(&table.scores[slot], 1);
+    if (const void* const score = place_of_score(table, slot)) prefetch_lines<kWrite>(score, 1);
   }
 };
 
@@ -121,7 +121,7 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
       }
       const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
       set_words(out, record, {table.last_steps[slot], ReplicaRecords::kIsHere | was});
-      if (scores != nullptr) scores[i] = table.scores[slot];
+      if (scores != nullptr) scores[i] = score_of(table, slot);
     }
   });
 }
@@ -174,7 +174,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
                   reinterpret_cast<float*>(addresses.states.at(slots[i])));
         }
         table.last_steps[slots[i]] = words.last_step;
-        if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+        if (entries.scores != nullptr) set_score(table, slots[i], entries.scores[i]);
         continue;
       } else {
         mean_of(a, b, own.columns, factor, a);
@@ -191,7 +191,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
         std::memcpy(addresses.states.at(slots[i]), a + dim, addresses.state_bytes);
       }
       table.last_steps[slots[i]] = words.last_step;
-      if (entries.scores != nullptr) table.scores[slots[i]] = entries.scores[i];
+      if (entries.scores != nullptr) set_score(table, slots[i], entries.scores[i]);
     }
     end_streams();
   });

@@ -32,7 +32,7 @@ void write_entry(const TableView& table, const Widths& widths, int64_t slot, con
                  int64_t i) {
   table.ids[slot] = entries.ids[i];
   table.last_steps[slot] = entries.last_steps[i];
-  if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
+  if (entries.scores != nullptr) set_score(table, slot, entries.scores[i]);
   std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
   if (widths.state == 0) return;
   std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
@@ -43,7 +43,7 @@ void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
   const uint64_t at = displaced.counts[0]++;
   displaced.ids[at] = table.ids[slot];
   displaced.last_steps[at] = table.last_steps[slot];
-  if (table.scores != nullptr) displaced.scores[at] = table.scores[slot];
+  if (displaced.scores != nullptr) displaced.scores[at] = score_of(table, slot);
   std::memcpy(displaced.rows + at * widths.row, table.row(slot), widths.row);
   if (widths.state == 0) return;
   std::memcpy(displaced.states + at * table.states.width, table.state(slot), widths.state);
@@ -71,7 +71,7 @@ void restore_slots(const TableView& table, const Entries& entries, const int64_t
     prefetch_to_write(&digest_at(table, slot));
     prefetch_to_write(&table.ids[slot]);
     prefetch_to_write(&table.last_steps[slot]);
-    if (table.scores != nullptr) prefetch_to_write(&table.scores[slot]);
+    if (const void* const score = place_of_score(table, slot)) prefetch_to_write(score);
     rows.prefetch_to_write(slot);
     states.prefetch_to_write(slot);
   };
