@@ -1,12 +1,11 @@
 // The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
 
-#include "bindings/serving/module.h"
-
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/replay_module.h"
-#include "bindings/tensor_train/module.h"
+#include "bindings/serving/serving_module.h"
+#include "bindings/tensor_train/tensor_train_module.h"
 #include "runtime/optimizer_config.h"
 #include "runtime/table_group.h"
 #include "runtime/torch_threads.h"

@@ -46,10 +46,10 @@ def test_pybind11_is_included_where_python_objects_are_made():
         "bindings/module.cpp",
         "bindings/replay_module.cpp",
         "bindings/replay_module.h",
-        "bindings/serving/module.cpp",
-        "bindings/serving/module.h",
-        "bindings/tensor_train/module.cpp",
-        "bindings/tensor_train/module.h",
+        "bindings/serving/serving_module.cpp",
+        "bindings/serving/serving_module.h",
+        "bindings/tensor_train/tensor_train_module.cpp",
+        "bindings/tensor_train/tensor_train_module.h",
     }
 
 
