@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.checkpoint.record import LINK, RECORD, TABLES, TENSORS
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 
 #: Names in the folder of a checkpoint.
 _PARTS = frozenset({RECORD, TABLES, TENSORS, LINK})

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA, read_dcp_metadata
 from torchrec_hkv.checkpoint.reader import UNREADABLE, FileSlice, refusal
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.progress import advance
 
 _DATA_FILE = "__0_0.distcp"
