@@ -145,7 +145,7 @@ class TableModule(nn.Module):
         flat = [flat_ids(part, self._tables.group.device) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
-            refuse_replicas("Hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
+            refuse_replicas("hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
         given = flat_scores(self._tables.plan.eviction, ids, scores, training)
         rows = self._tables.lookup(flat, self.padding_idx, training, given)
         if len(ids) == 1:  # without unbind, whose backward copies

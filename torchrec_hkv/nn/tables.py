@@ -399,12 +399,12 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
     if capacity < plan.initial_capacity:
         raise ValueError(
-            f"init_capacity is {plan.initial_capacity:,}, but the memory that is there, or allowed,"
+            f"init_capacity is {plan.initial_capacity:,}, but the memory that is free, or allowed,"
             f" holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}."
         )
     if capacity < plan.max_capacity:
         warn(
-            f"max_capacity is {plan.max_capacity:,}, but the memory that is there, or allowed, "
+            f"max_capacity is {plan.max_capacity:,}, but the memory that is free, or allowed, "
             f"holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}: from "
             "there on it evicts."
         )

@@ -154,7 +154,7 @@ class _Chunk:
                 with FakeTensorMode():
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
                 if not isinstance(tensor, Tensor) or tensor.dtype != self._dtype:
-                    raise ValueError(f"{self._what}: it is no tensor of {self._dtype}.")
+                    raise ValueError(f"{self._what}: it is not a tensor of {self._dtype}.")
                 if tuple(tensor.size()) != self.sizes:
                     raise ValueError(
                         f"{self._what}: it has shape {tuple(tensor.size())}, but the metadata "
