@@ -32,7 +32,8 @@ from torchrec_hkv.nn.contents import positions
 from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
-from torchrec_hkv.nn.tables import Plan, Progress, Tables
+from torchrec_hkv.nn.table_plan import Plan
+from torchrec_hkv.nn.tables import Progress, Tables
 
 # Default of init_capacity, in rows.
 _INITIAL_CAPACITY = 1 << 16
