@@ -276,7 +276,7 @@ def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"the key {_shown.repr(twice)} is there twice")
+            raise ValueError(f"the key {_shown.repr(twice)} occurs twice")
         return found
 
     try:

@@ -32,9 +32,9 @@ def _refusals(rank, world_size, device, folder):
         with pytest.raises(ValueError, match=sentence):
             checkpoint.load(folder / "good", model, **numbers)
     for path in ("", "/", folder / ".."):
-        with pytest.raises(ValueError, match=r"is no folder with a name of its own"):
+        with pytest.raises(ValueError, match=r"does not name a folder of its own"):
             checkpoint.save(path, model)
-        with pytest.raises(ValueError, match=r"is no folder with a name of its own"):
+        with pytest.raises(ValueError, match=r"does not name a folder of its own"):
             checkpoint.load(path, model)
     return before == (held(model, "adam"), sorted(os.listdir(folder)))
 

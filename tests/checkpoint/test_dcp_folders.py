@@ -67,7 +67,7 @@ def _load_stock(rank, world_size, device, path, sharding_type):
     _stock_steps(model, rank, device, range(50, 52))
     small = make_tables(world_size, device, sharding_type, "adagrad", rows=140)
     digest = checkpoint.digest(small)
-    with pytest.raises(ValueError, match="has 150 rows, but here num_embeddings is 140"):
+    with pytest.raises(ValueError, match="has 150 rows, but in the model num_embeddings is 140"):
         checkpoint.load(path, small)
     assert checkpoint.digest(small) == digest
     assert checkpoint.load(path, model, model.fused_optimizer) == 0

@@ -18,23 +18,23 @@ def _save(rank, world_size, device, folder):
 
 
 OTHERS = {
-    "dim": ({"dims": {"lru": 16, "lfu": 8}}, "has dim 12 and here 16"),
+    "dim": ({"dims": {"lru": 16, "lfu": 8}}, "has dim 12, but in the model 16"),
     "optimizer": (
         {"optimizer": "adam"},
-        "has optimizer 'adagrad' and here 'adam'",
+        "has optimizer 'adagrad', but in the model 'adam'",
     ),
-    "seed": ({"seed": 4}, "has seed 3 and here 4"),
+    "seed": ({"seed": 4}, "has seed 3, but in the model 4"),
     "backend": (
         {"kinds": {"tt": "hkv"}},
-        "is of backend 'tt' and here of 'hkv': convert it",
+        "is of backend 'tt', but in the model of 'hkv': convert it",
     ),
     "stock": ({"kinds": {"stock": "hkv"}}, "has no table 'ebc.embedding_bags.stock'"),
     "dtype": (
         {"tt_dtype": "bf16"},
-        "table 'ebc.embedding_bags.tt' has dtype 'float32' and here 'bfloat16'",
+        "table 'ebc.embedding_bags.tt' has dtype 'float32', but in the model 'bfloat16'",
     ),
     "ranks": ({"tt_rank": 6}, "'model.ebc.embedding_bags.tt.tt_core_"),
-    "dense": ({"dense": True}, "has its rows by id, and here by row number"),
+    "dense": ({"dense": True}, "has its rows by id, but in the model by row number"),
 }
 
 

@@ -72,4 +72,4 @@ def test_as_many_shards_of_another_type_are_refused(run_ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     run_ranks(2, _save, "column_wise", folder)
     for refusal in run_ranks(2, _refused, "row_wise", folder):
-        assert "load it into what it was saved from" in refusal
+        assert "load it into the model that it was saved from" in refusal

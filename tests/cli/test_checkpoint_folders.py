@@ -232,7 +232,9 @@ def test_bad_input(capsys, tmp_path, monkeypatch):
     assert "--id is 'x'" in _refused(capsys, "inspect", folder, "--id", "x")
     assert "--id is '9223372036854775808'" in _refused(capsys, "inspect", folder, "--id", 1 << 63)
     assert "--memory is 'x'" in _refused(capsys, "verify", folder, "--memory", "x")
-    assert "of no known format" in _refused(capsys, "export", folder, "--into", tmp_path / "x.csv")
+    assert "has an unknown ending" in _refused(
+        capsys, "export", folder, "--into", tmp_path / "x.csv"
+    )
     nowhere = tmp_path / "nothing" / "x.safetensors"
     assert "There is no folder" in _refused(capsys, "export", folder, "--into", nowhere)
     assert "holds 'manifest.json'" in _refused(capsys, "export", folder, "--into", folder)

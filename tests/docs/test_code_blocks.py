@@ -3,6 +3,8 @@
 A comment above a block says how to run it:
 
 - ``<!-- run: torchrun --nproc_per_node 2 -->``: the launcher of the block.
+- ``<!-- run: torchrun --nproc_per_node 2, after sharded_model.py -->``: the same for a block that
+  continues this file in this folder. The test ends the process group.
 - ``<!-- needs: tensorboard -->``: the test skips where this package is missing.
 - ``<!-- needs: no GPU -->``: the output shown is that of a machine without a GPU.
 - ``<!-- not run: ... -->``: the block is not tested, with the reason.
@@ -44,6 +46,10 @@ BLOCKS = [
 END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 
 
+END_OF_GROUP = "\ndist.barrier()\ndist.destroy_process_group()\n"
+HERE = Path(__file__).parent
+
+
 def name(block: CodeBlock) -> str:
     return f"{block.page.relative_to(ROOT)}:{block.line}"
 
@@ -79,13 +85,15 @@ def run_script(block: CodeBlock, folder: Path) -> subprocess.CompletedProcess[st
     TorchRec."""
     script = folder / "block.py"
     has_ranks = block.mark == "run"
+    launch, _, before = block.value.partition(", after ")
     if block.page.name == "README.md":
         script.write_text(block.code + (END_OF_RANK if has_ranks else ""))
-        launcher = ["-m", *block.value.replace("torchrun", "torch.distributed.run").split()]
+        launcher = ["-m", *launch.replace("torchrun", "torch.distributed.run").split()]
         options = [*launcher, "--standalone"] if has_ranks else []
         return run([sys.executable, *options, str(script)], folder, folder)
-    script.write_text(block.code)
-    ranks = int(block.value.rpartition(" ")[2]) if has_ranks else None
+    given = (HERE / before).read_text() if before else ""
+    script.write_text(given + block.code + (END_OF_GROUP if before else ""))
+    ranks = int(launch.rpartition(" ")[2]) if has_ranks else None
     return run_python([str(script)], environment_of(folder), ranks, folder=folder)
 
 

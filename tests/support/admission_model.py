@@ -1,4 +1,4 @@
-"""Python models of admission, by the formulas of docs/concepts/lifecycle.md.
+"""Python models of admission, by the rules of csrc/hash_table/admission.h.
 
 They share no code with it.
 """

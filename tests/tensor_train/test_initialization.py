@@ -105,5 +105,5 @@ def test_refusals(arguments, match):
 
 
 def test_a_mean_takes_a_rank():
-    with pytest.raises(ValueError, match=r"ranks are \[1, 4\]: give ranks of at least 2"):
+    with pytest.raises(ValueError, match=r"ranks are \[1, 4\], but a mean other than 0"):
         initial_cores(make_shape(500, 8, ranks=[1, 4]), mean=1.0)

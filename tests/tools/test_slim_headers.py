@@ -43,13 +43,18 @@ def test_pybind11_is_included_where_python_objects_are_made():
         if any("pybind" in name for name in included(path))
     }
     assert heavy == {
+        "bindings/hash_table/config_module.cpp",
+        "bindings/hash_table/group_module.cpp",
+        "bindings/hash_table/hash_table_module.h",
+        "bindings/hash_table/optimizer_module.cpp",
+        "bindings/hash_table/sizes_module.cpp",
         "bindings/module.cpp",
         "bindings/replay_module.cpp",
         "bindings/replay_module.h",
-        "bindings/serving/module.cpp",
-        "bindings/serving/module.h",
-        "bindings/tensor_train/module.cpp",
-        "bindings/tensor_train/module.h",
+        "bindings/serving/serving_module.cpp",
+        "bindings/serving/serving_module.h",
+        "bindings/tensor_train/tensor_train_module.cpp",
+        "bindings/tensor_train/tensor_train_module.h",
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.checkpoint.record import LINK, RECORD, TABLES, TENSORS
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 
 #: Names in the folder of a checkpoint.
 _PARTS = frozenset({RECORD, TABLES, TENSORS, LINK})
@@ -29,7 +29,9 @@ class AtomicFolder:
 
     def __init__(self, path: Path) -> None:
         if path.name in ("", ".."):
-            raise ValueError(f"'{path}' is no folder with a name of its own: name a new one.")
+            raise ValueError(
+                f"'{path}' does not name a folder of its own: name one, such as checkpoints/last."
+            )
         # If the path is a link, replaces its target, on the target's disk. Exchanging names with
         # the link itself would leave the old checkpoint there and stop the next save.
         if path.is_symlink():

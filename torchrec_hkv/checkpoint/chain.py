@@ -18,7 +18,7 @@ from typing import Literal
 
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.record import LINK, RECORD, Record
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import Choice, Fields, Integer, OrNull, Place, Text
 

@@ -16,7 +16,7 @@ from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.record import TENSORS, Record, TableRecord, TableShardRecord
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.progress import Progress, advance, reported
 
 #: Default memory limit of a merge, in bytes.

@@ -164,18 +164,19 @@ class _Load:
         ):
             if saved != own:
                 raise ValueError(
-                    f"In {self._path}, table {source.name!r} has {what} {saved} and here {own}."
+                    f"In {self._path}, table {source.name!r} has {what} {saved}, but "
+                    f"in the model {own}."
                 )
         if source.is_exact and source.entries > shard.num_embeddings:
             raise ValueError(
-                f"In {self._path}, table {source.name!r} has {source.entries} rows, but here "
-                f"num_embeddings is {shard.num_embeddings}: give it a larger one."
+                f"In {self._path}, table {source.name!r} has {source.entries} rows, but in the "
+                f"model num_embeddings is {shard.num_embeddings}: give it a larger one."
             )
         optimizer = table.planned.optimizer
         if source.optimizer is not None and layout_of(source.optimizer) != layout_of(optimizer):
             raise ValueError(
                 f"In {self._path}, table {source.name!r} has the states of "
-                f"{source.optimizer.kind}, and here it is trained by "
+                f"{source.optimizer.kind}, but the model trains it by "
                 f"{None if optimizer is None else optimizer.kind}: convert it by torchrec-hkv "
                 "convert --without states."
             )

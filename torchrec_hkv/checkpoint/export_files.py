@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.opened import OpenedTable
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields
 from torchrec_hkv.progress import advance, reported
 
@@ -69,7 +69,7 @@ def export_files(
     kind = path.suffix or ".npy"
     if kind not in FORMATS or (kind == ".npy" and path.suffix):
         raise ValueError(
-            f"{str(path)!r} is of no known format: name a file that ends with .parquet or "
+            f"{str(path)!r} has an unknown ending: name a file that ends with .parquet or "
             ".safetensors, or a folder, without an ending, for .npy files."
         )
     names = ["rows"]
@@ -95,7 +95,7 @@ def export_files(
                 advance(len(batch["ids"]) * table.entry_bytes())
         if written != table.entries:
             raise ValueError(
-                f"The files of table {table.name!r} contradict themselves: they hold {written} "
+                f"The files of table {table.name!r} are inconsistent: they hold {written} "
                 f"entries instead of {table.entries}."
             )
     files = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]

@@ -174,11 +174,11 @@ def _read(path: Path, files: _Files) -> Metadata:
         RecursionError,
         TypeError,
     ) as error:
-        raise ValueError(f"{path} is damaged: it is no pickle of metadata ({error}).") from None
+        raise ValueError(f"{path} is damaged: it is not a pickle of metadata ({error}).") from None
     except ValueError as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} is damaged: it is no pickle of metadata ({error}).") from None
+        raise ValueError(f"{path} is damaged: it is not a pickle of metadata ({error}).") from None
     return _metadata(content, Place(str(path)), files)
 
 

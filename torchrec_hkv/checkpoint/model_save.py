@@ -26,7 +26,8 @@ from torchrec_hkv.checkpoint.shard_save import Trackers, save_tables, saved_fold
 from torchrec_hkv.checkpoint.table_records import records_of
 from torchrec_hkv.checkpoint.tensors import check_savable, file_record, local_bytes, save_tensors
 from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, this_rank, world_size
-from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
+from torchrec_hkv.file_sync import sync_folder
+from torchrec_hkv.hash_table.files.manifest import new_save_id
 from torchrec_hkv.progress import advance, reported
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.state.names import named_tables

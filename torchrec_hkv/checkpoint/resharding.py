@@ -138,8 +138,8 @@ def _check_kernels(table: str, old: ParameterSharding, new: ParameterSharding) -
     if ShardingType.DATA_PARALLEL.value in types and len(types) > 1:
         raise ValueError(
             f"Table {table!r} is sharded {old.sharding_type!r} and the plan says "
-            f"{new.sharding_type!r}: a stock table can't become data-parallel or cease to be, as "
-            "its weight is a parameter of your optimizer then."
+            f"{new.sharding_type!r}: a stock table can't change from or to data-parallel, "
+            "because your optimizer then holds its weight."
         )
 
 

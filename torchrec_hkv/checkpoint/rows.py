@@ -179,7 +179,7 @@ def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
     name = find_name(table, [*ours, *stock, *replicated])
     if name in replicated:
         raise ValueError(
-            f"Table {name!r} is a stock table of a DMPCollection, whose rows can't be had by id: "
+            f"Table {name!r} is a stock table of a DMPCollection, whose rows can't be read by id: "
             "save it with torchrec_hkv.checkpoint.save and load it into a "
             "DistributedModelParallel, or read them from the state_dict."
         )

@@ -12,7 +12,7 @@ from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder
 from torchrec_hkv.checkpoint.record import Record, shard_folder
 from torchrec_hkv.collective import this_rank
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.progress import expect
 from torchrec_hkv.sharding.modules.collection import FoundTable
 

@@ -66,21 +66,22 @@ def check_tables(
             continue
         if saved.backend != here.backend:
             raise ValueError(
-                f"In the checkpoint {folder}, table {key!r} is of backend {saved.backend!r} and "
-                f"here of {here.backend!r}: convert it with torchrec_hkv.checkpoint.export_rows "
-                "and import_rows."
+                f"In the checkpoint {folder}, table {key!r} is of backend {saved.backend!r}, "
+                f"but in the model of {here.backend!r}: convert it with "
+                "torchrec_hkv.checkpoint.export_rows and import_rows."
             )
         backend = registry.get(here.backend)
         for what, own in here.identity.items():
             if not backend.loads(what, saved.identity.get(what), own):
                 raise ValueError(
                     f"In the checkpoint {folder}, table {key!r} has {what} "
-                    f"{saved.identity.get(what)!r} and here {own!r}."
+                    f"{saved.identity.get(what)!r}, but in the model {own!r}."
                 )
         if (saved.shards is None) == table.has_files:
             kinds = ["by row number, as in a dense table", "by id"]
             there, here_ = kinds if saved.shards is None else reversed(kinds)
             raise ValueError(
-                f"In the checkpoint {folder}, table {key!r} has its rows {there}, and here "
-                f"{here_}: convert it with torchrec_hkv.checkpoint.export_rows and import_rows."
+                f"In the checkpoint {folder}, table {key!r} has its rows {there}, but in "
+                f"the model {here_}: convert it with torchrec_hkv.checkpoint.export_rows and "
+                "import_rows."
             )

@@ -242,7 +242,7 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
     if missing:
         raise ValueError(
             f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
-            f"{missing[0]!r}: load it into what it was saved from."
+            f"{missing[0]!r}: load it into the model that it was saved from."
         )
     # World sizes first: with another one, most shapes differ too.
     for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
@@ -251,16 +251,16 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
         if is_tensor != isinstance(value, torch.Tensor):
             saved_as = "a tensor" if is_tensor else "no tensor"
             raise ValueError(
-                f"In the checkpoint {folder}, {key!r} is {saved_as} and here a "
-                f"{type(value).__name__}: load it into what it was saved from."
+                f"In the checkpoint {folder}, {key!r} is {saved_as}, but in the model a "
+                f"{type(value).__name__}: load it into the model that it was saved from."
             )
         if not is_tensor:
             continue
         if entry.size == value.size():
             if entry.properties.dtype != value.dtype:
                 raise ValueError(
-                    f"In the checkpoint {folder}, {key!r} has dtype {entry.properties.dtype} and "
-                    f"here {value.dtype}: load it into what it was saved from."
+                    f"In the checkpoint {folder}, {key!r} has dtype {entry.properties.dtype}, but "
+                    f"in the model {value.dtype}: load it into the model that it was saved from."
                 )
             continue
         table = _SHARDS_PATTERN.search(key)
@@ -271,8 +271,8 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
                 "sharding type it was saved with."
             )
         raise ValueError(
-            f"In the checkpoint {folder}, {key!r} has shape {tuple(entry.size)} and here "
-            f"{tuple(value.size())}: load it into what it was saved from."
+            f"In the checkpoint {folder}, {key!r} has shape {tuple(entry.size)}, but in the model "
+            f"{tuple(value.size())}: load it into the model that it was saved from."
         )
 
 

@@ -34,16 +34,20 @@ HELP = "measures this device for the planner"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="(default: cuda where there is a GPU)"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device to measure (default: cuda if there is a GPU)",
     )
-    parser.add_argument("--threads", metavar="N", help="of a CPU (default: torch's)")
+    parser.add_argument("--threads", metavar="N", help="threads of a CPU (default: torch's)")
     parser.add_argument(
         "--kernel",
         action="append",
         metavar="NAME",
         help="a backend, or fused; may be repeated (default: all)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: where planners look)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: where planners look)"
+    )
 
 
 def check_writable(path: Path) -> None:

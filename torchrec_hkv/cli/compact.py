@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--into",
         metavar="FOLDER",
-        help="a checkpoint there (an earlier one is replaced); by default the chain gets a base",
+        help="folder of the new checkpoint, which may exist (default: the chain gets a new base)",
     )
     add_memory(parser)
 

@@ -1,4 +1,4 @@
-"""Tables of other programs as a checkpoint of this package, and back.
+"""Converts tables of other programs to a checkpoint of this package, and back.
 
 torchrec-hkv convert stock_dcp checkpoints/first --table user
 torchrec-hkv convert dump checkpoints/first                        (dynamicemb)
@@ -6,10 +6,10 @@ torchrec-hkv convert user.parquet checkpoints/first --table ebc.embedding_bags.u
 torchrec-hkv convert checkpoints/last stock_dcp --num-embeddings user=100000
 torchrec-hkv convert checkpoints/last user.safetensors --table user
 
-Read are folders of torch.distributed.checkpoint (stock tables, hash tables, and stock tables with
-the ids of TorchRec's managed collision modules), dumps of dynamicemb, files of ids and rows, and
-checkpoints of this package. A checkpoint of this package becomes a folder of
-torch.distributed.checkpoint or a file of ids and rows; all else becomes a checkpoint.
+SOURCE is a folder of torch.distributed.checkpoint (stock tables, hash tables, or stock tables with
+the ids of TorchRec's managed collision modules), a dump of dynamicemb, a file of ids and rows, or a
+checkpoint of this package. A checkpoint of this package becomes a folder of
+torch.distributed.checkpoint or a file of ids and rows. Any other source becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import add_memory, memory
 from torchrec_hkv.cli.sizes import parse_count, parse_id
 
-HELP = "stock tables, dumps of dynamicemb and files of rows as a checkpoint, and back"
+HELP = "converts stock tables, dumps of dynamicemb and files of rows to a checkpoint, and back"
 _BACKEND = "hkv"
 _EVICTIONS = ("lru", "lfu", "customized")
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl")
@@ -30,36 +30,36 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lam
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments: source, destination and options."""
-    parser.add_argument("source", help="a folder or a file to read")
+    parser.add_argument("source", help="folder or file to read")
     parser.add_argument(
         "into",
-        help="a folder to write, or NAME.parquet or NAME.safetensors for a checkpoint's table",
+        help="folder to write; NAME.parquet or NAME.safetensors for one table of a checkpoint",
     )
     parser.add_argument(
         "--table",
         action="append",
         default=[],
         metavar="NAME",
-        help="a table to convert, by its full name or its own (default: all; others stay tensors); "
-        "for a file of ids and rows, the full name of its table",
+        help="full name or own name of a table to convert (default: all); other tables stay "
+        "tensors. For a file of ids and rows, the full name of its table",
     )
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="replaces the prefix OLD of full names by NEW",
+        help="replace the prefix OLD of full names by NEW",
     )
     parser.add_argument(
         "--optimizer",
         choices=_OPTIMIZERS,
-        help="the optimizer of the states (default: derived from their shapes)",
+        help="optimizer of the states (default: derived from their shapes)",
     )
     parser.add_argument(
         "--eviction",
         choices=_EVICTIONS,
-        help="policy of the made hash tables, which says what scores are: steps, counts or others "
-        "(default: what the source tells)",
+        help="policy of the new hash tables. It says what the scores are: lru: steps, lfu: counts "
+        "(default: as in the source)",
     )
     parser.add_argument(
         "--seed",
@@ -73,30 +73,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=("states", "scores"),
-        help="leaves out optimizer states, or scores and last steps",
+        help="leave out optimizer states, or scores and last steps",
     )
     parser.add_argument(
         "--num-embeddings",
         action="append",
         default=[],
         metavar="[TABLE=]ROWS",
-        help="rows of made stock tables (default: the largest id and one)",
+        help="rows of the new stock tables (default: the largest id plus one)",
     )
     parser.add_argument(
         "--model-key",
         metavar="KEY",
-        help="what entries of the model begin with in a folder of torch.distributed.checkpoint; "
-        "'' for nothing (default: model where all tables begin so)",
+        help="prefix of the model's entries in a folder of torch.distributed.checkpoint; '' for "
+        "none (default: model, if all tables have it)",
     )
     parser.add_argument(
         "--optimizer-key",
         metavar="KEY",
-        help="what entries of the optimizer begin with (default: optimizer)",
+        help="prefix of the optimizer's entries (default: optimizer)",
     )
     parser.add_argument(
         "--sequences",
         action="store_true",
-        help="dynamicemb's dump is of an EmbeddingCollection, not of an EmbeddingBagCollection",
+        help="the dump of dynamicemb is of an EmbeddingCollection, not an EmbeddingBagCollection",
     )
     add_memory(parser)
 

@@ -20,7 +20,7 @@ HELP = "how two checkpoints differ, id by id"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("first", help=FOLDER)
-    parser.add_argument("second", help="another")
+    parser.add_argument("second", help="folder to compare it with")
     add_table(parser)
     add_memory(parser)
 

@@ -18,14 +18,16 @@ HELP = "ids and rows of a saved table as Parquet, .safetensors or .npy"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
-    parser.add_argument("--table", help="full name or own name; by default the only one")
+    parser.add_argument(
+        "--table", help="full name or own name of the table (default: the only one)"
+    )
     parser.add_argument(
         "--into",
         required=True,
-        help="NAME.parquet, NAME.safetensors, or a folder for id.npy and row.npy",
+        help="file to write, NAME.parquet or NAME.safetensors, or a folder for id.npy and row.npy",
     )
     parser.add_argument(
-        "--states", action="store_true", help="optimizer states, scores and last steps, too"
+        "--states", action="store_true", help="also export optimizer states, scores and last steps"
     )
     add_memory(parser)
 

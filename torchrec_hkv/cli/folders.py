@@ -15,14 +15,14 @@ FOLDER = "a checkpoint, a DeltaWriter's folder or one of the folders in it, or a
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
-    """The table that a verb looks at."""
-    parser.add_argument("--table", help="this table alone: its full name, or its own")
+    """Adds the argument ``--table``."""
+    parser.add_argument("--table", help="full name or own name of one table (default: all)")
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """Adds the argument ``--memory``."""
     parser.add_argument(
-        "--memory", default="512MiB", help="memory it may take for entries (default: 512MiB)"
+        "--memory", default="512MiB", help="memory limit for entries (default: 512MiB)"
     )
 
 

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("folder", help=FOLDER)
     add_table(parser)
-    parser.add_argument("--id", help="where an id is, and its row; exits with 1 if it is nowhere")
+    parser.add_argument(
+        "--id", help="show where an id is, and its row; exit with 1 if no table has it"
+    )
     add_memory(parser)
 
 

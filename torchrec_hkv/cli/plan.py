@@ -55,16 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="NAME:ROWS:DIM",
-        help="a table; may be repeated. Rows as 1000000, 1e9, 10M or 1B; none, as in user::64, for "
-        "a table of --replay",
+        help="a table; may be repeated. ROWS is a number such as 1000000, 1e9, 10M or 1B, or empty "
+        "(user::64) for a table of --replay",
     )
     parser.add_argument(
         "--replay",
         metavar="FILE",
-        help="what torchrec-hkv replay --out wrote: policies, ids and hit rates of tables",
+        help="file that torchrec-hkv replay --out wrote: policies, ids and hit rates of tables",
     )
     parser.add_argument(
-        "--optimizer", choices=list(_OPTIMIZERS), default="adam", help="(default: %(default)s)"
+        "--optimizer",
+        choices=list(_OPTIMIZERS),
+        default="adam",
+        help="optimizer of all tables (default: %(default)s)",
     )
     parser.add_argument(
         "--backend",
@@ -77,28 +80,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=_SHARDING_TYPES,
         metavar="TYPE",
-        help="how tables are sharded; may be repeated, and the planner chooses. One of "
-        f"{', '.join(_SHARDING_TYPES)} (default: row_wise where the backend allows it, else all "
-        "that it allows)",
-    )
-    parser.add_argument("--gpus", default="1", metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--gpus-per-host", default="8", metavar="N", help="of one machine (default: %(default)s)"
+        help="allowed sharding type; may be repeated. One of "
+        f"{', '.join(_SHARDING_TYPES)} (default: row_wise if the backend allows it, else all that "
+        "it allows)",
     )
     parser.add_argument(
-        "--hbm", default="139GiB", metavar="SIZE", help="of a GPU (default: %(default)s, an H200)"
+        "--gpus", default="1", metavar="N", help="number of GPUs (default: %(default)s)"
     )
     parser.add_argument(
-        "--host", default="1TiB", metavar="SIZE", help="of a machine (default: %(default)s)"
+        "--gpus-per-host", default="8", metavar="N", help="GPUs of a machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hbm",
+        default="139GiB",
+        metavar="SIZE",
+        help="memory of a GPU (default: %(default)s, an H200)",
+    )
+    parser.add_argument(
+        "--host",
+        default="1TiB",
+        metavar="SIZE",
+        help="host memory of a machine (default: %(default)s)",
     )
     parser.add_argument(
         "--hbm-per-table",
         metavar="SIZE",
-        help="that an hkv table may take of each GPU; rows beyond lie in host memory"
-        " (default: all in HBM)",
+        help="HBM that an hkv table may take on each GPU; further rows are in host memory "
+        "(default: all in HBM)",
     )
     parser.add_argument(
-        "--batch-size", default="1024", metavar="N", help="of a GPU (default: %(default)s)"
+        "--batch-size",
+        default="1024",
+        metavar="N",
+        help="samples of a GPU in a step (default: %(default)s)",
     )
 
 

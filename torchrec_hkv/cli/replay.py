@@ -44,20 +44,20 @@ from torchrec_hkv.replay import (
     replay,
 )
 
-HELP = "hit rates over rows and policies, from a log of ids"
+HELP = "finds hit rates by rows and policy from a log of ids"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     add = parser.add_argument
     add("log", nargs="+", metavar="LOG", help="files in order of time, or -")
-    add("--format", choices=FORMATS, help="(default: by the file's name)")
-    add("--separator", metavar="TEXT", help="between fields (default: what the first line has)")
+    add("--format", choices=FORMATS, help="format of the log (default: by the file's name)")
+    add("--separator", metavar="TEXT", help="separator of fields (default: from the first line)")
     add(
         "--header",
         action=argparse.BooleanOptionalAction,
-        help="of text: whether the first line has the columns' names (default: where no field of "
-        "it is a number)",
+        help="whether the first line of text has the columns' names (default: if no field of it is "
+        "a number)",
     )
     add(
         "--table",
@@ -65,13 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=COLUMN,...]",
         help="a table, and the columns that look it up; may be repeated (default: each column)",
     )
-    add("--sort-by", metavar="COLUMN", help="of a log that is not in order of time; small ones")
+    add(
+        "--sort-by",
+        metavar="COLUMN",
+        help="column with times, for a log that is not in order of time and fits in memory",
+    )
     add("--missing", metavar="ID", type=int, help="the value that marks a missing id")
     add(
         "--rows",
         required=True,
         metavar="N,...",
-        help="to try: 100k,1M, or shares of the different ids: 10%%,25%% (reads the log twice)",
+        help="rows to try: 100k,1M, or shares of the distinct ids: 10%%,25%% (reads the log twice)",
     )
     add(
         "--eviction",
@@ -82,27 +86,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--admission",
         default="none",
         metavar="RULE,...",
-        help="to try: none, frequency:COUNT[:ENTRIES or :SKETCH], probability:P (default: none)",
+        help="admission rules to try: none, frequency:COUNT[:ENTRIES or :SKETCH], probability:P "
+        "(default: none)",
     )
-    add("--expire-after", metavar="STEPS", help="forgets ids that were not looked up for so long")
-    add("--epoch", metavar="SAMPLES", help="of an epoch, for epoch_lru and epoch_lfu")
+    add("--expire-after", metavar="STEPS", help="remove ids after this many steps without a lookup")
+    add("--epoch", metavar="SAMPLES", help="samples in an epoch, for epoch_lru and epoch_lfu")
     add(
         "--batch-size",
         default="8192",
         metavar="N",
-        help="samples of a step, over all ranks (default: %(default)s)",
+        help="samples in a step, over all ranks (default: %(default)s)",
     )
-    add("--sample", default="1", metavar="SHARE", help="of the ids: 1%% or 0.01 (default: all)")
-    add("--target", metavar="RATE", help="hit rate to reach, such as 0.9")
     add(
-        "--budget", metavar="SIZE", help="of all tables: rows of each that miss the least, by bytes"
+        "--sample",
+        default="1",
+        metavar="SHARE",
+        help="share of the ids to replay: 1%% or 0.01 (default: all)",
     )
-    add("--dim", action="append", metavar="[NAME=]N", help="of rows, for bytes (default: 64)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
-    add("--dtype", choices=list(DTYPES), default="fp32", help="of rows (default: %(default)s)")
-    add("--threads", metavar="N", help="(default: torch's)")
-    add("--plot", type=Path, metavar="FILE", help="a picture of the curves: .svg, .png or .pdf")
-    add("--out", type=Path, metavar="FILE", help="writes the JSON, for the planner")
+    add("--target", metavar="RATE", help="hit rate to reach, such as 0.9")
+    add("--budget", metavar="SIZE", help="bytes to divide among the tables so that the fewest miss")
+    add(
+        "--dim",
+        action="append",
+        metavar="[NAME=]N",
+        help="columns of a row, for bytes (default: 64)",
+    )
+    add(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="rowwise_adagrad",
+        help="optimizer, for bytes (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        default="fp32",
+        help="data type of rows, for bytes (default: %(default)s)",
+    )
+    add("--threads", metavar="N", help="number of threads (default: torch's)")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves: .svg, .png or .pdf")
+    add("--out", type=Path, metavar="FILE", help="write the results as JSON, for the planner")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

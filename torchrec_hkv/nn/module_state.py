@@ -11,7 +11,8 @@ from torch import Tensor
 from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, name_of
 from torchrec_hkv.nn.arguments import check_tensor
 from torchrec_hkv.nn.contents import Contents
-from torchrec_hkv.nn.tables import Plan, Progress, Tables
+from torchrec_hkv.nn.table_plan import Plan
+from torchrec_hkv.nn.tables import Progress, Tables
 
 # Fields of a table's contents that a module's state_dict holds; states are the optimizer's.
 _SAVED = ("ids", "rows", "last_steps", "scores")

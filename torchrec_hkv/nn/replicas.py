@@ -10,7 +10,7 @@ def refuse_replicas(what: str, instead: str) -> None:
     """Refuses a training forward inside of a ``DistributedDataParallel`` of several processes.
 
     Args:
-        what: whose gradients it does not add up, in the plural, at the beginning of a sentence.
+        what: whose gradients it does not add up, in the plural.
         instead: what to do, after a colon.
 
     Raises:
@@ -20,6 +20,6 @@ def refuse_replicas(what: str, instead: str) -> None:
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and torch.distributed.get_world_size(active.process_group) > 1:
         raise RuntimeError(
-            f"{what} are not kept equal by DistributedDataParallel, which knows nothing of their "
+            f"DistributedDataParallel does not keep {what} equal, because it does not see their "
             f"gradients: {instead}."
         )

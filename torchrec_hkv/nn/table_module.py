@@ -32,7 +32,8 @@ from torchrec_hkv.nn.contents import positions
 from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
-from torchrec_hkv.nn.tables import Plan, Progress, Tables
+from torchrec_hkv.nn.table_plan import Plan
+from torchrec_hkv.nn.tables import Progress, Tables
 
 # Default of init_capacity, in rows.
 _INITIAL_CAPACITY = 1 << 16
@@ -145,7 +146,7 @@ class TableModule(nn.Module):
         flat = [flat_ids(part, self._tables.group.device) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
-            refuse_replicas("Hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
+            refuse_replicas("hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
         given = flat_scores(self._tables.plan.eviction, ids, scores, training)
         rows = self._tables.lookup(flat, self.padding_idx, training, given)
         if len(ids) == 1:  # without unbind, whose backward copies

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import EvictionPolicy, Initializer, Optimizer, TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.capacity import HbmLimits, TableShape, free_memory
 from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
 from torchrec_hkv.nn.lookup import Lookup, PinScope, SlotLookup
 from torchrec_hkv.nn.marker import Marker, graph_task
+from torchrec_hkv.nn.table_plan import Plan, make_group
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
@@ -24,39 +24,6 @@ _ops = torch.ops.torchrec_hkv
 _KEPT_OFFSETS = 4
 # Of a round whose slots are to be found again when they are needed.
 _LOOK_AGAIN = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The properties of a module's tables.
-
-    Attributes:
-        names: names of the tables; mixed into the seed of initial rows.
-        dim: number of columns of their rows.
-        max_capacity: maximal number of rows of each.
-        initial_capacity: number of rows that each has memory for at first.
-        eviction: the eviction policy.
-        limits: limits of each table in HBM.
-        gradient_bytes: maximal memory of stored gradients.
-        seed: seed of initial rows.
-        initializer: initializer of initial rows.
-        optimizer: the optimizer that trains them.
-        device: device of the tables.
-        remember_evicted: number of evicted ids that each remembers.
-    """
-
-    names: tuple[str, ...]
-    dim: int
-    max_capacity: int
-    initial_capacity: int
-    eviction: EvictionPolicy
-    limits: HbmLimits
-    gradient_bytes: int
-    seed: int
-    initializer: Initializer
-    optimizer: Optimizer
-    device: torch.device
-    remember_evicted: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +72,7 @@ class Tables:
         self.is_trained = False
         self._interval: weakref.ref[PinScope] | None = None
         self._offsets: dict[tuple[int, ...], Tensor] = {}
-        self._set(plan, *_make(plan))
+        self._set(plan, *make_group(plan))
 
     def _set(self, plan: Plan, group: TableGroup, capacity: int) -> None:
         self.plan = plan
@@ -349,7 +316,7 @@ class Tables:
             )
         except BaseException:
             if was_empty:
-                made = _make(before)
+                made = make_group(before)
                 progress_before.give(made[0])
                 made[0].optimizer_steps.copy_(steps_before)
                 self._set(before, *made)
@@ -359,7 +326,7 @@ class Tables:
     def _made_anew(
         self, plan: Plan, held: Sequence[Contents], progress: Progress, steps: Tensor
     ) -> tuple[TableGroup, int]:
-        group, capacity = _make(plan)
+        group, capacity = make_group(plan)
         progress.give(group)
         keeps_states = plan.optimizer == self.plan.optimizer
         for table, of_table in enumerate(held):
@@ -380,47 +347,3 @@ class Tables:
                 "Gradients are held for these tables: call step() or zero_grad() before the tables "
                 "are moved, loaded or given to an optimizer."
             )
-
-
-def _make(plan: Plan) -> tuple[TableGroup, int]:
-    """A group, and the capacity of its tables."""
-    width = plan.optimizer.state_width(plan.dim)
-    shape = TableShape(
-        len(plan.names),
-        plan.dim,
-        width,
-        plan.eviction,
-        plan.limits,
-        plan.device,
-        plan.initial_capacity,
-        plan.remember_evicted,
-    )
-    capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
-    what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
-    if capacity < plan.initial_capacity:
-        raise ValueError(
-            f"init_capacity is {plan.initial_capacity:,}, but the memory that is there, or allowed,"
-            f" holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}."
-        )
-    if capacity < plan.max_capacity:
-        warn(
-            f"max_capacity is {plan.max_capacity:,}, but the memory that is there, or allowed, "
-            f"holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}: from "
-            "there on it evicts."
-        )
-    specs = [
-        TableSpec(
-            name=name,
-            capacity=capacity,
-            dim=plan.dim,
-            eviction=plan.eviction,
-            hbm_bytes=shape.hbm_bytes(capacity),
-            seed=plan.seed,
-            initializer=plan.initializer,
-            initial_capacity=plan.initial_capacity,
-            remember_evicted=plan.remember_evicted,
-        )
-        for name in plan.names
-    ]
-    group = TableGroup(specs, list(range(len(specs))), plan.optimizer, device=plan.device)
-    return group, capacity

@@ -26,46 +26,47 @@ from torchrec_hkv.tensor_train.hot_rows import HotRows
 class TTEmbeddingBag(nn.Module):
     """A Tensor-Train-compressed embedding table with pooling.
 
-    The names of the parameters are FBTT-Embedding's. It takes the inputs of ``nn.EmbeddingBag``:
+    The arguments have FBTT-Embedding's names. The module takes the inputs of ``nn.EmbeddingBag``:
     1-D ids with offsets, or 2-D ids, and ``per_sample_weights``.
 
     Args:
         num_embeddings: number of rows.
         embedding_dim: number of columns.
-        tt_ranks: one for each pair of neighbouring cores, or one number for all; None with
+        tt_ranks: ranks, one for each pair of neighbouring cores, or one number for all. None with
             ``compression_ratio`` or ``max_bytes``.
-        tt_p_shapes: row factors, of a product not below ``num_embeddings``; None: balanced ones.
-        tt_q_shapes: column factors, of the product ``embedding_dim``; None: balanced ones.
-        sparse: True: the update is fused into the backward, and no gradients of the cores are
-            returned; the loss must not be scaled then, as by a ``GradScaler``, and ``eval()``
-            freezes the cores, not ``requires_grad_(False)``. False: cores and cached rows get
-            gradients for any torch optimizer.
+        tt_p_shapes: row factors; their product is at least ``num_embeddings``. None: balanced
+            factors.
+        tt_q_shapes: column factors; their product is ``embedding_dim``. None: balanced factors.
+        sparse: True: the backward updates the cores and returns no gradients of them. The loss must
+            then not be scaled, as a ``GradScaler`` does, and ``eval()`` freezes the cores, but
+            ``requires_grad_(False)`` does not. False: cores and cached rows get gradients for any
+            torch optimizer.
         optimizer: optimizer of the fused update.
         learning_rate: learning rate of the fused update.
         eps: added to the denominator of the fused Adagrads and Adam.
-        use_cache: keeps the rows of the most frequent ids decompressed (see
+        use_cache: whether to keep the rows of the most frequent ids decompressed (see
             :meth:`cache_populate`).
-        cache_size: number of rows of the cache.
-        hashtbl_size: ids whose frequencies are known at a time; None: four times the cache.
+        cache_size: number of rows in the cache.
+        hashtbl_size: number of ids whose frequencies are counted. None: four times ``cache_size``.
         weight_dist: ``"uniform"``, ``"normal"``, ``"approx-uniform"`` or ``"approx-normal"``, see
             :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have mean 0 and
             the variance of the uniform distribution up to ``num_embeddings ** -0.5``.
         mode: ``"sum"`` or ``"mean"``.
         include_last_offset: whether offsets end with the number of ids, as in ``nn.EmbeddingBag``.
-        cache_populate_every: training forwards from one :meth:`cache_populate` to the next, which
-            the forward makes itself; None: only when called.
-        num_cores: 2, 3 or 4, unless factors or ranks determine it; 3 by default.
+        cache_populate_every: number of training forwards after which a forward calls
+            :meth:`cache_populate` itself. None: it never does.
+        num_cores: 2, 3 or 4. None: the number that factors or ranks imply, else 3.
         compression_ratio: determines the ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
         max_bytes: determines the ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
         device: device of the cores.
         dtype: dtype of the cores, float32 or bfloat16.
         precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
-        strict: ids outside of the table are refused on a GPU too, see there.
+        strict: whether ids outside the table also raise on a GPU, see there.
 
     Raises:
         TypeError: a size is not an integer.
-        ValueError: an argument is impossible; the sentence names it.
+        ValueError: an argument has an invalid value; the message names it.
     """
 
     def __init__(
@@ -156,17 +157,17 @@ class TTEmbeddingBag(nn.Module):
 
     @property
     def shape(self) -> TTShape:
-        """Factors and ranks; ``shape.padding`` says how many rows the factors add."""
+        """Factors and ranks. ``shape.padding`` is the number of rows that the factors add."""
         return self.tables.group.shapes[0]
 
     @property
     def num_embeddings(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.shape.num_embeddings
 
     @property
     def embedding_dim(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return self.shape.embedding_dim
 
     @property
@@ -175,7 +176,7 @@ class TTEmbeddingBag(nn.Module):
         return self.tables.tt_cores
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the learning rate of the fused update, from the next backward on."""
+        """Sets the learning rate of later fused updates."""
         self.tables.set_learning_rate(learning_rate)
 
     def forward(
@@ -197,9 +198,9 @@ class TTEmbeddingBag(nn.Module):
             weighted sum is divided by the number of ids of the bag.
 
         Raises:
-            TypeError: ids or offsets that are no integers.
-            ValueError: a shape is not as above; on a CPU also an id outside of the table, and
-                offsets that do not begin with 0, decrease or pass the end.
+            TypeError: ids or offsets are not integers.
+            ValueError: a shape is not as above. On a CPU also if an id is outside the table, or
+                offsets do not begin with 0, decrease, or exceed the number of ids.
         """
         ids, offsets = self._bags(input, offsets)
         weights = None
@@ -247,7 +248,7 @@ class TTEmbeddingBag(nn.Module):
     ) -> Tensor:
         if self.training and torch.is_grad_enabled():
             refuse_replicas(
-                "Caches, which each process fills with ids of its own,",
+                "caches, which each process fills with ids of its own,",
                 "make the module with use_cache=False",
             )
             if self.cache_populate_every and self._forwards == self.cache_populate_every:
@@ -294,7 +295,7 @@ class TTEmbeddingBag(nn.Module):
         return self._cache().hit_rate
 
     def reset_cache_hit_rate(self) -> None:
-        """Resets the counts of hits.
+        """Resets :attr:`cache_hit_rate`.
 
         Raises:
             ValueError: the module has no cache.

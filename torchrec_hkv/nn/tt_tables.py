@@ -45,7 +45,7 @@ class OptimType(enum.Enum):
     ADAM = "adam"
 
     def optimizer(self, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:
-        """The optimizer of this type; ``eps`` is of all but SGD, ``betas`` of Adam."""
+        """The optimizer of this type. SGD ignores ``eps``; only Adam uses ``betas``."""
         match self:
             case OptimType.SGD:
                 return SGD()
@@ -169,7 +169,7 @@ class TTTables(nn.Module):
         cores = list(self.tt_cores)
         if not (self.is_fused and self.training and torch.is_grad_enabled()):
             return self.group.lookup(cores, ids, offsets, batch_size, **pooling)
-        refuse_replicas("Cores that a fused optimizer trains", "make the module with sparse=False")
+        refuse_replicas("cores that a fused optimizer trains", "make the module with sparse=False")
         anchor = torch.empty(0, device=ids.device, requires_grad=True)
         return self.group.lookup_fused(
             anchor,
@@ -205,10 +205,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
 
     Args:
         shapes: shapes of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
-        feature_tables: for each feature, in the order of the output's columns, its table; by
-            default one feature a table.
-        sparse: True: the optimizer is fused into the backward, and ``eval()`` freezes the cores,
-            not ``requires_grad_(False)``. False: cores get gradients.
+        feature_tables: index of the table of each feature, in the order of the output's columns.
+            None: one feature for each table.
+        sparse: True: the backward updates the cores; ``eval()`` freezes them, but
+            ``requires_grad_(False)`` does not. False: cores get gradients.
         optimizer: optimizer of the fused update.
         learning_rate: learning rate of the fused update.
         eps: eps of the fused update.
@@ -218,10 +218,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         dtype: dtype of the cores, float32 or bfloat16.
         precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
-        strict: ids outside of their tables are refused on a GPU too, see there.
+        strict: whether ids outside their tables also raise on a GPU, see there.
 
     Raises:
-        ValueError: an argument is impossible; the sentence names it.
+        ValueError: an argument has an invalid value; the message names it.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             float32 ``[batch_size, sum of the features' dims]``.
 
         Raises:
-            TypeError: ids or offsets that are no integers.
-            ValueError: a length is not as above; on a CPU also ids outside of their table.
+            TypeError: ids or offsets are not integers.
+            ValueError: a length is not as above. On a CPU also if an id is outside its table.
         """
         features = len(self.tables.group.feature_tables)
         if offsets.dim() != 1 or (offsets.numel() - 1) % features:
@@ -343,7 +343,7 @@ def check_optimizer_type(optimizer: object) -> None:
     """Refuses a value that is not an optimizer type.
 
     Raises:
-        ValueError: it is no :class:`OptimType`.
+        ValueError: it is not an :class:`OptimType`.
     """
     if not isinstance(optimizer, OptimType):
         names = ", ".join(f"OptimType.{name}" for name in OptimType.__members__)

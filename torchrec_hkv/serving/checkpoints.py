@@ -17,7 +17,8 @@ from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.reader import CheckedReader
 from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardRecord
 from torchrec_hkv.hash_table.files.changes import read_left, verify_left
-from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from torchrec_hkv.checkpoint.exchange import exchange
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 
 
 class ExportFolder:

@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torchrec_hkv.serving.following import Follower, NextVersion
+from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.model import Version, load
+from torchrec_hkv.serving.next_version import NextVersion
 from torchrec_hkv.serving.table_file import TableFile
 
 _ALIGNMENT = 64

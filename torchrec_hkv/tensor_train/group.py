@@ -281,7 +281,7 @@ class TTGroup:
 
         Args:
             anchor: a float tensor that requires grad, so that autograd records the call. If it is
-                empty, it is no input of the graph, which makes the backward faster.
+                empty, it is not an input of the graph, which makes the backward faster.
             cores: see :meth:`lookup`; updated by the backward.
             states: see :meth:`make_states`; updated by the backward.
             step: int64 ``[1]``, number of updates so far; incremented by the backward.

@@ -66,11 +66,14 @@ def initial_cores(
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {value!r}, but must be a number.")
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
-        raise ValueError(f"mean is {mean} and std is {std}, but both must be finite, std not < 0.")
+        raise ValueError(
+            f"mean is {mean} and std is {std}, but both must be finite and std must "
+            "not be negative."
+        )
     if mean != 0 and min(shape.ranks) < 2:
         raise ValueError(
-            f"mean is {mean}, but a mean other than 0 needs a rank of its own, and ranks are "
-            f"{list(shape.ranks)}: give ranks of at least 2."
+            f"mean is {mean} and ranks are {list(shape.ranks)}, but a mean other than 0 needs "
+            "ranks of at least 2."
         )
     reserved = int(mean != 0)
     paths = math.prod(rank - reserved for rank in shape.ranks)

@@ -113,11 +113,11 @@ class TTShape:
         """The inverse of :meth:`packed`.
 
         Raises:
-            ValueError: the numbers are no shape.
+            ValueError: the numbers are not a shape.
         """
         rows, cores, *rest = numbers
         if len(rest) != 3 * cores - 1:
-            raise ValueError(f"{list(numbers)} is no shape of {cores} cores.")
+            raise ValueError(f"{list(numbers)} is not a shape of {cores} cores.")
         p, q, ranks = rest[:cores], rest[cores : 2 * cores], rest[2 * cores :]
         return cls(rows, math.prod(q), tuple(p), tuple(q), tuple(ranks))
 

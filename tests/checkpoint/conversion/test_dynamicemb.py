@@ -114,7 +114,7 @@ def test_refusals(tmp_path):
     values = folder / "user_emb_values.rank_1.world_size_2"
     whole = values.read_bytes()
     values.write_bytes(whole[:-4])
-    refused("no rows of float32", without=["scores"])
+    refused("not a whole number of rows", without=["scores"])
     values.write_bytes(whole)
     converted(path, tmp_path / "fine", without=["scores"])
     (folder / "user_emb_keys.rank_1.world_size_2").unlink()

@@ -138,7 +138,7 @@ def test_a_key_that_is_there_twice(tmp_path):
     filled("cpu").save(tmp_path)
     file = tmp_path / "manifest.json"
     file.write_text(file.read_text().replace('"clock":', '"clock": 5, "clock":', 1))
-    with pytest.raises(ValueError, match=r"manifest.json .*the key 'clock' is there twice"):
+    with pytest.raises(ValueError, match=r"manifest.json .*the key 'clock' occurs twice"):
         HashTable.from_file(tmp_path)
 
 

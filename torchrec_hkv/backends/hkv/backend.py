@@ -96,7 +96,7 @@ class HKVBackend(Backend):
         initializer_of(shard)
 
     def check_replicas(self, shard: TableShard) -> None:
-        """All can be brought together."""
+        """Does nothing: replicas of every hash table can be brought together."""
 
     def sync_bytes(
         self,

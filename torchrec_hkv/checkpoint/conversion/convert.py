@@ -97,7 +97,7 @@ def convert(
     """
     path, target = Path(source), Path(into)
     if not path.exists():
-        raise ValueError(f"There is no {path}.")
+        raise ValueError(f"There is no file or folder {path}.")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"There is no folder {target.absolute().parent} to write to.")
     if (path / RECORD).is_file() or _is_saved(path):
@@ -179,7 +179,9 @@ def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> 
     """The tables with the given full or own names; all tables if no names are given."""
     if not names:
         if not tables:
-            raise ValueError(f"{path} has no table with rows by number or by id.")
+            raise ValueError(
+                f"{path} has no table: none of its tensors has rows by number or by id."
+            )
         return list(tables)
     chosen = []
     for name in names:

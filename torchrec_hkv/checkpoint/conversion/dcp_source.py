@@ -283,7 +283,10 @@ class _ById:
         check_row_type(name, self._tensors["weight"].dtype)
         head = folder.tensor(f"{begin}table_state").all().tolist()
         if len(head) != 4:
-            raise ValueError(f"In {folder.path}, 'table_state' of table {name!r} is {head}.")
+            raise ValueError(
+                f"In {folder.path}, 'table_state' of table {name!r} is {head}, but must have "
+                "4 numbers."
+            )
         self._head = head
         self._optimizer = self._find_optimizer(given)
         if "states" in without:

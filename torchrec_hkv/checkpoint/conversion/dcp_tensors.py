@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA, read_dcp_metadata
 from torchrec_hkv.checkpoint.reader import UNREADABLE, FileSlice, refusal
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.progress import advance
 
 _DATA_FILE = "__0_0.distcp"
@@ -154,7 +154,7 @@ class _Chunk:
                 with FakeTensorMode():
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
                 if not isinstance(tensor, Tensor) or tensor.dtype != self._dtype:
-                    raise ValueError(f"{self._what}: it is no tensor of {self._dtype}.")
+                    raise ValueError(f"{self._what}: it is not a tensor of {self._dtype}.")
                 if tuple(tensor.size()) != self.sizes:
                     raise ValueError(
                         f"{self._what}: it has shape {tuple(tensor.size())}, but the metadata "

@@ -158,7 +158,7 @@ class _DumpedTable:
         try:
             content = json.loads(file.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{file} is no JSON: {error}") from None
+            raise ValueError(f"{file} is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise ValueError(f"{file} is {type(content).__name__}, but must be an object.")
         return content
@@ -167,7 +167,8 @@ class _DumpedTable:
         having = [item in files for files in self._dump.ranks]
         if any(having) and not all(having):
             raise ValueError(
-                f"{self._dump.folder} has {item} of table {self._dump.table!r} of some ranks only."
+                f"{self._dump.folder} has {item} of table {self._dump.table!r} of only some "
+                "ranks: it must have it of all ranks, or of none."
             )
         # A table without states or scores has empty files.
         sizes = [_size(files[item]) for files in self._dump.ranks if item in files]
@@ -180,7 +181,7 @@ class _DumpedTable:
         if values % (4 * keys) or values == 0:
             raise ValueError(
                 f"{self._dump.folder} has {values} bytes of values for {keys} keys of table "
-                f"{self._dump.table!r}, which are no rows of float32."
+                f"{self._dump.table!r}, which is not a whole number of rows of float32."
             )
         return values // (4 * keys)
 

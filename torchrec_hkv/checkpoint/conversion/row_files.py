@@ -87,7 +87,7 @@ def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> 
         return torch.empty(shape, dtype=dtype)
     data = numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=at, shape=(size,))
     if at % dtype.itemsize:
-        raise ValueError(f"{path} has values at byte {at}, which is no multiple of their size.")
+        raise ValueError(f"{path} has values at byte {at}, which is not a multiple of their size.")
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
@@ -95,7 +95,7 @@ def _safetensors(path: Path) -> RowFile:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MOST_HEADER, path.stat().st_size):
-            raise ValueError(f"{path} is no .safetensors file: its header has {length} bytes.")
+            raise ValueError(f"{path} is not a .safetensors file: its header has {length} bytes.")
         try:
             header = json.loads(file.read(length))
             shapes = {
@@ -104,7 +104,9 @@ def _safetensors(path: Path) -> RowFile:
                 if name != "__metadata__"
             }
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path} is no .safetensors file: its header is damaged.") from error
+            raise ValueError(
+                f"{path} is not a .safetensors file: its header is damaged."
+            ) from error
     arrays = {}
     for name, (dtype, shape, begin) in shapes.items():
         if name in COLUMNS:
@@ -145,14 +147,14 @@ class _Parquet(RowFile):
             from pyarrow import parquet
         except ModuleNotFoundError:
             raise ValueError(
-                "pyarrow is not installed, which reads Parquet: pip install pyarrow, or convert a "
-                ".safetensors file or .npy files."
+                "Parquet needs the package pyarrow, which is not installed: pip install pyarrow, "
+                "or convert a .safetensors file or .npy files."
             ) from None
         self.path = path
         try:
             self._file = parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no Parquet file: {error}") from None
+            raise ValueError(f"{path} is not a Parquet file: {error}") from None
         self.entries = self._file.metadata.num_rows
         self.columns = {}
         names = [name for name in self._file.schema_arrow.names if name in COLUMNS]

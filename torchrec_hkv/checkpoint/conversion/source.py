@@ -158,8 +158,9 @@ def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> Op
         given = next((optimizer for optimizer in likely if needed(optimizer) == width), None)
         if given is None:
             raise ValueError(
-                f"Table {name!r} has {width} values of optimizer states for each row of {dim}, as "
-                "no optimizer has: name it by --optimizer, or leave them out by --without states."
+                f"Table {name!r} has {width} values of optimizer states for each row of {dim}, "
+                "which match no optimizer: name it by --optimizer, or leave the states out by "
+                "--without states."
             )
     if width < needed(given):
         raise ValueError(

@@ -30,7 +30,8 @@ from torchrec_hkv.checkpoint.record import (
     shard_folder,
 )
 from torchrec_hkv.checkpoint.tensors import file_record
-from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id, sync_folder
+from torchrec_hkv.file_sync import sync_folder
+from torchrec_hkv.hash_table.files.manifest import OWNERS, new_save_id
 from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.progress import advance, unreported
 

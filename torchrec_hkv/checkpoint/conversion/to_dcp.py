@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
 from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
 from torchrec_hkv.checkpoint.opened import OpenedTable, initial_rows_of
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.stored_rows import number_dtype
 from torchrec_hkv.progress import advance

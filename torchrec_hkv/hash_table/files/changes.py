@@ -19,7 +19,8 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.file_names import left_name
-from torchrec_hkv.hash_table.files.manifest import DeltaContent, Manifest, reduced_of
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.manifest_parts import DeltaContent, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.slot_snapshot import COMPARE_BYTES, SlotSnapshot
 from torchrec_hkv.write_behind import SaveHandle

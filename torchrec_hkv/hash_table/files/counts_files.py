@@ -25,7 +25,7 @@ from torchrec_hkv.hash_table.files.counts import (
     set_of,
 )
 from torchrec_hkv.hash_table.files.file_names import counts_name
-from torchrec_hkv.hash_table.files.manifest import CountsFile
+from torchrec_hkv.hash_table.files.manifest_parts import CountsFile
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.write_behind import SaveHandle
 from torchrec_hkv.write_behind_file import WriteBehindFile

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrec_hkv import _C
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.file_names import (
     COUNTS_NAME,
@@ -19,9 +17,15 @@ from torchrec_hkv.hash_table.files.file_names import (
     SHARD_NAME,
     UNFINISHED,
 )
+from torchrec_hkv.hash_table.files.manifest_checks import check_manifest
+from torchrec_hkv.hash_table.files.manifest_parts import (
+    CountsFile,
+    DeltaContent,
+    Reduced,
+    Shard,
+)
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
-from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.json_schema import (
     ByType,
     Choice,
@@ -51,77 +55,6 @@ _LAYOUTS = [int(kind) + own for own in (0, OWN_STEPS) for kind in _C.Optimizer._
 SAVE_ID = Text(r"[0-9a-f]{8,32}", "8 to 32 hexadecimal digits")
 #: Schema of checksums of files and tensors.
 CRC32 = Integer(0, (1 << 32) - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """One file of entries.
-
-    Attributes:
-        file: name of the file.
-        owner_begin: first owner bucket of its ids.
-        owner_end: one past its last owner bucket.
-        entries: number of entries.
-        bytes: size of the file. For a compressed file, whose name ends with ``.zst``, its
-            uncompressed size.
-        crc32: checksum of each tensor's bytes.
-    """
-
-    file: str
-    owner_begin: int
-    owner_end: int
-    entries: int
-    bytes: int
-    crc32: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class CountsFile:
-    """The file of the admission counters.
-
-    Attributes:
-        file: name of the file.
-        kind: ``"cells"`` or ``"sketch"``.
-        cell_bits: bits of a cell.
-        bytes: size of the file.
-        crc32: checksum of the file.
-    """
-
-    file: str
-    kind: str
-    cell_bits: int
-    bytes: int
-    crc32: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaContent:
-    """Description of a folder that holds only what changed in a table since an earlier save.
-
-    Attributes:
-        entries: number of entries in the table.
-        left_file: name of the file of slots that held other ids before, with these ids.
-        left: number of pairs in this file.
-        left_crc32: checksum of this file.
-    """
-
-    entries: int
-    left_file: str
-    left: int
-    left_crc32: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduced:
-    """Description of a folder that holds entries in a reduced form.
-
-    Attributes:
-        dtype: dtype of the rows in the shards; int8 for codes with a scale for each row.
-        states: whether the shards hold optimizer states.
-    """
-
-    dtype: str
-    states: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,111 +237,6 @@ MANIFEST_SCHEMA = Fields(
 )
 
 
-def check_manifest(manifest: Manifest, place: Place) -> None:
-    """Checks that the values of a manifest are consistent.
-
-    Raises:
-        ValueError: they are not; the message names the file, the key, the value and what is
-            allowed.
-    """
-    _check_table(manifest, place)
-    _check_geometry(manifest, place)
-    held = sum(shard.entries for shard in manifest.shards)
-    if manifest.entries != held:
-        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {held}")
-    slots = manifest.buckets * manifest.bucket_slots
-    if manifest.entries > slots:
-        raise place.of("entries").refuse(manifest.entries, f"at most the number of slots, {slots}")
-    _check_shards(manifest.shards, place.of("shards"))
-    if manifest.changes is not None:
-        _check_changes(manifest.changes, held, slots, place.of("changes"))
-    if manifest.counts is not None:
-        _check_counts(manifest.counts, place.of("counts"))
-
-
-def _check_table(manifest: Manifest, place: Place) -> None:
-    fields, layout = manifest.table, manifest.state_layout
-    if fields["initializer"] is not None:
-        try:
-            initializer_from_fields(fields["initializer"])
-        except ValueError as error:
-            raise ValueError(f"{place.file}: table.initializer is impossible: {error}") from None
-    kind, own_steps = _C.Optimizer(layout % OWN_STEPS), layout >= OWN_STEPS
-    needed = _C.OptimizerConfig(kind=kind, own_steps=own_steps).state_width(fields["dim"])
-    if fields["state_dim"] < needed:
-        raise (
-            place.of("table")
-            .of("state_dim")
-            .refuse(fields["state_dim"], f"at least the {needed} values of state_layout {layout}")
-        )
-
-
-def _check_geometry(manifest: Manifest, place: Place) -> None:
-    capacity, initial = manifest.capacity, manifest.initial_capacity
-    if initial is not None and initial > capacity:
-        raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
-    # Rounding up adds less than one slot for each bucket.
-    slots = manifest.buckets * manifest.bucket_slots
-    least = capacity if initial is None else initial
-    if not least <= slots < capacity + manifest.buckets:
-        raise place.of("buckets").refuse(
-            manifest.buckets,
-            f"as many as hold {least} to {capacity} rows in buckets of {manifest.bucket_slots}",
-        )
-
-
-def _check_shards(shards: Sequence[Shard], place: Place) -> None:
-    names: set[str] = set()
-    begin, end = 0, 0
-    for index, shard in enumerate(shards):
-        at = place.at(index)
-        if shard.file in names:
-            raise at.of("file").refuse(shard.file, "the name of no other shard")
-        names.add(shard.file)
-        owners = (shard.owner_begin, shard.owner_end)
-        # An owner bucket that is too large for a shard is cut into several shards.
-        if owners[0] < end and owners != (begin, end):
-            raise at.of("owner_begin").refuse(owners[0], f"at least {end}, where the last one ends")
-        if owners[0] >= owners[1]:
-            raise at.of("owner_end").refuse(owners[1], f"more than owner_begin, {owners[0]}")
-        begin, end = owners
-
-
-def _check_counts(counts: CountsFile, place: Place) -> None:
-    if (counts.kind == "cells") != (counts.cell_bits == 128):
-        allowed = "128" if counts.kind == "cells" else "8 or 16"
-        raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
-    whole = 128 if counts.kind == "cells" else 16
-    if counts.bytes % whole:
-        raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
-
-
-def _check_changes(changes: DeltaContent, held: int, slots: int, place: Place) -> None:
-    if not held <= changes.entries <= slots:
-        raise place.of("entries").refuse(
-            changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"
-        )
-    if changes.left > slots:
-        raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")
-
-
-def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
-    """The reduced form of a table's entries, or None if they are complete."""
-    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
-    if states and saved == dtype:
-        return None
-    return Reduced(str(saved).removeprefix("torch."), states)
-
-
 def new_save_id() -> str:
     """A new unique id for a save."""
     return os.urandom(8).hex()
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the directory entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

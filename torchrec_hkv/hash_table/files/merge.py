@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, sync_folder
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,

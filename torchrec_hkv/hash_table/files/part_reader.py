@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.layers import SlotFilter
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Shard
+from torchrec_hkv.hash_table.files.manifest import OWNERS
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.read_checks import BatchCheck, ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes

@@ -15,7 +15,7 @@ from torchrec_hkv import progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.file_tables import FileSource
-from torchrec_hkv.hash_table.files.manifest import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
     Staging,

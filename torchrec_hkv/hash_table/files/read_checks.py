@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 
 _ops = torch.ops.torchrec_hkv
 # The polynomial of CRC-32 with its bits reversed, as in zlib.

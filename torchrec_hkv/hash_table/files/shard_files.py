@@ -24,7 +24,8 @@ from torchrec_hkv.hash_table.files.block_files import (
     block_memory,
     host_memory,
 )
-from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 
 # The format's names. Steps and scores are unsigned, but tables exchange them as signed integers.

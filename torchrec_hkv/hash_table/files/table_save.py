@@ -12,18 +12,14 @@ from pathlib import Path
 
 import torch
 
+from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, FoundChanges
 from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
 from torchrec_hkv.hash_table.files.file_tables import FileSource, FileTable, plan_shards
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
-from torchrec_hkv.hash_table.files.manifest import (
-    Manifest,
-    Reduced,
-    new_save_id,
-    reduced_of,
-    sync_folder,
-)
+from torchrec_hkv.hash_table.files.manifest import Manifest, new_save_id
+from torchrec_hkv.hash_table.files.manifest_parts import Reduced, reduced_of
 from torchrec_hkv.hash_table.files.range_writer import (
     StagingPool,
     copy_shards,

@@ -39,16 +39,16 @@ def id_sync_bytes(
     own_steps: bool = False,
     swaps: bool = False,
 ) -> float:
-    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them, but
-    for the few that all tables of a group share.
+    """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them,
+    without the few that all tables of a group share.
 
     Args:
-        touched: ids that this replica has touched.
-        touched_anywhere: ids that some replica has touched.
-        dim: columns.
-        state_dim: float32 values of optimizer state of a row.
-        eviction: the policy.
-        replicas: how many.
+        touched: number of ids that this replica has touched.
+        touched_anywhere: number of ids that some replica has touched.
+        dim: number of columns.
+        state_dim: number of float32 values of optimizer state of a row.
+        eviction: eviction policy.
+        replicas: number of replicas.
         own_steps: whether the optimizer counts the updates of each row.
         swaps: whether the replicas send each other messages (:func:`~.wire.swaps`).
     """
@@ -63,9 +63,9 @@ class GroupSync:
     """Brings the replicas of a group's tables together.
 
     Args:
-        group: this replica's.
-        tables: indices of those that are reconciled by id; all replicas give the same.
-        wire: to the other replicas.
+        group: this replica's group.
+        tables: indices of the tables that are reconciled by id, the same in all replicas.
+        wire: connection to the other replicas.
         batch_bytes: memory that a sync may take, on the host and on the device, besides 8 bytes for
             each id that changed in each replica, and the rows of ids that are new to this one.
     """
@@ -85,7 +85,7 @@ class GroupSync:
 
     @property
     def group(self) -> TableGroup:
-        """This replica's."""
+        """This replica's group."""
         return self._group
 
     def sync(self, states: bool = True) -> Synced:
@@ -102,7 +102,7 @@ class GroupSync:
         """Refuses a sync; a collective call of the same ranks.
 
         Raises:
-            RuntimeError: in a replica a backward is still to come.
+            RuntimeError: the backward of a lookup is still to come in some replica.
         """
         check_together([self])
 
@@ -150,10 +150,11 @@ def check_together(syncs: Sequence[GroupSync]) -> None:
     """Refuses a sync of several groups; a collective call of the ranks that hold the same shards.
 
     Args:
-        syncs: of groups on one device, over wires to the same replicas; the first one's is used.
+        syncs: syncs of groups on one device, with wires to the same replicas. The wire of the first
+            is used.
 
     Raises:
-        RuntimeError: in a replica a backward is still to come.
+        RuntimeError: the backward of a lookup is still to come in some replica.
     """
     wire, device = syncs[0]._wire, syncs[0].group.device
     pending = torch.zeros((len(syncs), wire.size), dtype=torch.int64, device=device)

@@ -25,10 +25,10 @@ class Synced:
     """What a sync did on a rank.
 
     Attributes:
-        touched: ids that some replica had touched, column shards counted each.
-        erased: ids that left here since they had left another replica.
-        lost: ids that found no place here, or lost it to others.
-        sent_bytes: that this rank sent, counting a ring all-reduce of n bytes as
+        touched: number of ids that some replica had touched; each column shard counts.
+        erased: number of ids that were removed here because they had left another replica.
+        lost: number of ids that found no slot here, or lost it to another id.
+        sent_bytes: bytes that this rank sent. A ring all-reduce of n bytes counts as
             ``2 n (replicas - 1) / replicas``.
     """
 

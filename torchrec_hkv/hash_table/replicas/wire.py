@@ -18,8 +18,11 @@ class Transfer(Protocol):
 
 
 def swaps(replicas: int, device_type: str) -> bool:
-    """Whether replicas send each other messages: two on CPUs. That is quicker there than collective
-    calls, which hand each message from thread to thread."""
+    """Whether replicas send each other messages instead of making collective calls.
+
+    Two replicas on CPUs do: collective calls hand each message from thread to thread, which takes
+    longer.
+    """
     return replicas == 2 and device_type == "cpu"
 
 
@@ -32,7 +35,7 @@ class Wire:
     Attributes:
         size: number of replicas.
         rank: the number of this one.
-        sent_bytes: that this rank has sent so far, counting a ring all-reduce of n bytes as
+        sent_bytes: bytes that this rank has sent so far. A ring all-reduce of n bytes counts as
             ``2 n (size - 1) / size``.
     """
 
@@ -74,7 +77,7 @@ class Wire:
         return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
     def swaps(self, device: torch.device) -> bool:
-        """Whether these replicas do; see :func:`swaps`."""
+        """Whether these replicas send each other messages; see :func:`swaps`."""
         return swaps(self.size, device.type)
 
     def send(self, tensor: Tensor, number: int) -> Transfer:
@@ -98,7 +101,7 @@ class Wire:
         return self._receive(tensor, number)
 
     def gather_same(self, tensor: Tensor) -> list[Tensor]:
-        """Likewise, of equal lengths."""
+        """As :meth:`gather`, for tensors of equal lengths."""
         if self.swaps(tensor.device):
             return self._gather_two(tensor, tensor.numel())
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -52,8 +52,8 @@ class DMPCollection(model_parallel.DMPCollection):
         init_data_parallel: as in ``DistributedModelParallel``.
         init_parameters: as in ``DistributedModelParallel``.
         data_parallel_wrapper: as in ``DistributedModelParallel``.
-        use_inter_host_allreduce: whether a group has consecutive ranks. Otherwise the ranks that
-            hold the same shard have consecutive ones.
+        use_inter_host_allreduce: True: the ranks of a group are consecutive. False: the ranks that
+            hold the same shard are.
         custom_all_reduce: averages tensors of stock tables over the replicas, in place.
         submodule_configs: plans and group sizes of modules of some types.
         rs_awaitable_hook_module: as in TorchRec.
@@ -258,7 +258,7 @@ class DMPCollection(model_parallel.DMPCollection):
         Call it after the backward of a step and before the next lookup in training.
 
         Args:
-            include_optimizer_state: whether optimizer states are, too.
+            include_optimizer_state: whether optimizer states are brought together, too.
 
         Raises:
             RuntimeError: a backward is still to come; nothing has changed then.

@@ -1,4 +1,4 @@
-#include "bindings/tensor_train/module.h"
+#include "bindings/tensor_train/tensor_train_module.h"
 
 #include <torch/csrc/utils/pybind.h>
 

@@ -1,4 +1,4 @@
-#include "bindings/serving/module.h"
+#include "bindings/serving/serving_module.h"
 
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>

@@ -1,0 +1,58 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings/hash_table/hash_table_module.h"
+#include "runtime/optimizer_config.h"
+
+namespace py = pybind11;
+
+namespace torchrec_hkv::bindings {
+using namespace runtime;
+
+void define_optimizers(py::module_& m) {
+  py::enum_<Optimizer>(m, "Optimizer")
+      .value("NONE", Optimizer::kNone)
+      .value("SGD", Optimizer::kSgd)
+      .value("MOMENTUM", Optimizer::kMomentum)
+      .value("ADAGRAD", Optimizer::kAdagrad)
+      .value("ROWWISE_ADAGRAD", Optimizer::kRowWiseAdagrad)
+      .value("ADAM", Optimizer::kAdam)
+      .value("ROWWISE_ADAM", Optimizer::kRowWiseAdam)
+      .value("LAMB", Optimizer::kLamb)
+      .value("FTRL", Optimizer::kFtrl);
+  py::class_<OptimizerConfig>(m, "OptimizerConfig")
+      .def(
+          py::init([](Optimizer kind, double eps, double coupled_decay, double decoupled_decay,
+                      double lamb_decay, double momentum, bool nesterov, double beta1, double beta2,
+                      bool own_steps, double initial_accumulator, double ftrl_beta, double l1,
+                      double l2, std::optional<double> clip_value, std::optional<double> clip_norm,
+                      std::optional<double> clip_output, std::optional<double> max_norm,
+                      bool stochastic_rounding, int64_t rounding_seed) {
+            OptimizerArguments its;
+            its.kind = kind, its.eps = eps;
+            its.coupled_decay = coupled_decay, its.decoupled_decay = decoupled_decay;
+            its.lamb_decay = lamb_decay, its.momentum = momentum, its.nesterov = nesterov;
+            its.beta1 = beta1, its.beta2 = beta2, its.own_steps = own_steps;
+            its.initial_accumulator = initial_accumulator;
+            its.ftrl_beta = ftrl_beta, its.l1 = l1, its.l2 = l2;
+            its.clip_value = clip_value, its.clip_norm = clip_norm, its.clip_output = clip_output;
+            its.max_norm = max_norm;
+            its.stochastic_rounding = stochastic_rounding, its.rounding_seed = rounding_seed;
+            return make_optimizer_config(its);
+          }),
+          py::kw_only(), py::arg("kind"), py::arg("eps") = 0.0, py::arg("coupled_decay") = 0.0,
+          py::arg("decoupled_decay") = 0.0, py::arg("lamb_decay") = 0.0, py::arg("momentum") = 0.0,
+          py::arg("nesterov") = false, py::arg("beta1") = 0.0, py::arg("beta2") = 0.0,
+          py::arg("own_steps") = false, py::arg("initial_accumulator") = 0.0,
+          py::arg("ftrl_beta") = 0.0, py::arg("l1") = 0.0, py::arg("l2") = 0.0,
+          py::arg("clip_value") = py::none(), py::arg("clip_norm") = py::none(),
+          py::arg("clip_output") = py::none(), py::arg("max_norm") = py::none(),
+          py::arg("stochastic_rounding") = false, py::arg("rounding_seed") = 0)
+      .def(
+          "state_width",
+          [](const OptimizerConfig& config, int32_t dim) { return state_width(config, dim); },
+          py::arg("dim"), "fp32 values of optimizer state that a row of this dim keeps.")
+      .def_property_readonly("layout", &state_layout,
+                             "What the columns of the state are, as a number.");
+}
+
+}  // namespace torchrec_hkv::bindings

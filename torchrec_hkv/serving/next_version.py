@@ -1,0 +1,232 @@
+"""Builds the next version of a served model from a checkpoint of a chain."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.checkpoint.record import LINK
+from torchrec_hkv.serving import row_formats
+from torchrec_hkv.serving.checkpoints import Checkpoint
+from torchrec_hkv.serving.model import Version
+from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.served_program import ServedProgram
+from torchrec_hkv.serving.table_builder import build_table
+from torchrec_hkv.serving.table_file import TableFile, place_layer
+from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.tensor_train import TTGroup
+
+_PIECE = 1 << 16
+
+
+class NextVersion:
+    """Builds the next version of a model from a checkpoint."""
+
+    def __init__(
+        self, before: Version, folder: Path, digest: str, device: torch.device, resident: bool
+    ) -> None:
+        self._before, self._folder, self._digest = before, folder, digest
+        self._device, self._resident = device, resident
+        self._checkpoint = Checkpoint(folder)
+        self._is_delta = folder.name.startswith("delta")
+        #: Files of the tables, if the checkpoint is a base.
+        self.files: list[TableFile] = []
+
+    def version(self, folder: Path) -> Version:
+        """Builds the version.
+
+        Args:
+            folder: folder for the files of the tables of a base.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+            OSError: the disk has no room for the tables.
+        """
+        before, number = self._before, int(self._folder.name.rpartition("-")[2])
+        if self._is_delta:
+            tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
+        else:
+            tables = [
+                self._whole(table, folder, f"{n}.table")
+                for n, table in enumerate(before.tables.tables)
+            ]
+        cores = [(group, self._cores(group, its)) for group, its in before.cores]
+        opened = ReadOnlyTables(tables, before.tables.counters, cores)
+        return Version(
+            opened,
+            cores,
+            self._program(before.program),
+            self._digest,
+            number,
+            (self._folder / LINK).stat().st_mtime,
+            before.base if self._is_delta else self._digest,
+        )
+
+    def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
+        """Builds a table from a base."""
+        has_files = self._checkpoint.has_files(table.name)
+        written = build_table(
+            lambda: self._entries(table),
+            table.dim,
+            table.row_format,
+            folder / name,
+            order=self._checkpoint.order(table.name) if has_files else (),
+        )
+        self.files.append(written)
+        index, rows = written.map(folder, self._resident)
+        if self._device.type == "cpu" and not self._resident:
+            warm(folder, [(written, index)])
+        return dataclasses.replace(
+            table,
+            index=index.to(self._device),
+            rows=rows.to(self._device),
+            unit=written.unit,
+            changed_index=None,
+            changed_rows=None,
+            changes=None,
+        )
+
+    def _entries(self, table: ReadOnlyTable) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and rows of a table in a base."""
+        if self._checkpoint.has_files(table.name):
+            for ids, rows in self._checkpoint.entries(table.name):
+                self._check_dim(table, rows)
+                yield ids, rows
+            return
+        weight = self._weight(table)
+        for ids in torch.arange(weight.shape[0]).split(_PIECE):
+            yield ids, weight[ids].float()
+
+    def _changed(self, number: int, table: ReadOnlyTable) -> ReadOnlyTable:
+        """Adds the changes of a delta to a table."""
+        erased = torch.empty(0, dtype=torch.int64)
+        if self._checkpoint.has_files(table.name):
+            parts, erased = self._checkpoint.changes(table.name)
+            ids, rows = parts[0].ids, parts[0].rows
+            if len(parts) > 1:
+                rows = self._held(number, ids)
+                ascending, order = ids.sort()
+                for part in parts:  # ids that the shard of the first columns lacks are left out
+                    known = torch.isin(part.ids, ids)
+                    places = order[torch.searchsorted(ascending, part.ids[known])]
+                    columns = slice(part.begin, part.begin + part.rows.shape[1])
+                    rows[places, columns] = part.rows[known]
+            self._check_dim(table, rows)
+        else:
+            ids, rows = self._changed_rows(number, table)
+        if ids.numel() == 0 and erased.numel() == 0:
+            return table
+        self._check_range(table, rows)
+        data = row_formats.to_bytes(rows, table.row_format, table.unit)
+        merged = _merged(table.changes, ids, data, erased)
+        index, order = place_layer(merged.ids, merged.is_erased)
+        changes = Changes(
+            merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
+        )
+        return dataclasses.replace(
+            table,
+            changed_index=index.to(self._device),
+            changed_rows=changes.data.to(self._device),
+            changes=changes,
+        )
+
+    def _held(self, number: int, ids: Tensor) -> Tensor:
+        """Rows of ids in the previous version, in host memory."""
+        uncounted = ReadOnlyTables([self._before.tables.tables[number]], _uncounted(self._device))
+        return uncounted.rows(0, ids.to(self._device)).cpu()
+
+    def _changed_rows(self, number: int, table: ReadOnlyTable) -> tuple[Tensor, Tensor]:
+        """The rows that changed in a table that deltas hold whole."""
+        weight = self._weight(table)
+        changed_ids, changed_rows = [], []
+        for ids in torch.arange(weight.shape[0]).split(_PIECE):
+            rows = weight[ids].float()
+            self._check_range(table, rows)
+            data = row_formats.to_bytes(rows, table.row_format, table.unit)
+            now = row_formats.from_bytes(data, table.row_format, table.dim, table.unit)
+            differs = (now.view(torch.int32) != self._held(number, ids).view(torch.int32)).any(1)
+            changed_ids.append(ids[differs])
+            changed_rows.append(rows[differs])
+        return torch.cat(changed_ids), torch.cat(changed_rows)
+
+    def _weight(self, table: ReadOnlyTable) -> Tensor:
+        name = f"{table.name}.weight"
+        weight = self._checkpoint.tensors([name])[name]
+        self._check_dim(table, weight)
+        return weight
+
+    def _check_dim(self, table: ReadOnlyTable, rows: Tensor) -> None:
+        if rows.dim() != 2 or rows.shape[1] != table.dim:
+            raise ValueError(
+                f"{self._folder} has rows of shape {tuple(rows.shape[1:])} for table "
+                f"{table.name!r}, but the model has {table.dim} columns: it is of another model."
+            )
+
+    def _check_range(self, table: ReadOnlyTable, rows: Tensor) -> None:
+        if table.row_format not in ("int8", "int4") or rows.numel() == 0:
+            return
+        largest, most = float(rows.abs().max()), row_formats.most_for(table.unit)
+        if not largest <= most:
+            raise ValueError(
+                f"{self._folder} has a value of {largest} for table {table.name!r}, whose "
+                f"{table.row_format} rows take at most {most}: export the model again."
+            )
+
+    def _cores(self, group: TTGroup, before: Sequence[Tensor]) -> list[Tensor]:
+        names = [
+            f"{name}.tt_core_{k}"
+            for name, shape in zip(group.names, group.shapes, strict=True)
+            for k in range(shape.num_cores)
+        ]
+        tensors = self._checkpoint.tensors(names)
+        cores = []
+        for name, own in zip(names, before, strict=True):
+            core = tensors[name]
+            if core.dtype != own.dtype or core.numel() != own.numel():
+                raise ValueError(
+                    f"{self._folder} has {name!r} of dtype {core.dtype} and {core.numel()} "
+                    f"elements, but the model has {own.dtype} and {own.numel()}: it is of another "
+                    "model."
+                )
+            cores.append(core.view(own.shape).to(self._device))
+        return cores
+
+    def _program(self, before: ServedProgram) -> ServedProgram:
+        """The program with the checkpoint's dense tensors."""
+        own = before.state
+        names = {key: key.removeprefix("model.") for key in own}
+        tensors = self._checkpoint.tensors(list(names.values()))
+        state = {key: tensors[name] for key, name in names.items()}
+        for key, value in state.items():
+            if value.shape != own[key].shape:
+                raise ValueError(
+                    f"{self._folder} has {names[key]!r} of shape {tuple(value.shape)}, but the "
+                    f"model has {tuple(own[key].shape)}: it is of another model."
+                )
+        if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
+            return before
+        return before.with_state(state)
+
+
+def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
+    """Merges changes; later ones take precedence."""
+    if before is None:
+        before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
+    own = torch.cat([ids, erased])
+    kept = (~torch.isin(before.ids, own)).nonzero().flatten()
+    no_rows = data.new_zeros(erased.numel(), data.shape[1])
+    is_erased = torch.zeros(own.numel(), dtype=torch.bool)
+    is_erased[ids.numel() :] = True
+    return Changes(
+        torch.cat([before.ids[kept], own]),
+        torch.cat([before.data.index_select(0, kept), data, no_rows]),
+        torch.cat([before.is_erased[kept], is_erased]),
+    )
+
+
+def _uncounted(device: torch.device) -> Tensor:
+    return torch.zeros(1, 2, dtype=torch.int64, device=device)
