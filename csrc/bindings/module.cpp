@@ -5,6 +5,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/planner_module.h"
 #include "bindings/replay_module.h"
 #include "bindings/tensor_train/module.h"
 #include "runtime/optimizer_config.h"
@@ -226,6 +227,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("FTRL", Optimizer::kFtrl);
   define_optimizer_config(m);
   define_tensor_train(m);
+  define_planner(m);
   define_replay(m);
   define_serving(m);
 
