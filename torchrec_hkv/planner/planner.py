@@ -259,7 +259,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         if error.error_type not in kinds or room is None:
             return error
         space = self._enumerator.enumerate(module, sharders)
-        missing = missing_bytes(smallest(self._least_loss.all_options(space), room), room)
+        missing = missing_bytes(smallest(self._least_loss.smallest_options(space), room), room)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(

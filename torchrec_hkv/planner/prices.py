@@ -118,6 +118,18 @@ class Scarce:
                 return count
         return None
 
+    def may_lose(self, count: int) -> set[Table]:
+        """Tables of which one might be among ``count`` that lose, of those that need not lose, so
+        that there is enough; and those that must lose."""
+        spared = {table: max(self.spared(table), 0.0) for table in self._open}
+        order = sorted(self._open, key=lambda table: -spared[table])
+        others = sum(spared[table] for table in order[: max(count - 1, 0)])
+        taken = self._fixed + sum(self._whole.values())
+        taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
+        missing = taken - self._room * (1 + 1e-12)
+        kept = [table for table in order[count:] if others + spared[table] >= missing]
+        return {*self._forced, *order[:count], *kept}
+
     def bound(self, count: int) -> Bound:
         """The bound for a number of tables, of those that need not lose, that lose.
 

@@ -15,7 +15,7 @@ from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tig
 
 #: Up to this number of tables, all sets of tables and combinations of levels are tried that could
 #: be better. With more tables, the search is limited.
-_FEW_TABLES = 12
+FEW_TABLES = 12
 #: Bounds on the number of sets of tables, for few and for many tables.
 _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
@@ -52,7 +52,7 @@ class Search:
         self._tables, self._arranger = dict(tables), arranger
         self._most_loss, self._most_time = most_loss, most_time
         self._checks = self._looks = 0
-        self._are_many = len(self._tables) > _FEW_TABLES
+        self._are_many = len(self._tables) > FEW_TABLES
         self._most_checks = _MOST_CHECKS
         if self._are_many:
             self._most_checks = max(_MOST_ARRANGED // len(self._tables), _FEWEST_CHECKS)
@@ -79,6 +79,21 @@ class Search:
             if plans:
                 return min((plan for plan in plans if plan is not None), key=lambda p: p.time)
         return None
+
+    def may_lose(self, more: int) -> set[Table]:
+        """Tables that may lose something if up to ``more`` tables lose beyond the least number.
+
+        Of levels between the smallest and the largest of a table, none need be known. Empty if
+        there is too little memory.
+        """
+        if any(not levels.all for levels in self._tables.values()):
+            return set()
+        scarce = self._scarce()
+        fewest = [each.fewest() for each in scarce]
+        counts = [count for count in fewest if count is not None]
+        if len(counts) < len(fewest):
+            return set()
+        return set.intersection(*(each.may_lose(max(counts) + more) for each in scarce))
 
     def _scarce(self) -> list[Scarce]:
         """Memory in total, HBM, host memory, and time if it is bounded."""
