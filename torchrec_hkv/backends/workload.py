@@ -15,7 +15,7 @@ import torch
 _RESOLUTION = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class IdFrequencies:
     """How often the ids of a table are looked up, as a histogram of a sample of training ids.
 
@@ -74,6 +74,10 @@ class IdFrequencies:
         object.__setattr__(self, "shares", tuple((int(n), float(s)) for n, s in self.shares))
         ordered = sorted(self.histogram, key=lambda pair: -pair[1])
         object.__setattr__(self, "histogram", tuple((int(n), float(c)) for n, c in ordered))
+
+    def __repr__(self) -> str:
+        # TorchRec formats the constraints of all tables; histograms are long.
+        return f"IdFrequencies({self.num_ids} ids, {self.lookups:g} lookups)"
 
     @classmethod
     def of_ids(cls, ids: torch.Tensor) -> IdFrequencies:

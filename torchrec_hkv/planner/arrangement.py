@@ -22,6 +22,7 @@ from torchrec_hkv.planner.packing import Parts, fits, is_placed, rooms_of, slowe
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.patterns import Corners, Sized, spares, spread_patterns
 from torchrec_hkv.planner.proposer import GreedyProposer
+from torchrec_hkv.progress import advance
 
 #: Number of combinations of options that are tried.
 _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
@@ -120,6 +121,7 @@ class Arranger:
 
     def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
         """Options that fit, not necessarily fast ones; None if none were found."""
+        advance(1)
         for sized in self._combinations(levels):
             if sum(one.parts.hbm for one in sized) > self._hbm:
                 continue
@@ -138,6 +140,7 @@ class Arranger:
 
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
         """Time of a step on the slowest rank; None if the options do not fit."""
+        advance(1)
         parts = [self._parts(option) for option in proposal] if self._is_own else []
         if self._is_own and all(each.is_placed for each in parts):
             return slowest(parts, self._rooms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torchrec.distributed.planner.types import (
     Partitioner,
@@ -23,12 +23,13 @@ from torchrec_hkv.planner.arrangement import Arranged, Arranger
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
 from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
+from torchrec_hkv.planner.packing import Parts
 from torchrec_hkv.planner.prices import Table
 from torchrec_hkv.planner.search import FEW_TABLES, Search
 from torchrec_hkv.planner.thinning import Thinning
 
-#: So many tables more than the least number may lose before the search considers all tables.
-_MORE_LOSE = 2
+#: Of so many of the largest tables, sizes are listed first.
+_FIRST_LISTED = 64
 #: Number of times that sizes next to the chosen ones are tried.
 _MOST_REFINED = 3
 
@@ -179,8 +180,7 @@ class LeastLoss:
         if not _are_many(space):
             return search(None).least_loss()
         bounded = () if any_loss else self._bounded(space)
-        candidates = search(Thinning(bounded=bounded)).may_lose(_MORE_LOSE)
-        for tables in (candidates, None):
+        for tables in (self._candidates(space, search, bounded), None):
             # First with few sizes of each table, then with those next to the chosen ones.
             thinning = Thinning.coarse(tables, bounded)
             found, before = search(thinning).least_loss(), None
@@ -192,6 +192,30 @@ class LeastLoss:
             if found is not None:
                 return found
         return None
+
+    def _candidates(
+        self,
+        space: Sequence[ShardingOption],
+        search: Callable[[Thinning], Search],
+        bounded: Collection[Table],
+    ) -> set[Table]:
+        """Tables that may lose something. Sizes are listed for the largest tables only, as long as
+        smaller ones can't be among them."""
+        loss = self._enumerator().loss
+        sizes: dict[Table, float] = {}
+        for option in space:
+            table, taken = (option.path, option.name), Parts(option)
+            size = math.inf if loss(option).is_lossy else taken.hbm + taken.host
+            sizes[table] = min(size, sizes.get(table, math.inf))
+        order = sorted(sizes, key=lambda table: -sizes[table])
+        count = _FIRST_LISTED
+        while True:
+            unlisted = sizes[order[count]] if count < len(order) else 0.0
+            some = search(Thinning(set(order[:count]), bounded=bounded))
+            found = some.may_lose(unlisted)
+            if found is not None:
+                return found
+            count *= 2
 
     def _better(self, one: Arranged, other: Arranged | None) -> Arranged:
         """The plan that comes first in the order of :class:`Search`."""

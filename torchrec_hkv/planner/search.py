@@ -16,6 +16,8 @@ from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tig
 #: Up to this number of tables, all sets of tables and combinations of levels are tried that could
 #: be better. With more tables, the search is limited.
 FEW_TABLES = 12
+#: If many tables may lose, at least so many times those that must at least are considered.
+_TIMES_AS_MANY = 2
 #: Bounds on the number of sets of tables, for few and for many tables.
 _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
@@ -80,11 +82,14 @@ class Search:
                 return min((plan for plan in plans if plan is not None), key=lambda p: p.time)
         return None
 
-    def may_lose(self, more: int) -> set[Table]:
-        """Tables that may lose something if up to ``more`` tables lose beyond the least number.
+    def may_lose(self, unlisted: float = 0.0) -> set[Table] | None:
+        """Tables that may lose something in the first plan of the order, and as many others.
 
-        Of levels between the smallest and the largest of a table, none need be known. Empty if
-        there is too little memory.
+        Of levels between the smallest and the largest of a table, none need be known. Nor need any
+        with loss of tables that take little: None if one of these might lose something.
+
+        Args:
+            unlisted: bytes of the largest table whose levels with loss are not known.
         """
         if any(not levels.all for levels in self._tables.values()):
             return set()
@@ -92,8 +97,18 @@ class Search:
         fewest = [each.fewest() for each in scarce]
         counts = [count for count in fewest if count is not None]
         if len(counts) < len(fewest):
-            return set()
-        return set.intersection(*(each.may_lose(max(counts) + more) for each in scarce))
+            return None if unlisted else set()
+        count = max(counts)
+        if unlisted:
+            fewer = any(
+                each.exceeds(unlisted, count)
+                for each, own in zip(scarce, fewest, strict=True)
+                if own == count > 0
+            )
+            if fewer or all(each.saves_enough(unlisted, count) for each in scarce):
+                return None
+        largest = scarce[fewest.index(count)].largest(_TIMES_AS_MANY * count + FEW_TABLES)
+        return set.intersection(*(each.may_lose(count) for each in scarce)) | largest
 
     def _scarce(self) -> list[Scarce]:
         """Memory in total, HBM, host memory, and time if it is bounded."""
