@@ -64,33 +64,36 @@ def test_tables_that_may_lose_are_those_of_all_sets_that_suffice(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_small_tables_are_left_out_only_if_they_lose_in_no_plan_with_fewest_tables(seed):
+def test_small_tables_are_left_out_only_if_as_many_tables_have_to_lose(seed):
     draw = random.Random(seed)
-    sizes = [int(10 ** draw.uniform(1, 4)) for _ in range(9)]
-    sizes.sort(reverse=True)
+    sizes = sorted((int(10 ** draw.uniform(1, 5)) for _ in range(60)), reverse=True)
     tables = {
         index: TableLevels(_level(size), (_level(size // draw.randint(2, 20), 0.1),))
         for index, size in enumerate(sizes)
     }
-    saved = {index: levels.whole.hbm - levels.lossy[0].hbm for index, levels in tables.items()}
-    missing = draw.randint(1, sum(saved.values()))
+    saved = sorted((t.whole.hbm - t.lossy[0].hbm for t in tables.values()), reverse=True)
+    missing = draw.randint(1, sum(saved[:8]))
+    fewest = next(n for n in range(61) if sum(saved[:n]) >= missing)
     arranger = _OneRank(sum(sizes) - missing)
-    fewest = next(n for n in range(10) if sum(sorted(saved.values(), reverse=True)[:n]) >= missing)
-    enough = set()
-    for chosen in itertools.combinations(tables, fewest):
-        if sum(saved[index] for index in chosen) >= missing:
-            enough |= set(chosen)
-    for listed in range(1, 10):
+    ended = False
+    for listed in range(1, 60):
         known = {
             index: levels if index < listed else TableLevels(levels.whole, ())
             for index, levels in tables.items()
         }
-        unlisted = sizes[listed] if listed < 9 else 0.0
-        found = Search(known, arranger).may_lose(unlisted)
-        if found is not None:
-            assert enough <= found
-        if not unlisted:
-            assert found is not None
+        found = Search(known, arranger).may_lose(sizes[listed])
+        if found is None:
+            assert not ended
+            continue
+        ended = True
+        chosen = sorted((saved_by(tables[index]) for index in found), reverse=True)
+        assert sum(chosen[:fewest]) >= missing
+    assert ended
+    assert Search(tables, arranger).may_lose() is not None
+
+
+def saved_by(levels):
+    return levels.whole.hbm - levels.lossy[0].hbm
 
 
 class _OneRank:
@@ -192,8 +195,8 @@ def test_the_times_of_equal_shards_are_estimated_once_and_are_those_of_all():
     space = planner._enumerator.enumerate(model, get_default_sharders())
     assert {"row_wise", "table_wise", "column_wise"} <= {option.sharding_type for option in space}
     estimator = planner._enumerator.perf_estimator
-    (sharder_data,), kwargs = estimator._handed_on
+    args, kwargs = estimator._handed_on
     found = [[vars(shard.perf).copy() for shard in option.shards] for option in space]
     assert len({id(s.perf) for option in space for s in option.shards}) == sum(map(len, found))
-    estimator._stock.estimate(space, sharder_data, **kwargs)  # every shard, by TorchRec
+    estimator._stock.estimate(space, *args, **kwargs)  # every shard, by TorchRec
     assert found == [[vars(shard.perf) for shard in option.shards] for option in space]

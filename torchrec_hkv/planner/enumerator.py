@@ -25,14 +25,13 @@ from torchrec_hkv.planner.options import (
     is_ours,
     kernel_of,
     shards_of,
+    shared_shards,
 )
-from torchrec_hkv.planner.thinning import Thinning, chains_of
+from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning, chains_of
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import served_sharding_types
-
-_EVERY_VARIANT = Thinning(every=1)
 
 
 class BackendEnumerator(EmbeddingEnumerator):
@@ -70,6 +69,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         self._losses: dict[tuple, TableLoss] = {}
         # Of the last enumeration: options of variants, and variants by the id of their origin.
         self._listed: dict[tuple, list[list[BackendOptions]]] = {}
+        self._of_option: dict[int, list[list[BackendOptions]]] = {}
         self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
@@ -95,26 +95,27 @@ class BackendEnumerator(EmbeddingEnumerator):
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
         sharding_options[:] = kept
-        self._listed, self._made = {}, {}
+        self._listed, self._of_option, self._made = {}, {}, {}
         super().populate_estimates(sharding_options)
 
     def variants(
-        self, options: Sequence[ShardingOption], thinning: Thinning | None = None
+        self, options: Sequence[ShardingOption], thinning: Thinning = EVERY_VARIANT
     ) -> list[ShardingOption]:
         """Variants of options with open sizes, with their memory. :meth:`estimate_times` fills in
         their times.
 
         Args:
             options: enumerated options.
-            thinning: selects variants; None for all.
+            thinning: selects variants.
         """
         found: list[BackendShardingOption] = []
         waiting: list[BackendShardingOption] = []
         for option in options:
             if not is_ours(option) or not option.is_open:
                 continue
-            chains = self._chains(option)
-            for chosen in (thinning or _EVERY_VARIANT).selected(option, chains):
+            if not thinning.selects((option.path, option.name)):
+                continue
+            for chosen in thinning.selected(option, self._chains(option)):
                 key = (id(option), chosen)
                 if key not in self._made:
                     self._made[key] = self._variant(option, chosen)
@@ -125,6 +126,8 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _chains(self, option: BackendShardingOption) -> list[list[BackendOptions]]:
         """The options of an option's variants. Sharding types may have equal shards."""
+        if id(option) in self._of_option:
+            return self._of_option[id(option)]
         # Shards of a table differ by at most one row or column.
         largest = max(shards_of(option), key=lambda shard: shard.capacity * shard.dim)
         key = (option.path, option.name, option.label, largest.capacity, largest.dim)
@@ -134,6 +137,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                 largest, optimizer, self._compute_device, self._choices[option.name].frequencies
             )
             self._listed[key] = chains_of(option.backend_options, variants)
+        self._of_option[id(option)] = self._listed[key]
         return self._listed[key]
 
     def _variant(
@@ -243,9 +247,10 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)
+        option.made_shards = shared_shards(option)
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        for shard in shards_of(option):
+        for shard in distinct(option.made_shards):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
     def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:

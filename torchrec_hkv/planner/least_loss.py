@@ -26,7 +26,7 @@ from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
 from torchrec_hkv.planner.packing import Parts
 from torchrec_hkv.planner.prices import Table
 from torchrec_hkv.planner.search import FEW_TABLES, Search
-from torchrec_hkv.planner.thinning import Thinning
+from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning
 
 #: Of so many of the largest tables, sizes are listed first.
 _FIRST_LISTED = 64
@@ -113,16 +113,14 @@ class LeastLoss:
         Args:
             space: the enumerated options.
         """
-        return self._all_options(space, Thinning() if _are_many(space) else None)
+        return self._all_options(space, Thinning() if _are_many(space) else EVERY_VARIANT)
 
-    def _all_options(
-        self, space: list[ShardingOption], thinning: Thinning | None
-    ) -> list[ShardingOption]:
+    def _all_options(self, space: list[ShardingOption], thinning: Thinning) -> list[ShardingOption]:
         """The enumerated options and their variants, without those that variants replace.
 
         Args:
             space: the enumerated options.
-            thinning: selects variants; None for all.
+            thinning: selects variants.
         """
         made = self._enumerator().variants(space, thinning)
         replaced = {(o.path, o.name, o.backend) for o in made if is_ours(o)}
@@ -173,12 +171,12 @@ class LeastLoss:
         most_time = math.inf if self._most_time is None or any_time else self._most_time
         arranger = self._arranger(room)
 
-        def search(thinning: Thinning | None) -> Search:
+        def search(thinning: Thinning) -> Search:
             levels = self._levels(space, room, any_loss, thinning)
             return Search(levels, arranger, most_loss, most_time)
 
         if not _are_many(space):
-            return search(None).least_loss()
+            return search(EVERY_VARIANT).least_loss()
         bounded = () if any_loss else self._bounded(space)
         for tables in (self._candidates(space, search, bounded), None):
             # First with few sizes of each table, then with those next to the chosen ones.
@@ -300,7 +298,7 @@ class LeastLoss:
         room, least = _with_more(self._room(), more), self.least(space, more)
         if least is None:
             return None
-        thinning = None
+        thinning = EVERY_VARIANT
         if _are_many(space):
             thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(least))
         levels = self._levels(space, room, thinning=thinning)
@@ -318,7 +316,7 @@ class LeastLoss:
         space: list[ShardingOption],
         room: Topology,
         any_loss: bool = False,
-        thinning: Thinning | None = None,
+        thinning: Thinning = EVERY_VARIANT,
     ) -> dict[Table, TableLevels]:
         enumerator = self._enumerator()
         bound = (lambda _: None) if any_loss else enumerator.most_loss

@@ -130,10 +130,6 @@ class Scarce:
         """So many of the tables that need not lose: those that save most if they do."""
         return set(heapq.nlargest(number, self._open, key=self.spared))
 
-    def saves_enough(self, size: float, count: int) -> bool:
-        """Whether one more table of this size might be among ``count`` that lose."""
-        return self._most_spared(count - 1) + size >= self._missing()
-
     def exceeds(self, size: float, count: int) -> bool:
         """Whether one more table of this size might save more than one of ``count`` do."""
         return size > self._most_spared(count) - self._most_spared(count - 1)

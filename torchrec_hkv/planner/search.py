@@ -83,10 +83,12 @@ class Search:
         return None
 
     def may_lose(self, unlisted: float = 0.0) -> set[Table] | None:
-        """Tables that may lose something in the first plan of the order, and as many others.
+        """Tables that are likely to lose something in the first plan of the order: those that save
+        most, and those that may be among the fewest that have to lose.
 
         Of levels between the smallest and the largest of a table, none need be known. Nor need any
-        with loss of tables that take little: None if one of these might lose something.
+        with loss of tables that take little: None if these might lower the number of tables that
+        have to lose, or if there are too few others.
 
         Args:
             unlisted: bytes of the largest table whose levels with loss are not known.
@@ -99,15 +101,17 @@ class Search:
         if len(counts) < len(fewest):
             return None if unlisted else set()
         count = max(counts)
-        if unlisted:
-            fewer = any(
+        most = _TIMES_AS_MANY * count + FEW_TABLES
+        if unlisted and (
+            most > sum(bool(levels.lossy) for levels in self._tables.values())
+            or any(
                 each.exceeds(unlisted, count)
                 for each, own in zip(scarce, fewest, strict=True)
                 if own == count > 0
             )
-            if fewer or all(each.saves_enough(unlisted, count) for each in scarce):
-                return None
-        largest = scarce[fewest.index(count)].largest(_TIMES_AS_MANY * count + FEW_TABLES)
+        ):
+            return None
+        largest = scarce[fewest.index(count)].largest(most)
         return set.intersection(*(each.may_lose(count) for each in scarce)) | largest
 
     def _scarce(self) -> list[Scarce]:

@@ -41,6 +41,10 @@ class Thinning:
         """The same, with the neighbours of chosen options."""
         return dataclasses.replace(self, around=around)
 
+    def selects(self, table: Table) -> bool:
+        """Whether a table has variants."""
+        return self.tables is None or table in self.tables or table in self.bounded
+
     def selected(
         self, option: BackendShardingOption, chains: Sequence[Sequence[BackendOptions]]
     ) -> list[BackendOptions]:
@@ -53,7 +57,7 @@ class Thinning:
         table = (option.path, option.name)
         if table in self.bounded:
             return [variant for chain in chains for variant in chain]
-        if self.tables is not None and table not in self.tables:
+        if not self.selects(table):
             return []
         chosen = self.around.get(table)
         found: list[BackendOptions] = []
@@ -65,6 +69,9 @@ class Thinning:
                 places.update(range(max(at - self.every + 1, 0), min(at + self.every, last + 1)))
             found += [chain[place] for place in sorted(places)]
         return found
+
+
+EVERY_VARIANT = Thinning(every=1)
 
 
 def chains_of(
