@@ -39,9 +39,10 @@ class Progress:
         label: name of the operation to show.
         total: total number of bytes; 0 if unknown.
         show: whether to show a bar on a terminal.
+        unit: what is counted.
     """
 
-    def __init__(self, label: str, total: int = 0, *, show: bool = True) -> None:
+    def __init__(self, label: str, total: int = 0, *, show: bool = True, unit: str = "B") -> None:
         self.label, self.total, self.done = label, total, 0
         #: Whether the bytes of tasks within it are added to its total.
         self.is_open = total == 0
@@ -52,7 +53,7 @@ class Progress:
             self._bar = _bar_class()(
                 desc=label,
                 total=total or None,
-                unit="B",
+                unit=unit,
                 unit_scale=True,
                 delay=DELAY,
                 disable=None,
@@ -124,7 +125,9 @@ def unreported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported(label: str, total: int = 0, *, show: bool = True) -> Iterator[Progress]:
+def reported(
+    label: str, total: int = 0, *, show: bool = True, unit: str = "B"
+) -> Iterator[Progress]:
     """Runs a task with a bar. Within another task there is no second bar: it adds to that one's,
     and to its total where that was not known when it began."""
     before = current()
@@ -133,7 +136,7 @@ def reported(label: str, total: int = 0, *, show: bool = True) -> Iterator[Progr
             before.expect(total)
         yield before
         return
-    progress = Progress(label, total, show=show)
+    progress = Progress(label, total, show=show, unit=unit)
     adopt(progress)
     try:
         yield progress

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/hash_table/hash_table_module.h"
+#include "bindings/planner_module.h"
 #include "bindings/replay_module.h"
 #include "bindings/serving/serving_module.h"
 #include "bindings/tensor_train/tensor_train_module.h"
@@ -38,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_table_config(m);
   define_table_group(m);
   define_tensor_train(m);
+  define_planner(m);
   define_replay(m);
   define_serving(m);
 }

@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings/lookups.h"
 #include "hash_table/miniatures.h"
 #include "replay/id_counts.h"
+#include "replay/text.h"
 #include "replay/windows.h"
 #include "runtime/checks.h"
 #include "runtime/sampled_aging.h"
@@ -220,6 +224,58 @@ std::pair<at::Tensor, at::Tensor> entries(const replay::IdCounts& counts) {
   return {ids, numbers};
 }
 
+at::Tensor tensor_of(const std::vector<int64_t>& numbers) {
+  at::Tensor made = at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), made.data_ptr<int64_t>());
+  return made;
+}
+
+// Parses a block of text (replay/text.h). columns: the field and kind of each. Returns the number
+// of lines; the ids of each column, and their lines if not each has one; and what is wrong, or
+// None: the line, its number of fields, the column or -1, and the text.
+py::tuple parse_text(const std::string& block, const std::string& separator, int64_t fields,
+                     const std::vector<std::pair<int64_t, replay::TextKind>>& columns) {
+  TORCH_CHECK_VALUE(!separator.empty(), "the separator is empty.");
+  std::vector<replay::TextColumn> parsed;
+  for (const auto& [field, kind] : columns) {
+    TORCH_CHECK_VALUE(field > (parsed.empty() ? -1 : parsed.back().field), "field ", field,
+                      " must be above the one before, and not negative.");
+    parsed.push_back({field, kind, {}, {}});
+  }
+  replay::TextFault fault;
+  int64_t lines;
+  std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>> ids;
+  {
+    const py::gil_scoped_release released;
+    lines = replay::parse_text(block, separator, fields, &parsed, &fault);
+    for (const replay::TextColumn& column : parsed) {
+      const bool is_full = static_cast<int64_t>(column.values.size()) == lines;
+      ids.emplace_back(tensor_of(column.values),
+                       is_full ? std::nullopt : std::make_optional(tensor_of(column.lines)));
+    }
+  }
+  if (fault.line < 0) return py::make_tuple(lines, ids, py::none());
+  const py::bytes text(fault.text.data(), fault.text.size());
+  return py::make_tuple(lines, ids, py::make_tuple(fault.line, fault.fields, fault.column, text));
+}
+
+// Hashes of texts that lie in one buffer, uint8; text i ends where text i + 1 begins.
+at::Tensor hash_texts(const at::Tensor& bytes, const at::Tensor& bounds) {
+  check_dtype(bytes, "bytes", at::kByte);
+  check_vector(bytes, "bytes");
+  TORCH_CHECK_VALUE(bytes.is_cpu() && bytes.is_contiguous(),
+                    "bytes must be contiguous on the CPU.");
+  TORCH_CHECK_VALUE(bounds.numel() > 0, "bounds are empty, but must have a begin.");
+  const int64_t* const bound = checked_ends(bounds, "bounds", bytes.numel());
+  at::Tensor hashes = at::empty({bounds.numel() - 1}, at::kLong);
+  const auto* const from = reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>());
+  for (int64_t i = 0; i < hashes.numel(); ++i) {
+    const std::string_view text(from + bound[i], static_cast<size_t>(bound[i + 1] - bound[i]));
+    hashes.data_ptr<int64_t>()[i] = replay::hash_of_text(text);
+  }
+  return hashes;
+}
+
 }  // namespace
 
 void define_replay(py::module_& m) {
@@ -243,6 +299,14 @@ void define_replay(py::module_& m) {
       .def("close", &Windows::close)
       .def_property_readonly("numbers", &Windows::numbers_of_windows)
       .def_property_readonly("of_groups", &Windows::of_groups);
+
+  py::enum_<replay::TextKind>(m, "TextKind")
+      .value("integer", replay::TextKind::kInteger)
+      .value("hexadecimal", replay::TextKind::kHexadecimal)
+      .value("text", replay::TextKind::kText);
+  m.def("parse_text", &parse_text, py::arg("block"), py::arg("separator"), py::arg("fields"),
+        py::arg("columns"));
+  m.def("hash_texts", &hash_texts, py::arg("bytes"), py::arg("bounds"), Released());
 
   py::class_<replay::IdCounts>(m, "IdCounts")
       .def(py::init<int64_t>(), py::arg("most_bytes"))

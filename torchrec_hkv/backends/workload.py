@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import torch
 _RESOLUTION = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class IdFrequencies:
     """How often the ids of a table are looked up, as a histogram of a sample of training ids.
 
@@ -73,6 +75,10 @@ class IdFrequencies:
         ordered = sorted(self.histogram, key=lambda pair: -pair[1])
         object.__setattr__(self, "histogram", tuple((int(n), float(c)) for n, c in ordered))
 
+    def __repr__(self) -> str:
+        # TorchRec formats the constraints of all tables; histograms are long.
+        return f"IdFrequencies({self.num_ids} ids, {self.lookups:g} lookups)"
+
     @classmethod
     def of_ids(cls, ids: torch.Tensor) -> IdFrequencies:
         """Makes a histogram from a sample of ids. Use a large sample: ids that are not in it are
@@ -99,12 +105,12 @@ class IdFrequencies:
         counts = torch.as_tensor(counts, dtype=torch.float64).flatten()
         return cls(_merged(counts[counts > 0]))
 
-    @property
+    @functools.cached_property
     def num_ids(self) -> int:
         """Number of unique ids."""
         return sum(count for count, _ in self.histogram)
 
-    @property
+    @functools.cached_property
     def lookups(self) -> float:
         """Number of lookups in the sample."""
         return sum(count * each for count, each in self.histogram)
@@ -116,6 +122,17 @@ class IdFrequencies:
             lookups: number of independent draws from these frequencies.
             beyond: number of most frequent ids that are not counted.
         """
+        key = (lookups, beyond)
+        if key not in self._expected:
+            self._expected[key] = self._distinct(lookups, beyond)
+        return self._expected[key]
+
+    @functools.cached_property
+    def _expected(self) -> dict[tuple[float, float], float]:
+        """Results of :meth:`distinct`, as the options of a table ask for the same."""
+        return {}
+
+    def _distinct(self, lookups: float, beyond: float) -> float:
         total, expected, skipped = self.lookups, 0.0, float(beyond)
         for count, each in self.histogram:
             left = max(count - skipped, 0.0)
@@ -129,11 +146,20 @@ class IdFrequencies:
         the ``rows`` most frequent ids."""
         if self.shares:
             return self._measured_share(rows)
-        held, left = 0.0, float(rows)
-        for count, each in self.histogram:
-            held += min(count, left) * each
-            left = max(left - count, 0.0)
+        ids, lookups = self._sums
+        at = bisect.bisect_right(ids, rows)
+        if at == len(ids):
+            return 1.0
+        held = (lookups[at - 1] if at else 0.0) + (rows - (ids[at - 1] if at else 0)) * (
+            self.histogram[at][1]
+        )
         return held / self.lookups
+
+    @functools.cached_property
+    def _sums(self) -> tuple[list[int], list[float]]:
+        """Ids and their lookups, from the most frequent ones to each pair of the histogram."""
+        ids = list(itertools.accumulate(count for count, _ in self.histogram))
+        return ids, list(itertools.accumulate(count * each for count, each in self.histogram))
 
     def _measured_share(self, rows: float) -> float:
         """Interpolates linearly in the logarithm of rows, up to a row for each id. Below the first

@@ -18,10 +18,11 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.packing import Parts, Rooms, is_placed, pack, slowest
+from torchrec_hkv.planner.packing import Parts, fits, is_placed, rooms_of, slowest
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
-from torchrec_hkv.planner.patterns import Corners, Sized, size, spares, spread_patterns
+from torchrec_hkv.planner.patterns import Corners, Sized, spares, spread_patterns
 from torchrec_hkv.planner.proposer import GreedyProposer
+from torchrec_hkv.progress import advance
 
 #: Number of combinations of options that are tried.
 _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
@@ -67,7 +68,7 @@ class Arranger:
         """
         self._topology, self._partitioner, self._perf_model = topology, partitioner, perf_model
         self._fill_in_times, self._most_loss = fill_in_times, most_loss
-        self._ranks = len(topology.devices)
+        self._ranks, self._rooms = len(topology.devices), rooms_of(topology)
         self._hbm = sum(device.storage.hbm for device in topology.devices)
         self._host = sum(device.storage.ddr for device in topology.devices)
         self._several_hosts = topology.world_size > topology.local_world_size
@@ -120,6 +121,7 @@ class Arranger:
 
     def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
         """Options that fit, not necessarily fast ones; None if none were found."""
+        advance(1)
         for sized in self._combinations(levels):
             if sum(one.parts.hbm for one in sized) > self._hbm:
                 continue
@@ -127,7 +129,7 @@ class Arranger:
                 continue
             options = [one.option for one in sized]
             is_ours = all(one.parts.is_placed for one in sized)
-            if is_ours and pack([one.parts for one in sized], Rooms.of(self._topology)) is None:
+            if is_ours and not fits([one.parts for one in sized], self._rooms):
                 continue
             if is_ours and self._is_own:
                 return options
@@ -138,10 +140,10 @@ class Arranger:
 
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
         """Time of a step on the slowest rank; None if the options do not fit."""
+        advance(1)
         parts = [self._parts(option) for option in proposal] if self._is_own else []
         if self._is_own and all(each.is_placed for each in parts):
-            ranks = pack(parts, Rooms.of(self._topology), fast=True)
-            return None if ranks is None else slowest(parts, ranks, self._ranks)
+            return slowest(parts, self._rooms)
         try:
             return self._perf_model.rate(
                 self._partitioner.partition(
@@ -257,7 +259,7 @@ class Arranger:
                 others = [self._parts(option) for option in plan]
                 others.pop(index)
                 hbm, host = sum(p.hbm for p in others), sum(p.host for p in others)
-                took, shards = sum(p.time for p in others), sum(len(p.needs) for p in others)
+                took, shards = sum(p.time for p in others), sum(p.num_shards for p in others)
                 for option in by_table[own.path, own.name]:
                     parts = self._parts(option)
                     if left <= 0 or not self._may_be(
@@ -276,7 +278,7 @@ class Arranger:
             return cached[1]
         kept: list[Sized] = []
         every = [Sized(option, Parts(option)) for option in level.options]
-        for sized in sorted(every, key=lambda sized: size(sized.parts.needs, False, True)):
+        for sized in sorted(every, key=lambda sized: sized.parts.size(False, True)):
             if not is_placed(sized.option) and not self._several_hosts:
                 continue  # on one host other types spread shards alike
             if not any(spares(other, sized) for other in kept):

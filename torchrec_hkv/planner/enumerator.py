@@ -25,7 +25,9 @@ from torchrec_hkv.planner.options import (
     is_ours,
     kernel_of,
     shards_of,
+    shared_shards,
 )
+from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning, chains_of
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
@@ -65,6 +67,10 @@ class BackendEnumerator(EmbeddingEnumerator):
         )
         self._choices = choices
         self._losses: dict[tuple, TableLoss] = {}
+        # Of the last enumeration: options of variants, and variants by the id of their origin.
+        self._listed: dict[tuple, list[list[BackendOptions]]] = {}
+        self._of_option: dict[int, list[list[BackendOptions]]] = {}
+        self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -89,54 +95,63 @@ class BackendEnumerator(EmbeddingEnumerator):
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
         sharding_options[:] = kept
+        self._listed, self._of_option, self._made = {}, {}, {}
         super().populate_estimates(sharding_options)
 
-    def variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    def variants(
+        self, options: Sequence[ShardingOption], thinning: Thinning = EVERY_VARIANT
+    ) -> list[ShardingOption]:
         """Variants of options with open sizes, with their memory. :meth:`estimate_times` fills in
         their times.
 
         Args:
             options: enumerated options.
+            thinning: selects variants.
         """
         found: list[BackendShardingOption] = []
-        listed: dict[tuple, Sequence[BackendOptions]] = {}
+        waiting: list[BackendShardingOption] = []
         for option in options:
-            if is_ours(option) and option.is_open:
-                found += self._variants_of(option, listed)
-        self.storage_estimator.estimate_variants(found)
+            if not is_ours(option) or not option.is_open:
+                continue
+            if not thinning.selects((option.path, option.name)):
+                continue
+            for chosen in thinning.selected(option, self._chains(option)):
+                key = (id(option), chosen)
+                if key not in self._made:
+                    self._made[key] = self._variant(option, chosen)
+                    waiting += filter(None, [self._made[key]])
+                found += filter(None, [self._made[key]])
+        self.storage_estimator.estimate_variants(waiting)
         return list[ShardingOption](found)
 
-    def _variants_of(
-        self, option: BackendShardingOption, listed: dict[tuple, Sequence[BackendOptions]]
-    ) -> list[BackendShardingOption]:
-        """Variants of an option.
-
-        Args:
-            option: the option.
-            listed: options of variants by table, label and size of a shard, as sharding types may
-                have equal shards.
-        """
-        backend, choice = registry.get(option.backend), self._choices[option.name]
-        fused_params = self.fused_params(option)
-        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+    def _chains(self, option: BackendShardingOption) -> list[list[BackendOptions]]:
+        """The options of an option's variants. Sharding types may have equal shards."""
+        if id(option) in self._of_option:
+            return self._of_option[id(option)]
         # Shards of a table differ by at most one row or column.
         largest = max(shards_of(option), key=lambda shard: shard.capacity * shard.dim)
         key = (option.path, option.name, option.label, largest.capacity, largest.dim)
-        if key not in listed:
-            listed[key] = backend.variants(
-                largest, optimizer, self._compute_device, choice.frequencies
+        if key not in self._listed:
+            optimizer = applied_optimizer(option.name, option.tensor, self.fused_params(option))
+            variants = registry.get(option.backend).variants(
+                largest, optimizer, self._compute_device, self._choices[option.name].frequencies
             )
-        made = []
-        for options in listed[key]:
-            try:
-                variant = option.variant(options)
-                for shard in distinct(shards_of(variant)):
-                    backend.check(shard, optimizer, self._compute_device)
-            except ValueError:
-                continue
-            if disadvantage(variant) is None:
-                made.append(variant)
-        return made
+            self._listed[key] = chains_of(option.backend_options, variants)
+        self._of_option[id(option)] = self._listed[key]
+        return self._listed[key]
+
+    def _variant(
+        self, option: BackendShardingOption, options: BackendOptions
+    ) -> BackendShardingOption | None:
+        """A variant of an option, without memory; None if the backend can't serve it."""
+        optimizer = applied_optimizer(option.name, option.tensor, self.fused_params(option))
+        try:
+            variant = option.variant(options)
+            for shard in distinct(shards_of(variant)):
+                registry.get(option.backend).check(shard, optimizer, self._compute_device)
+        except ValueError:
+            return None
+        return variant if disadvantage(variant) is None else None
 
     def estimate_times(self, options: Sequence[ShardingOption]) -> None:
         """Fills in the times of variants that have none yet.
@@ -232,9 +247,10 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)
+        option.made_shards = shared_shards(option)
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        for shard in shards_of(option):
+        for shard in distinct(option.made_shards):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
     def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:

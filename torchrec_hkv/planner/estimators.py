@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -13,6 +13,7 @@ from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Shard,
     ShardEstimator,
     ShardingOption,
     Storage,
@@ -121,12 +122,12 @@ class PerfEstimator(ShardEstimator):
 
     def _estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         stock = [option for option in sharding_options if not is_ours(option)]
-        self._stock.estimate(stock, *args, **kwargs)
+        _estimate_distinct(self._stock, stock, args, kwargs)
         if FUSED in self._measured:
             self._measure_stock(stock, args, kwargs)
         for name, estimator in self._by_backend.items():
             ours = [o for o in sharding_options if is_ours(o) and o.backend == name]
-            estimator.estimate(ours, *args, **kwargs)
+            _estimate_distinct(estimator, ours, args, kwargs)
             for option in ours:
                 option.stock_times = [copy.copy(shard.perf) for shard in option.shards]
                 self._correct(option, sharder_fused_params(option, args, kwargs))
@@ -248,6 +249,34 @@ class PerfEstimator(ShardEstimator):
             )
             for shard, count in zip(option.shards, stock_table_bytes(option), strict=True)
         ]
+
+
+def _estimate_distinct(
+    estimator: ShardEstimator,
+    options: Sequence[ShardingOption],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Estimates times of one shard of each size, as TorchRec's times depend on nothing else of a
+    shard, and copies them to the others."""
+    of_all = [option.shards for option in options]
+    for option in options:
+        firsts: dict[tuple[int, ...], Shard] = {}
+        for shard in option.shards:
+            firsts.setdefault(tuple(shard.size), shard)
+        option.shards = list(firsts.values())
+    try:
+        estimator.estimate(options, *args, **kwargs)
+    finally:
+        estimated = [option.shards for option in options]
+        for option, shards in zip(options, of_all, strict=True):
+            option.shards = shards
+    for firsts_of_one, shards in zip(estimated, of_all, strict=True):
+        times = {tuple(shard.size): shard for shard in firsts_of_one}
+        for shard in shards:
+            first = times[tuple(shard.size)]
+            if shard is not first:
+                shard.perf = copy.copy(first.perf)
 
 
 def _set_times(option: ShardingOption, times: list[StepTime]) -> None:

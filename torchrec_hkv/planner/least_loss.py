@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torchrec.distributed.planner.types import (
     Partitioner,
@@ -18,11 +18,20 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.arrangement import Arranged, Arranger
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
 from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
-from torchrec_hkv.planner.search import Search
+from torchrec_hkv.planner.packing import Parts
+from torchrec_hkv.planner.prices import Table
+from torchrec_hkv.planner.search import FEW_TABLES, Search
+from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning
+
+#: Of so many of the largest tables, sizes are listed first.
+_FIRST_LISTED = 64
+#: Number of times that sizes next to the chosen ones are tried.
+_MOST_REFINED = 3
 
 
 class LeastLoss:
@@ -51,8 +60,7 @@ class LeastLoss:
         self._enumerator, self._room = enumerator, room
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
-        self._variants: tuple[list[ShardingOption], list[ShardingOption]] | None = None
-        self._rater: tuple[Topology, Arranger] | None = None
+        self._rater: Arranger | None = None
 
     @property
     def is_traded(self) -> bool:
@@ -67,7 +75,7 @@ class LeastLoss:
             space: the enumerated options.
         """
         # A new plan begins.
-        self._variants = self._rater = None
+        self._rater = None
         loss = self._enumerator().loss
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
@@ -89,10 +97,9 @@ class LeastLoss:
         return self._for_ratings().rating(proposal)
 
     def _for_ratings(self) -> Arranger:
-        room = self._room()
-        if self._rater is None or self._rater[0] is not room:
-            self._rater = (room, self._arranger(room))
-        return self._rater[1]
+        if self._rater is None:
+            self._rater = self._arranger(self._room())
+        return self._rater
 
     def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
         enumerator = self._enumerator()
@@ -100,16 +107,22 @@ class LeastLoss:
         may_lose = max(value.value for value in values) <= (math.inf if bound is None else bound)
         return len(values) == 1 and may_lose and not any(is_ours(o) and o.is_open for o in options)
 
-    def all_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """The enumerated options and their variants, without those that variants replace.
+    def smallest_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """The enumerated options and variants of them, the smallest ones among them.
 
         Args:
             space: the enumerated options.
         """
-        if self._variants is None or self._variants[0] is not space:
-            made = self._enumerator().variants(space)
-            self._variants = (space, made)
-        made = self._variants[1]
+        return self._all_options(space, Thinning() if _are_many(space) else EVERY_VARIANT)
+
+    def _all_options(self, space: list[ShardingOption], thinning: Thinning) -> list[ShardingOption]:
+        """The enumerated options and their variants, without those that variants replace.
+
+        Args:
+            space: the enumerated options.
+            thinning: selects variants.
+        """
+        made = self._enumerator().variants(space, thinning)
         replaced = {(o.path, o.name, o.backend) for o in made if is_ours(o)}
         kept = [
             option
@@ -156,8 +169,67 @@ class LeastLoss:
         room = _with_more(self._room(), more)
         most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
         most_time = math.inf if self._most_time is None or any_time else self._most_time
-        levels = self._levels(space, room, any_loss)
-        return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
+        arranger = self._arranger(room)
+
+        def search(thinning: Thinning) -> Search:
+            levels = self._levels(space, room, any_loss, thinning)
+            return Search(levels, arranger, most_loss, most_time)
+
+        if not _are_many(space):
+            return search(EVERY_VARIANT).least_loss()
+        bounded = () if any_loss else self._bounded(space)
+        for tables in (self._candidates(space, search, bounded), None):
+            # First with few sizes of each table, then with those next to the chosen ones.
+            thinning = Thinning.coarse(tables, bounded)
+            found, before = search(thinning).least_loss(), None
+            for _ in range(_MOST_REFINED):
+                if found is None or found is before:
+                    break
+                thinning = thinning.refined(_chosen(found))
+                before, found = found, self._better(found, search(thinning).least_loss())
+            if found is not None:
+                return found
+        return None
+
+    def _candidates(
+        self,
+        space: Sequence[ShardingOption],
+        search: Callable[[Thinning], Search],
+        bounded: Collection[Table],
+    ) -> set[Table]:
+        """Tables that may lose something. Sizes are listed for the largest tables only, as long as
+        smaller ones can't be among them."""
+        loss = self._enumerator().loss
+        sizes: dict[Table, float] = {}
+        for option in space:
+            table, taken = (option.path, option.name), Parts(option)
+            size = math.inf if loss(option).is_lossy else taken.hbm + taken.host
+            sizes[table] = min(size, sizes.get(table, math.inf))
+        order = sorted(sizes, key=lambda table: -sizes[table])
+        count = _FIRST_LISTED
+        while True:
+            unlisted = sizes[order[count]] if count < len(order) else 0.0
+            some = search(Thinning(set(order[:count]), bounded=bounded))
+            found = some.may_lose(unlisted)
+            if found is not None:
+                return found
+            count *= 2
+
+    def _better(self, one: Arranged, other: Arranged | None) -> Arranged:
+        """The plan that comes first in the order of :class:`Search`."""
+        if other is None:
+            return one
+        loss = self._enumerator().loss
+
+        def key(plan: Arranged) -> tuple[int, float, float]:
+            return sum(loss(option).is_lossy for option in plan.options), plan.loss, plan.time
+
+        return min(one, other, key=key)
+
+    def _bounded(self, space: Sequence[ShardingOption]) -> set[Table]:
+        """Tables whose losses are bounded."""
+        bound = self._enumerator().most_loss
+        return {(option.path, option.name) for option in space if bound(option) is not None}
 
     def with_more(self, space: list[ShardingOption], more: int) -> Arranged | None:
         """The plan with more memory.
@@ -224,8 +296,13 @@ class LeastLoss:
         """The fastest plan within the bound on loss."""
         assert self._most_loss is not None
         room, least = _with_more(self._room(), more), self.least(space, more)
-        levels = self._levels(space, room)
-        if least is None or any(not table.all for table in levels.values()):
+        if least is None:
+            return None
+        thinning = EVERY_VARIANT
+        if _are_many(space):
+            thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(least))
+        levels = self._levels(space, room, thinning=thinning)
+        if any(not table.all for table in levels.values()):
             return None
         allowed = [
             [level for level in table.all if level.loss.value <= self._most_loss]
@@ -235,15 +312,29 @@ class LeastLoss:
         return arranger.fastest(allowed, [least.options])
 
     def _levels(
-        self, space: list[ShardingOption], room: Topology, any_loss: bool = False
-    ) -> dict[tuple[str, str], TableLevels]:
+        self,
+        space: list[ShardingOption],
+        room: Topology,
+        any_loss: bool = False,
+        thinning: Thinning = EVERY_VARIANT,
+    ) -> dict[Table, TableLevels]:
         enumerator = self._enumerator()
         bound = (lambda _: None) if any_loss else enumerator.most_loss
-        return levels_of(self.all_options(space), room, enumerator.loss, bound)
+        return levels_of(self._all_options(space, thinning), room, enumerator.loss, bound)
 
     def _arranger(self, room: Topology, most_loss: float = math.inf) -> Arranger:
         fill_in = self._enumerator().estimate_times
         return Arranger(room, self._partitioner, self._perf_model, fill_in, most_loss)
+
+
+def _chosen(plan: Arranged) -> dict[Table, BackendOptions]:
+    """The options of tables on backends."""
+    return {(o.path, o.name): o.backend_options for o in plan.options if is_ours(o)}
+
+
+def _are_many(space: Sequence[ShardingOption]) -> bool:
+    """Whether there are so many tables that not all of their sizes are tried."""
+    return len({(option.path, option.name) for option in space}) > FEW_TABLES
 
 
 def _with_more(room: Topology, more: int) -> Topology:

@@ -41,8 +41,8 @@ class BackendShardingOption(ShardingOption):
         label: identifies the alternative among those of the table.
         is_open: whether variants of the options may be used.
         origin: the enumerated option that this is a variant of; None if it is none.
-        made_shards: the shards in the form that backends take, of a variant. Shards of one size
-            are the first of them.
+        made_shards: the shards in the form that backends take, once their sizes are final. Shards
+            of one size are the first of them.
         stock_times: TorchRec's estimate of the times of the shards, which is the same for variants.
     """
 
@@ -69,7 +69,7 @@ class BackendShardingOption(ShardingOption):
         made.backend_options, made.is_open, made.origin = options, False, self
         # Sizes are shared: they are not changed after the enumeration.
         made.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
-        made.made_shards = _shared_shards(made)
+        made.made_shards = shared_shards(made)
         return made
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
@@ -134,7 +134,7 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
     )
 
 
-def _shared_shards(option: BackendShardingOption) -> list[TableShard]:
+def shared_shards(option: BackendShardingOption) -> list[TableShard]:
     """The shards of an option's table; for shards of one size, the first of them."""
     config, options = config_of(option), option.backend_options
     count = config.num_embeddings

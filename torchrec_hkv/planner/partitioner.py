@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.packing import Parts, Rooms, is_placed, pack
+from torchrec_hkv.planner.packing import Parts, is_placed, pack, rooms_of
 
 
 class SearchingPartitioner(GreedyPerfPartitioner):
@@ -41,7 +41,7 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         """
         if hbm_per_device is not None or not all(is_placed(option) for option in proposal):
             return super().partition(proposal, storage_constraint, hbm_per_device)
-        packed = pack(list(map(Parts, proposal)), Rooms.of(storage_constraint), fast=True)
+        packed = pack(list(map(Parts, proposal)), rooms_of(storage_constraint))
         if packed is None:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torchrec.distributed.planner.types import PartitionByType, ShardingOption
 
-from torchrec_hkv.planner.packing import Need, Parts
+from torchrec_hkv.planner.packing import Parts
 
 #: Number of steps between no table and all tables spread over all ranks.
 _STEPS = 24
@@ -42,24 +42,11 @@ class Corners:
         """The corners among the options of a table."""
         return cls(
             *(
-                min(options, key=lambda sized: size(sized.parts.needs, in_hbm, first_largest))
+                min(options, key=lambda sized: sized.parts.size(in_hbm, first_largest))
                 for in_hbm in (False, True)
                 for first_largest in (False, True)
             )
         )
-
-
-def size(needs: Sequence[Need], in_hbm: bool, first_largest: bool) -> tuple[int, int]:
-    """Sort key: the bytes of all shards and of the largest one.
-
-    Args:
-        needs: by shard.
-        in_hbm: whether only HBM counts.
-        first_largest: whether the largest shard comes first.
-    """
-    counts = [need.hbm if in_hbm else need.hbm + need.host for need in needs]
-    largest, total = max(counts, default=0), sum(counts)
-    return (largest, total) if first_largest else (total, largest)
 
 
 def spares(other: Sized, sized: Sized) -> bool:
@@ -68,10 +55,7 @@ def spares(other: Sized, sized: Sized) -> bool:
     kind = sized.option.partition_by
     if other.option.partition_by != kind or kind not in kinds:
         return False
-    one, two = other.parts.needs, sized.parts.needs
-    return len(one) == len(two) and all(
-        a.hbm <= b.hbm and a.host <= b.host for a, b in zip(one, two, strict=True)
-    )
+    return other.parts.needs.fits_where(sized.parts.needs)
 
 
 def spread_patterns(tables: Sequence[Corners], hbm: int, host: int) -> Iterator[list[Sized]]:

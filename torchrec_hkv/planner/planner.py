@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,6 +40,7 @@ from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
 from torchrec_hkv.planner.report import LossReport, ReplicaGroups
 from torchrec_hkv.planner.table_reports import TableReporter
+from torchrec_hkv.progress import reported
 from torchrec_hkv.sharding.modules.sharders import get_default_sharders
 from torchrec_hkv.warn import warn
 
@@ -200,6 +202,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             ValueError: a backend can't serve a table whose constraint names it.
             PlannerError: no plan fits; the message names tables and the missing bytes.
         """
+        begin = time.perf_counter()
+        with reported("Planning", unit=" plans"):
+            plan = self._reported_plan(module, sharders)
+        tables = sum(len(module_plan.reports) for module_plan in plan.plan.values())
+        logger.info("Planned %d tables in %.1f s:\n%s", tables, time.perf_counter() - begin, plan)
+        return plan
+
+    def _reported_plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> ReportedPlan:
         self._complete(module, sharders)
         check_model(module, sharders, self._choices, self._constraints or {})
         self._space = []
@@ -226,9 +238,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         }
         room = self._storage_reservation.last_reserved_topology
         memory = [] if room is None else rank_memory(plans.values(), options.values(), room)
-        plan = ReportedPlan(plans, memory)
-        logger.info("%s", plan)
-        return plan
+        return ReportedPlan(plans, memory)
 
     def collective_plan(
         self,
@@ -259,7 +269,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         if error.error_type not in kinds or room is None:
             return error
         space = self._enumerator.enumerate(module, sharders)
-        missing = missing_bytes(smallest(self._least_loss.all_options(space), room), room)
+        missing = missing_bytes(smallest(self._least_loss.smallest_options(space), room), room)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(

@@ -15,7 +15,9 @@ from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tig
 
 #: Up to this number of tables, all sets of tables and combinations of levels are tried that could
 #: be better. With more tables, the search is limited.
-_FEW_TABLES = 12
+FEW_TABLES = 12
+#: If many tables may lose, at least so many times those that must at least are considered.
+_TIMES_AS_MANY = 2
 #: Bounds on the number of sets of tables, for few and for many tables.
 _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
@@ -52,7 +54,7 @@ class Search:
         self._tables, self._arranger = dict(tables), arranger
         self._most_loss, self._most_time = most_loss, most_time
         self._checks = self._looks = 0
-        self._are_many = len(self._tables) > _FEW_TABLES
+        self._are_many = len(self._tables) > FEW_TABLES
         self._most_checks = _MOST_CHECKS
         if self._are_many:
             self._most_checks = max(_MOST_ARRANGED // len(self._tables), _FEWEST_CHECKS)
@@ -79,6 +81,38 @@ class Search:
             if plans:
                 return min((plan for plan in plans if plan is not None), key=lambda p: p.time)
         return None
+
+    def may_lose(self, unlisted: float = 0.0) -> set[Table] | None:
+        """Tables that are likely to lose something in the first plan of the order: those that save
+        most, and those that may be among the fewest that have to lose.
+
+        Of levels between the smallest and the largest of a table, none need be known. Nor need any
+        with loss of tables that take little: None if these might lower the number of tables that
+        have to lose, or if there are too few others.
+
+        Args:
+            unlisted: bytes of the largest table whose levels with loss are not known.
+        """
+        if any(not levels.all for levels in self._tables.values()):
+            return set()
+        scarce = self._scarce()
+        fewest = [each.fewest() for each in scarce]
+        counts = [count for count in fewest if count is not None]
+        if len(counts) < len(fewest):
+            return None if unlisted else set()
+        count = max(counts)
+        most = _TIMES_AS_MANY * count + FEW_TABLES
+        if unlisted and (
+            most > sum(bool(levels.lossy) for levels in self._tables.values())
+            or any(
+                each.exceeds(unlisted, count)
+                for each, own in zip(scarce, fewest, strict=True)
+                if own == count > 0
+            )
+        ):
+            return None
+        largest = scarce[fewest.index(count)].largest(most)
+        return set.intersection(*(each.may_lose(count) for each in scarce)) | largest
 
     def _scarce(self) -> list[Scarce]:
         """Memory in total, HBM, host memory, and time if it is bounded."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torchrec_hkv import _C
 from torchrec_hkv.replay.arrays import PART_SAMPLES, int64_tensor
 from torchrec_hkv.replay.log import Ids, Log, LogError, Part, check_file
-from torchrec_hkv.replay.text import hashed_texts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -105,13 +105,9 @@ def _values(column: pyarrow.Array) -> torch.Tensor:
     offset_type = np.int64 if "large" in str(column.type) else np.int32
     _, offsets, data = column.buffers()
     if data is None or len(column) == 0:
-        return torch.from_numpy(
-            hashed_texts(np.zeros(1, np.uint8), *np.zeros((2, len(column)), int))
+        return _C.hash_texts(
+            torch.empty(0, dtype=torch.uint8), torch.zeros(len(column) + 1, dtype=torch.int64)
         )
     bounds = np.frombuffer(offsets, dtype=offset_type)[column.offset :][: len(column) + 1]
-    values = hashed_texts(
-        np.frombuffer(pyarrow.py_buffer(data), dtype=np.uint8),
-        bounds[:-1].astype(np.int64),
-        bounds[1:].astype(np.int64),
-    )
-    return torch.from_numpy(values)
+    text = np.frombuffer(pyarrow.py_buffer(data), dtype=np.uint8).copy()
+    return _C.hash_texts(torch.from_numpy(text), torch.from_numpy(bounds.astype(np.int64)))

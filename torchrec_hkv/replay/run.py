@@ -20,7 +20,14 @@ from torchrec_hkv.replay.policy import Policy
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.sample import Sample
 from torchrec_hkv.replay.steps import Steps
-from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting, work_of
+from torchrec_hkv.replay.tables import (
+    CountedIds,
+    Counts,
+    ReplayedTables,
+    Setting,
+    slots_share,
+    work_of,
+)
 from torchrec_hkv.replay.windows import corrected, uncrowded
 
 #: Smallest number of rows of a sampled table. With fewer rows, some samples are off by more than
@@ -196,7 +203,8 @@ class _Running:
         points = [self._point(setting, counts[setting]) for setting in settings]
         if self.feed.windows is not None:
             rows = [point.rows for point in points]
-            rates = uncrowded([point.hit_rate for point in points], rows, self.feed.windows)
+            slots = [slots_share(setting, self._sample) for setting in settings]
+            rates = uncrowded([point.hit_rate for point in points], rows, slots, self.feed.windows)
             points = [
                 dataclasses.replace(point, hit_rate=rate)
                 for point, rate in zip(points, rates, strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table import AgedLFU, TableGroup
+from torchrec_hkv.hash_table import AgedLFU, TableGroup, table_memory
 from torchrec_hkv.hash_table.eviction import FIRST_C
 from torchrec_hkv.replay.aging import whole_aging
 from torchrec_hkv.replay.counting import IdCounter, growing_table
@@ -56,6 +56,16 @@ def work_of(setting: Setting, sample: Sample) -> float:
     if not sample.is_all and setting.policy.eviction == "adaptive":
         work += 3 + 30 * min(1.0, _LEAST_SHARED_ROWS / setting.rows)  # its miniatures
     return work
+
+
+def slots_share(setting: Setting, sample: Sample) -> float:
+    """Slots of a sampled table over their share of those of the whole table. The rows of each are
+    rounded up to buckets, which changes small tables more."""
+    spec = setting.policy.spec(setting.rows, sample.rate)
+    sampled, whole = (
+        table_memory(rows, 1, 0, spec.eviction).num_slots for rows in (spec.capacity, setting.rows)
+    )
+    return sampled / (sample.rate * whole)
 
 
 class ReplayedTables:

@@ -142,14 +142,18 @@ def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, fl
     return total / (rate * lookups), math.sqrt(max(variance, 0.0)) / (rate * lookups)
 
 
-def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows) -> list[float]:
-    """Corrects hit rates of a policy's tables for a sample with more or fewer ids than its share.
+def uncrowded(
+    hit_rates: Sequence[float], rows: Sequence[int], slots: Sequence[float], windows: Windows
+) -> list[float]:
+    """Corrects hit rates of a policy's tables for a sample with more or fewer ids than its share,
+    and for tables with more slots than their share.
 
     A sample with more ids makes its tables behave like tables with fewer rows.
 
     Args:
         hit_rates: hit rates of the tables.
         rows: rows of the tables, ascending.
+        slots: slots of the sampled tables over their share of those of the tables.
         windows: windows that counted the same ids.
     """
     if len(rows) < 2:
@@ -161,8 +165,8 @@ def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows)
         )
     ]
     estimates = []
-    for at, (hit_rate, count) in enumerate(zip(hit_rates, rows, strict=True)):
-        crowding = windows.crowding(count)
+    for at, (hit_rate, count, more) in enumerate(zip(hit_rates, rows, slots, strict=True)):
+        crowding = windows.crowding(count) - math.log(more)
         # Interpolate at more rows if the sample has more ids than its share.
         towards = at if crowding > 0 else at - 1
         slope = slopes[min(max(towards, 0), len(slopes) - 1)]

@@ -1,0 +1,53 @@
+// Packs shards of tables into the memory of ranks (torchrec_hkv/planner/packing.py). CPU only.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace torchrec_hkv::planner {
+
+// What a shard needs of a rank: bytes of HBM and of host memory, and the time of a step.
+struct Need {
+  int64_t hbm;
+  int64_t host;
+  double time;
+};
+
+// The needs of the shards of an option.
+struct Parts {
+  Parts(std::vector<Need> shards, bool uniform);
+
+  // Whether each shard fits where the same shard of `other` fits.
+  bool fits_where(const Parts& other) const;
+
+  std::vector<Need> needs;
+  bool is_uniform;  // the shards go to all ranks, in order
+  // Over all shards, and of the largest one.
+  int64_t hbm = 0, host = 0;
+  int64_t most_hbm = 0, most_bytes = 0;
+  double time = 0;
+};
+
+// Free memory of the ranks.
+struct Room {
+  int64_t hbm;
+  int64_t host;
+};
+
+// The index of a rank for each shard of each option.
+using Placement = std::vector<std::vector<int>>;
+
+// Assigns each shard to a rank with enough memory. fast: minimizes the time of the slowest rank: by
+// comparing all assignments of up to kFewShards shards, else by a search that prefers ranks with
+// little time. Without `fast`, and where that fails, the search prefers ranks with much memory.
+// Nothing is returned if no assignment was found.
+constexpr int kFewShards = 6;
+std::optional<Placement> pack(const std::vector<const Parts*>& options,
+                              const std::vector<Room>& rooms, bool fast);
+
+// The time of a step on the slowest rank.
+double slowest(const std::vector<const Parts*>& options, const Placement& placement,
+               size_t num_ranks);
+
+}  // namespace torchrec_hkv::planner

@@ -1,0 +1,185 @@
+#include "replay/text.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <numeric>
+
+namespace torchrec_hkv::replay {
+namespace {
+
+constexpr uint64_t kFnvBasis = 0xcbf29ce484222325ull, kFnvPrime = 0x100000001b3ull;
+// Most digits of a number of 64 bits.
+constexpr size_t kMostDecimal = 20, kMostHexadecimal = 16;
+
+std::string_view trimmed(std::string_view field) {
+  if (!field.empty() && field.back() == '\r') field.remove_suffix(1);
+  if (field.size() > 1 && field.front() == '"' && field.back() == '"') {
+    field.remove_prefix(1);
+    field.remove_suffix(1);
+  }
+  return field;
+}
+
+// Parses a field that is not empty. False: it is no number of 64 bits.
+bool parse_number(std::string_view field, TextKind kind, int64_t* value) {
+  const bool minus = field.front() == '-';
+  if (minus || field.front() == '+') field.remove_prefix(1);
+  const bool decimal = kind == TextKind::kInteger;
+  if (field.empty() || field.size() > (decimal ? kMostDecimal : kMostHexadecimal)) return false;
+  uint64_t number = 0;
+  const char* const end = field.data() + field.size();
+  const auto [stop, error] = std::from_chars(field.data(), end, number, decimal ? 10 : 16);
+  if (stop != end || error != std::errc()) return false;
+  if (minus && number > uint64_t{1} << 63) return false;
+  *value = static_cast<int64_t>(minus ? uint64_t{0} - number : number);
+  return true;
+}
+
+class Parser {
+ public:
+  Parser(std::string_view block, std::string_view separator)
+      : at_(block.data()), end_(block.data() + block.size()), separator_(separator) {}
+
+  bool is_at_end() const { return at_ == end_; }
+
+  // The next field of the line. Sets `is_last` at its end.
+  std::string_view field(bool* is_last) {
+    const char* const begin = at_;
+    const char first = separator_.front();
+    for (; at_ != end_ && *at_ != '\n'; ++at_) {
+      if (*at_ == first && (separator_.size() == 1 || is_separator())) {
+        const std::string_view found(begin, static_cast<size_t>(at_ - begin));
+        at_ += separator_.size();
+        *is_last = false;
+        return found;
+      }
+    }
+    const std::string_view found(begin, static_cast<size_t>(at_ - begin));
+    if (at_ != end_) ++at_;
+    *is_last = true;
+    return found;
+  }
+
+  // The same for an integer of up to 18 digits without a sign, quotes or other marks: true if it
+  // is one.
+  bool plain_integer(int64_t* value, bool* is_last) {
+    const char* at = at_;
+    const char* const most = end_ - at > 18 ? at + 18 : end_;
+    int64_t number = 0;
+    for (; at != most; ++at) {
+      const auto digit = static_cast<unsigned char>(*at - '0');
+      if (digit > 9) break;
+      number = 10 * number + digit;
+    }
+    if (at == at_ || at == end_) return false;
+    if (*at == '\n') {
+      *is_last = true;
+    } else if (*at == separator_.front() && separator_.size() == 1) {
+      *is_last = false;
+    } else {
+      return false;
+    }
+    at_ = at + 1;
+    *value = number;
+    return true;
+  }
+
+ private:
+  bool is_separator() const {
+    return static_cast<size_t>(end_ - at_) >= separator_.size() &&
+           std::memcmp(at_, separator_.data(), separator_.size()) == 0;
+  }
+
+  const char* at_;
+  const char* end_;
+  std::string_view separator_;
+};
+
+// Adds the id of a line.
+class Column {
+ public:
+  Column(TextColumn* column, size_t lines) : column_(column) {
+    column->values.resize(lines);
+    to_ = column->values.data();
+  }
+
+  void add(int64_t line, int64_t value) {
+    to_[count_] = value;
+    if (some_are_missing_) column_->lines.push_back(line);
+    ++count_;
+  }
+  void skip(int64_t line) {
+    if (some_are_missing_) return;
+    some_are_missing_ = true;
+    column_->lines.resize(static_cast<size_t>(line));
+    std::iota(column_->lines.begin(), column_->lines.end(), int64_t{0});
+  }
+  void close() { column_->values.resize(count_); }
+
+  const TextColumn& of() const { return *column_; }
+
+ private:
+  TextColumn* column_;
+  int64_t* to_;
+  size_t count_ = 0;
+  bool some_are_missing_ = false;
+};
+
+}  // namespace
+
+int64_t hash_of_text(std::string_view text) {
+  uint64_t hash = kFnvBasis;
+  for (const char byte : text) hash = (hash ^ static_cast<unsigned char>(byte)) * kFnvPrime;
+  return static_cast<int64_t>(hash);
+}
+
+int64_t parse_text(std::string_view block, std::string_view separator, int64_t fields,
+                   std::vector<TextColumn>* columns, TextFault* fault) {
+  const auto lines = static_cast<size_t>(std::count(block.begin(), block.end(), '\n'));
+  std::vector<Column> parsed;
+  for (TextColumn& column : *columns) parsed.emplace_back(&column, lines + 1);
+  Parser parser(block, separator);
+  int64_t line = 0;
+  for (; !parser.is_at_end(); ++line) {
+    bool is_last = false;
+    size_t next = 0;
+    int64_t count = 0;
+    TextFault no_number;
+    for (; !is_last; ++count) {
+      int64_t value = 0;
+      if (next == parsed.size() || parsed[next].of().field != count) {
+        parser.field(&is_last);
+        continue;
+      }
+      Column& column = parsed[next++];
+      const TextKind kind = column.of().kind;
+      if (kind == TextKind::kInteger && parser.plain_integer(&value, &is_last)) {
+        column.add(line, value);
+        continue;
+      }
+      const std::string_view text = trimmed(parser.field(&is_last));
+      if (text.empty()) {
+        column.skip(line);
+      } else if (kind == TextKind::kText) {
+        column.add(line, hash_of_text(text));
+      } else if (parse_number(text, kind, &value)) {
+        column.add(line, value);
+      } else if (no_number.line < 0) {
+        no_number = {line, fields, static_cast<int>(next) - 1, text};
+      }
+    }
+    if (count != fields) {
+      *fault = {line, count, -1, {}};
+      return line;
+    }
+    if (no_number.line >= 0) {
+      *fault = no_number;
+      return line;
+    }
+  }
+  for (Column& column : parsed) column.close();
+  return line;
+}
+
+}  // namespace torchrec_hkv::replay

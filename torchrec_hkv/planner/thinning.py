@@ -1,0 +1,86 @@
+"""Selects some of the variants of tables, where all of many tables would be too many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from torchrec_hkv.backends.protocol import BackendOptions
+from torchrec_hkv.planner.options import BackendShardingOption
+from torchrec_hkv.planner.prices import Table
+
+#: Of a chain of variants, one of so many is tried first.
+_EVERY = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinning:
+    """A selection of variants.
+
+    Variants that differ from a table's options in the same fields are a chain of sizes. Its first
+    and last variant are always selected.
+
+    Attributes:
+        tables: tables with variants; None for all.
+        every: one of so many variants of a chain is selected; None for its ends only.
+        around: chosen options by table. Their neighbours in the chain are selected, too.
+        bounded: tables of which all variants are selected, as some lose more than they may.
+    """
+
+    tables: Collection[Table] | None = None
+    every: int | None = None
+    around: Mapping[Table, BackendOptions] = dataclasses.field(default_factory=dict)
+    bounded: Collection[Table] = ()
+
+    @classmethod
+    def coarse(cls, tables: Collection[Table] | None, bounded: Collection[Table]) -> Thinning:
+        """Few variants of some tables."""
+        return cls(tables, _EVERY, bounded=bounded)
+
+    def refined(self, around: Mapping[Table, BackendOptions]) -> Thinning:
+        """The same, with the neighbours of chosen options."""
+        return dataclasses.replace(self, around=around)
+
+    def selects(self, table: Table) -> bool:
+        """Whether a table has variants."""
+        return self.tables is None or table in self.tables or table in self.bounded
+
+    def selected(
+        self, option: BackendShardingOption, chains: Sequence[Sequence[BackendOptions]]
+    ) -> list[BackendOptions]:
+        """Selects options.
+
+        Args:
+            option: an enumerated option.
+            chains: options of its variants, see :func:`chains_of`.
+        """
+        table = (option.path, option.name)
+        if table in self.bounded:
+            return [variant for chain in chains for variant in chain]
+        if not self.selects(table):
+            return []
+        chosen = self.around.get(table)
+        found: list[BackendOptions] = []
+        for chain in chains:
+            last = len(chain) - 1
+            places = {0, last, *(range(0, last, self.every) if self.every else ())}
+            if chosen is not None and self.every and chosen in chain:
+                at = chain.index(chosen)
+                places.update(range(max(at - self.every + 1, 0), min(at + self.every, last + 1)))
+            found += [chain[place] for place in sorted(places)]
+        return found
+
+
+EVERY_VARIANT = Thinning(every=1)
+
+
+def chains_of(
+    options: BackendOptions, listed: Sequence[BackendOptions]
+) -> list[list[BackendOptions]]:
+    """Divides variants by the fields in which they differ from the options of a table."""
+    own = vars(options)
+    chains: dict[tuple[str, ...], list[BackendOptions]] = {}
+    for variant in listed:
+        changed = tuple(name for name, value in vars(variant).items() if value != own[name])
+        chains.setdefault(changed, []).append(variant)
+    return list(chains.values())
