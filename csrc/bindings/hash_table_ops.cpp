@@ -2,18 +2,15 @@
 // by writing `counters`, the group's counters tensor. Fakes: torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
-#include <functional>
-
+#include "bindings/grouped_positions.h"
 #include "bindings/lookups.h"
 #include "bindings/register.h"
-#include "common/side_stream.h"
 #include "hash_table/kernels.h"
 #include "runtime/batch.h"
 #include "runtime/checks.h"
 #include "runtime/dtypes.h"
 #include "runtime/initial_rows.h"
 #include "runtime/on_device.h"
-#include "runtime/score_keys.h"
 #include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
@@ -29,16 +26,6 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, const at::Ten
   check_device(slots, "slots", group.device());
   check_length(slots, "slots", ids.numel());
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
-}
-
-Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& weights, bool mean,
-                     const at::Tensor& ids) {
-  if (!weights) return Pooling{mean, nullptr};
-  check_dtype(*weights, "weights", at::kFloat);
-  check_device(*weights, "weights", group.device());
-  check_length(*weights, "weights", ids.numel());
-  TORCH_CHECK_VALUE(weights->is_contiguous(), "weights must be contiguous.");
-  return Pooling{mean, weights->const_data_ptr<float>()};
 }
 
 Output<const char> make_grad(const TableGroup& group, const at::Tensor& grad,
@@ -104,50 +91,6 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   return result;
 }
 
-#ifdef TORCHREC_HKV_CUDA
-// Bytes of scratch to group the positions of a batch and to update rows.
-int64_t grouping_bytes(const TableGroup& group, const Batch& batch, bool weighted) {
-  return static_cast<int64_t>(hash_table::cuda::update_rows_scratch(
-      batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), weighted));
-}
-
-// The positions of a batch, grouped by their slots.
-struct Grouped {
-  at::Tensor memory;
-  hash_table::cuda::Grouping how;
-
-  // Allocates memory for them.
-  Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& ids)
-      : how{} {
-    memory = at::empty({grouping_bytes(group, batch, weighted)}, ids.options().dtype(at::kByte));
-  }
-  // From the results of pooled_lookup_grouped.
-  Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& memory,
-          const at::Tensor& ways)
-      : memory(memory), how{} {
-    check_dtype(ways, "ways", at::kLong);
-    check_device(ways, "ways", at::kCPU);
-    check_length(ways, "ways", 1);
-    how = {*ways.const_data_ptr<int64_t>() != 0};
-    check_dtype(memory, "grouped", at::kByte);
-    check_device(memory, "grouped", group.device());
-    check_length(memory, "grouped", grouping_bytes(group, batch, weighted));
-    TORCH_CHECK_VALUE(memory.is_contiguous(), "grouped must be contiguous.");
-  }
-  at::Tensor ways() const {
-    at::Tensor said = at::empty({1}, at::kLong);
-    *said.data_ptr<int64_t>() = how.moved;
-    return said;
-  }
-  void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
-            cudaStream_t stream, SideStream* beside = nullptr) {
-    how = hash_table::cuda::group_positions(group.views(), batch, slots, weighted,
-                                            group.num_slots(), group.shape(), group.update_hint(),
-                                            memory.data_ptr(), stream, beside);
-  }
-};
-#endif
-
 void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                  const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                  const at::Tensor& slots, int64_t batch_size, bool mean,
@@ -172,7 +115,7 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   TORCH_CHECK_VALUE(!grouped || group.device().is_cuda(),
                     "grouped is for tables on a GPU, but these are on ", group.device(), ".");
 #ifdef TORCHREC_HKV_CUDA
-  std::optional<Grouped> positions;
+  std::optional<GroupedPositions> positions;
   const bool weighted = weights.has_value();
   if (grouped) {
     positions.emplace(group, batch, weighted, *grouped, *ways);
@@ -263,120 +206,6 @@ at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64
       insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin, scores);
   return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false).rows;
 }
-
-}  // namespace
-
-LookupBatch::LookupBatch(const TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
-                         const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
-                         at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype)
-    : ids(ids),
-      offsets(offsets),
-      layout(group, batch_size, bags),
-      batch(make_batch(group, ids, offsets, layout)),
-      pooling(make_pooling(group, weights, mean, ids)),
-      dtype(dtype.value_or(at::kFloat)),
-      type(row_type_of(this->dtype, "the output")) {}
-
-// One value on the group's device. It is read when the rows are updated, so it may change until
-// then, and between replays of a CUDA graph.
-const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
-  check_dtype(learning_rate, "learning_rate", at::kFloat);
-  check_device(learning_rate, "learning_rate", group.device());
-  TORCH_CHECK_VALUE(learning_rate.dim() == 0,
-                    "learning_rate must have no dimensions, but has shape ", learning_rate.sizes(),
-                    ".");
-  return learning_rate.const_data_ptr<float>();
-}
-
-at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
-                          const BagLayout& layout, const Batch& batch,
-                          const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores,
-                          bool* found) {
-  at::Tensor keys;
-  if (scores || group.needs_scores()) {
-    keys = keys_of_lookup(group, scores, ids.numel(), offsets, layout.first_bags());
-  }
-  const uint64_t* given = data_of(keys);
-  hash_table::Placement placement{
-      group.initial_rows(), hash_table::RefuseLower::kAged, /*given_rows=*/{}, {}};
-  placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
-#ifdef TORCHREC_HKV_CUDA
-  if (group.device().is_cuda()) {
-    placement.spread = hash_table::cuda::expects_unique_ids(group.update_hint());
-  }
-#endif
-  placement.keeps_scores = group.shape().keeps_scores;
-  placement.remembers = group.remembers_evicted();
-  placement.restores = group.restores_counts();
-  placement.simulates = group.simulates();
-  placement.ordered = group.deterministic();
-  // For other threads, growth and insertion are one call.
-  const HoldToGrow hold(group);
-  if (group.growing()) group.make_room(batch, ids, offsets, layout.first_bags());
-  if (pin) pin->set_growths(group.growths());
-  const at::Tensor scratch = insert_scratch(group, ids, placement, given != nullptr);
-  at::Tensor slots = at::empty_like(ids);
-  int64_t* out = slots.data_ptr<int64_t>();
-  const CountedCall call(group.clock(), pin ? std::optional<int64_t>(pin->number()) : std::nullopt);
-  const auto enqueue = [&] {
-    HKV_ON_DEVICE(
-        group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given), group.aging(),
-                                        placement, out, found, threads),
-        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                         call.tick(), group.aging(), given, placement, out, found,
-                                         nullptr, scratch.data_ptr(), stream))
-    keep_last_scores(group, slots, given);
-  };
-  if (pin && group.has_frames()) {
-    // The pin keeps the rows in place until they have moved to their frames.
-    group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
-      placement.moving.begin = [](const void* of) {
-        (*static_cast<const std::function<void()>*>(of))();
-      };
-      placement.moving.begin_of = &moves_begin;
-      enqueue();
-    });
-  } else {
-    group.order().run(call.use(/*inserts=*/true), enqueue);
-  }
-  return slots;
-}
-
-PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, [[maybe_unused]] bool groups) {
-  PooledRows pooled;
-  pooled.rows = at::empty(batch.layout.output_shape(), batch.ids.options().dtype(batch.dtype));
-  const Output<char> out{static_cast<char*>(pooled.rows.data_ptr()), batch.layout.output_stride(),
-                         batch.type};
-  const int64_t* at = slots.const_data_ptr<int64_t>();
-#ifdef TORCHREC_HKV_CUDA
-  if (groups) {
-    const bool weighted = batch.pooling.weights != nullptr;
-    Grouped grouped(group, batch.batch, weighted, batch.ids);
-    group.order().run(use, [&] {
-      const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
-      SideStream side(stream);
-      grouped.fill(group, batch.batch, weighted, at, side.stream(), &side);
-      hash_table::cuda::pool_rows(group.views(), batch.batch, at, batch.pooling, out, group.shape(),
-                                  group.update_hint(), stream);
-      side.join();
-    });
-    pooled.grouped = grouped.memory;
-    pooled.ways = grouped.ways();
-    return pooled;
-  }
-#endif
-  HKV_ON_GROUP(
-      group, use,
-      hash_table::cpu::pool_rows(group.views(), batch.batch, at, batch.pooling, out, threads),
-      hash_table::cuda::pool_rows(group.views(), batch.batch, at, batch.pooling, out, group.shape(),
-                                  group.update_hint(), stream));
-  return pooled;
-}
-
-namespace {
 
 void add_hash_table_ops(torch::Library& m) {
   m.impl("find", &find);

@@ -27,6 +27,11 @@ struct LookupBatch {
   const RowType type;          // the same
 };
 
+// How rows are pooled: weights (may be null) are float32, one for each id, on the group's device.
+// Throws TypeError or ValueError.
+hash_table::Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& weights,
+                                 bool mean, const at::Tensor& ids);
+
 // Throws unless learning_rate is one float32 on the group's device. Returns its address there.
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
 
