@@ -18,7 +18,7 @@ constexpr int kHighWords = 3;
 static_assert(kMostCounts == (uint64_t{1} << (16 * kHighWords + kNumLowBits)) - 1);
 
 struct CountArrays {
-  uint16_t* low;   // [num_slots] and kHasHighBits, unless those are 0; null: no counts are kept here
+  uint16_t* low;  // [num_slots] and kHasHighBits, unless those are 0; null: no counts are kept here
   uint16_t* high;  // [num_slots][kHighWords] undefined without kHasHighBits
 
   bool kept() const { return low != nullptr; }

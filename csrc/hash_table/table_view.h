@@ -83,8 +83,8 @@ struct TableView {
                      // packed tables only
   uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps, and if there
                      // are counts
-  CountArrays counts;  // under kLfu and kAgedLfu on a CPU
-  AgedLfu* aged;     // on the table's device; null unless the policy is kAgedLfu
+  CountArrays counts;     // under kLfu and kAgedLfu on a CPU
+  AgedLfu* aged;          // on the table's device; null unless the policy is kAgedLfu
   Miniatures miniatures;  // under kAgedLfu, if they choose AgedLfu::c
   RowStore rows;
   RowStore states;  // optimizer state, float32

@@ -204,7 +204,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, stored_width(config)});
   check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
-  check_tensor(state.scores, "scores", config.name, at::kLong, {keeps_scores(config.eviction) ? slots : 0});
+  check_tensor(state.scores, "scores", config.name, at::kLong,
+               {keeps_scores(config.eviction) ? slots : 0});
   check_tensor(state.optimizer_step, "optimizer_step", config.name, at::kLong, {1});
   const at::Tensor ids = state.ids.cpu().contiguous();
   const at::Tensor occupied = state.occupied.cpu().contiguous();

@@ -152,8 +152,8 @@ class TableGroup {
   // Called after a load.
   void fill_frames(int64_t table);
   // By slot, for the present slots.
-  at::Tensor occupied(int64_t table) const;    // bool
-  at::Tensor scores(int64_t table) const;      // int64
+  at::Tensor occupied(int64_t table) const;  // bool
+  at::Tensor scores(int64_t table) const;    // int64
   // As the table keeps them, under a policy that does, of slots counted from the table's first; all
   // slots by default.
   at::Tensor stored_scores(int64_t table, const std::optional<at::Tensor>& slots) const;

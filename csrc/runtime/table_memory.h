@@ -117,16 +117,16 @@ class TableMemory {
 
   SlotArray digests;  // int16 [num_buckets, 64]
   // If packed, both are in `entries`.
-  SlotArray ids;         // int64 [num_slots]
-  SlotArray last_steps;  // int32 [num_slots]
-  SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
-  SlotArray oldest;      // int32 [num_buckets, 4], packed
-  SlotArray scores;      // int64 [num_slots] or empty
+  SlotArray ids;          // int64 [num_slots]
+  SlotArray last_steps;   // int32 [num_slots]
+  SlotArray entries;      // int32 [num_buckets, words of its sectors], packed
+  SlotArray oldest;       // int32 [num_buckets, 4], packed
+  SlotArray scores;       // int64 [num_slots] or empty
   SlotArray low_counts;   // int16 [num_slots] or empty: counts_apart
   SlotArray high_counts;  // int16 [num_slots, 3] or empty
-  SlotArray states;      // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
-  SlotArray rows;        // [slots or frames in HBM, dim]
-  SlotArray rows_host;   // [num_slots, dim] if they don't fit in HBM, otherwise empty
+  SlotArray states;       // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
+  SlotArray rows;         // [slots or frames in HBM, dim]
+  SlotArray rows_host;    // [num_slots, dim] if they don't fit in HBM, otherwise empty
   SlotArray states_host;
   SlotArray tags;     // int64 [sets of frames]
   SlotArray crowded;  // int32 [sets of frames]

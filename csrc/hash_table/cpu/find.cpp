@@ -162,8 +162,8 @@ class Finder {
       prefetch_to_write(step);
     }
     if (!touches_scores(kTouch)) return;
-    const char* const score = kTouch == Touch::kCount ? bytes(&table_.counts.low[slot])
-                                                      : bytes(&table_.scores[slot]);
+    const char* const score =
+        kTouch == Touch::kCount ? bytes(&table_.counts.low[slot]) : bytes(&table_.scores[slot]);
     prefetch_to_write(select(maybe, score, bytes(&idle_id_)));
   }
 
@@ -254,7 +254,8 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
         slots[at] = slot;
         if (kTouch != Touch::kNothing && found_at != nullptr) found_at[at] = slot != kNoSlot;
         if (scored && !summed) {
-          scores.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at), visit.given(at));
+          scores.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at),
+                       visit.given(at));
         }
         found += slot != kNoSlot;
       }
@@ -290,8 +291,8 @@ int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit
       for (const Span* span = shares[s].begin; span != shares[s].end; ++span) {
         const TableView& table = tables[span->table];
         const Touch touch = kTouch ? touch_of(table) : Touch::kNothing;
-        const int64_t found = find_range(touch, table, batch.ids, *span, visit, !shares[s].alone,
-                                         slots, found_at);
+        const int64_t found =
+            find_range(touch, table, batch.ids, *span, visit, !shares[s].alone, slots, found_at);
         const int64_t missing = span->end - span->begin - found;
         missed.fetch_add(missing, std::memory_order_relaxed);
         if (kTouch) {

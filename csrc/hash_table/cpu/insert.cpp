@@ -290,8 +290,9 @@ void remember_evicted(const TableView* tables, const Batch& batch, const Visit& 
     count(table, kReturned, returns);
     if (!returns || evicted.halves == nullptr) continue;
     const int64_t slot = slots[it->position] - table.first_slot;
-    set_score(table, slot, next_score(table.eviction, score_of(table, slot), visit.now(),
-                                      visit.epoch(), evicted.halves[place.entry]));
+    set_score(table, slot,
+              next_score(table.eviction, score_of(table, slot), visit.now(), visit.epoch(),
+                         evicted.halves[place.entry]));
   }
   for (int64_t i = 0; i < missing.size(); ++i) {
     const Missing& it = missing.begin()[i];

@@ -27,8 +27,8 @@ inline Lowest lowest_of_all(const Ranking& ranking, const CountArrays& counts, i
 }
 
 #ifdef __AVX2__
-// Some entries of a bucket, at least as many as a vector has lanes. The last vector overlaps the one
-// before it if their number is not a multiple of the lanes.
+// Some entries of a bucket, at least as many as a vector has lanes. The last vector overlaps the
+// one before it if their number is not a multiple of the lanes.
 template <typename Count>
 class CountLanes {
  public:
@@ -188,8 +188,8 @@ Lowest lowest_aged(const Ranking& ranking, const Count* counts, const uint32_t* 
   return all_ranked();
 }
 
-// The slots of the lowest rank of n slots from `base` on, without the pinned ones; `steps`: of these
-// slots.
+// The slots of the lowest rank of n slots from `base` on, without the pinned ones; `steps`: of
+// these slots.
 inline Lowest lowest_count(const Ranking& ranking, const CountArrays& counts, int64_t base,
                            const uint32_t* steps, int32_t n, uint32_t pinned_from) {
   if (ranking.aged && ranking.half_life == 0) {  // counts do not matter
