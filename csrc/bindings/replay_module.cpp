@@ -233,14 +233,18 @@ at::Tensor tensor_of(const std::vector<int64_t>& numbers) {
 // Parses a block of text (replay/text.h). columns: the field and kind of each. Returns the number
 // of lines; the ids of each column, and their lines if not each has one; and what is wrong, or
 // None: the line, its number of fields, the column or -1, and the text.
-py::tuple parse_text(const std::string& block, const std::string& separator, int64_t fields,
+py::tuple parse_text(std::string_view block, const std::string& separator, int64_t fields,
                      const std::vector<std::pair<int64_t, replay::TextKind>>& columns) {
   TORCH_CHECK_VALUE(!separator.empty(), "the separator is empty.");
+  // The last line may have no end.
+  const int64_t most = std::count(block.begin(), block.end(), '\n') + 1;
   std::vector<replay::TextColumn> parsed;
+  std::vector<at::Tensor> values;
   for (const auto& [field, kind] : columns) {
     TORCH_CHECK_VALUE(field > (parsed.empty() ? -1 : parsed.back().field), "field ", field,
                       " must be above the one before, and not negative.");
-    parsed.push_back({field, kind, {}, {}});
+    values.push_back(at::empty({most}, at::kLong));
+    parsed.push_back({field, kind, values.back().data_ptr<int64_t>(), 0, {}});
   }
   replay::TextFault fault;
   int64_t lines;
@@ -248,10 +252,10 @@ py::tuple parse_text(const std::string& block, const std::string& separator, int
   {
     const py::gil_scoped_release released;
     lines = replay::parse_text(block, separator, fields, &parsed, &fault);
-    for (const replay::TextColumn& column : parsed) {
-      const bool is_full = static_cast<int64_t>(column.values.size()) == lines;
-      ids.emplace_back(tensor_of(column.values),
-                       is_full ? std::nullopt : std::make_optional(tensor_of(column.lines)));
+    for (size_t c = 0; c < parsed.size(); ++c) {
+      const bool is_full = parsed[c].count == lines;
+      ids.emplace_back(values[c].narrow(0, 0, parsed[c].count),
+                       is_full ? std::nullopt : std::make_optional(tensor_of(parsed[c].lines)));
     }
   }
   if (fault.line < 0) return py::make_tuple(lines, ids, py::none());

@@ -21,7 +21,8 @@ struct TextFault {
 struct TextColumn {
   int64_t field;  // index among the fields of a line
   TextKind kind;
-  std::vector<int64_t> values;
+  int64_t* values;             // with room for an id of each line
+  int64_t count = 0;           // ids
   std::vector<int64_t> lines;  // of each id; empty if each line has one
 };
 
