@@ -67,8 +67,8 @@ def save(
             addition to ``batch_bytes``. If they don't fit, the call waits for the disk and logs a
             warning.
         device_staging_bytes: with ``blocking=False``, limit of GPU memory for copies of hash
-            tables on each rank. Further copies go to host memory. None: the free memory less a
-            tenth of the GPU's memory.
+            tables on each rank. Further copies go to host memory. None: the free
+            memory, with what PyTorch keeps for later allocations, less a tenth of the GPU's memory.
 
     Returns:
         None; with ``blocking=False`` a handle. Its ``wait()`` waits for the end and raises errors;

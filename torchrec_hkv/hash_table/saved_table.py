@@ -57,8 +57,8 @@ class SavedTable:
             staging_bytes: with ``blocking=False``, host memory that copies may take besides
                 ``batch_bytes``. If they don't fit, the call waits for the disk and logs that.
             device_staging_bytes: with ``blocking=False``, memory of the table's GPU that copies may
-                take before they go to host memory. None: free memory less a tenth of the GPU's
-                memory.
+                take before they go to host memory. None: free memory, with what PyTorch
+                keeps for later allocations, less a tenth of the GPU's memory.
 
         Returns:
             With ``blocking=False`` a handle (``wait()``, ``done()``, ``progress``); else None.
