@@ -65,6 +65,37 @@ def test_direct_calls(tables):
         _C.serving_rows(tables.handle, IDS.int(), *rows[2:])
 
 
+def test_rows_of_one_table(tables):
+    """They are those of the op, whose features come one after the other."""
+    want = OPS.serving_rows(tables.handle, IDS, LENGTHS, [0, 1], [0, 0], [8, 8], torch.float16)
+    assert torch.equal(tables.rows(0, IDS, dtype=torch.float16), torch.cat(want))
+    strided = torch.stack([IDS, IDS], 1)[:, 0]
+    assert torch.equal(tables.rows(0, strided, dtype=torch.float16), torch.cat(want))
+    assert tables.rows(1, IDS[:0]).shape == (0, 12)
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        tables.rows(0, IDS.int())
+    with pytest.raises(ValueError, match="ids must"):
+        tables.rows(0, IDS.view(1, -1))
+    with pytest.raises(TypeError, match="must be of dtype Float, Half or BFloat16"):
+        tables.rows(0, IDS, dtype=torch.int32)
+
+
+def test_bad_lengths_of_rows(tables):
+    def rows(ids, lengths, features=(0,)):
+        tables_of = [0] * len(features)
+        dims = [8] * len(features)
+        return OPS.serving_rows(
+            tables.handle, ids, lengths, features, tables_of, dims, torch.float32
+        )
+
+    with pytest.raises(ValueError, match="lengths add up to 7, but there are 6 ids"):
+        rows(IDS[1:], LENGTHS)
+    with pytest.raises(ValueError, match="lengths must not be negative, but have -1 for feature 1"):
+        rows(IDS[:1], torch.tensor([[2], [-1]]))
+    with pytest.raises(ValueError, match="feature 2 is asked for"):
+        rows(IDS, LENGTHS, (2,))
+
+
 def test_bad_lookups(tables):
     handle = tables.handle
 
