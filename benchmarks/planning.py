@@ -35,6 +35,7 @@ from benchmarks.environment import report
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.planner import IdFrequencies
 from torchrec_hkv.planner.prices import Scarce, tightest
+from torchrec_hkv.planner.thinning import Thinning
 from torchrec_hkv.replay import Curve, Point, Policy, Replayed, ReplayedLog
 
 KEYS = ("tables", "ranks", "budget", "frequencies", "batch", "seed")
@@ -164,7 +165,11 @@ def compared(planner, reports, memory) -> dict[str, object]:
     options = planner._best_plan
     losses = [report.loss.value for report in reports if report.loss is not None]
     space = planner._least_loss
-    levels = space._levels(planner._space, planner._room())
+    # Of all tables, variants would not fit into memory. Small ones save too little to be chosen.
+    size = {option.name: option.tensor.shape.numel() for option in options}
+    largest = sorted(size, key=lambda name: -size[name])[: 3 * len(losses) + 64]
+    tables = {(option.path, option.name) for option in options if option.name in set(largest)}
+    levels = space._levels(planner._space, planner._room(), thinning=Thinning(tables, every=1))
     scarce = [Scarce(levels, lambda level: level.hbm, sum(m.hbm.budget for m in memory))]
     forced = sum(each.whole is None for each in levels.values())
     fewest = scarce[0].fewest() + forced

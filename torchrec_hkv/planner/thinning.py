@@ -9,8 +9,8 @@ from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.options import BackendShardingOption
 from torchrec_hkv.planner.prices import Table
 
-#: Of a chain of variants, one of so many is tried first.
-_EVERY = 8
+#: Of a chain of variants, one of so many is tried first; of up to a number of tables, more are.
+_EVERY, _FEW, _EVERY_OF_FEW = 8, 32, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Thinning:
     @classmethod
     def coarse(cls, tables: Collection[Table] | None, bounded: Collection[Table]) -> Thinning:
         """Few variants of some tables."""
-        return cls(tables, _EVERY, bounded=bounded)
+        are_few = tables is not None and len(tables) <= _FEW
+        return cls(tables, _EVERY_OF_FEW if are_few else _EVERY, bounded=bounded)
 
     def refined(self, around: Mapping[Table, BackendOptions]) -> Thinning:
         """The same, with the neighbours of chosen options."""
