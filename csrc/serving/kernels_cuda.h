@@ -18,8 +18,8 @@ struct RowsCall {
   int64_t row_bytes;
   const int64_t* ids;
   int64_t n;
-  RowType type;  // of the output
-  char* out;     // [n, dim]
+  RowType type;       // of the output
+  char* out;          // [n, dim]
   int64_t* counters;  // [2]: adds the number of ids, and of unknown ones
 };
 void look_up_rows(const RowsCall& call, cudaStream_t stream);
