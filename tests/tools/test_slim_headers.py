@@ -49,6 +49,8 @@ def test_pybind11_is_included_where_python_objects_are_made():
         "bindings/hash_table/optimizer_module.cpp",
         "bindings/hash_table/sizes_module.cpp",
         "bindings/module.cpp",
+        "bindings/planner_module.cpp",
+        "bindings/planner_module.h",
         "bindings/replay_module.cpp",
         "bindings/replay_module.h",
         "bindings/serving/serving_module.cpp",

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
           busy = other == position;
           if (!busy) {
             slots[position] = remember(other);
-            missing.add_waiter(position);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
           }
         }
       }

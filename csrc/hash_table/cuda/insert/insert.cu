@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   if (position >= n || !is_remembered(slots[position])) return;
   const int64_t chosen = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
   slots[position] = chosen == position ? kNoSlot : remember(chosen);
-  if (chosen != position) missing.add_waiter(position);
+  if (chosen != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
 }
 
 // Replaces find_and_touch if Placement::believed is given. It follows a find that touched nothing.
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
           busy = other == position;
           if (!busy) {
             slots[position] = remember(other);
-            missing.add_waiter(position);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
           }
         }
         if (busy && was != kMissingFromFull) {
@@ -222,14 +222,14 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
   inserted.finish(only);
 }
 
-// Positions that refer to another position get its slot.
-__global__ void __launch_bounds__(kThreads)
-    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
-  wait_for_kernel_before();
-  for (Share share(*missing.waiting); share.more(); share.next()) {
-    const bool waiting = static_cast<int>(threadIdx.x % kWarp) < share.busy();
-    const int64_t position = waiting ? missing.waiters[share.at()] : 0;
+// Positions of a list that refer to another position get its slot.
+__device__ __forceinline__ void resolve_list(const TableView* tables, const Batch& batch,
+                                             const Visit& visit, const Placement& placement,
+                                             int64_t* slots, const Missing& missing, bool second) {
+  for (Share share(second ? *missing.number_full : *missing.number); share.more(); share.next()) {
+    const bool listed = static_cast<int>(threadIdx.x % kWarp) < share.busy();
+    const int64_t position = listed ? missing.listed(second, share.at()) : 0;
+    const bool waiting = listed && is_remembered(slots[position]);
     const TableView* table = nullptr;
     int64_t slot = kNoSlot;
     if (waiting) {
@@ -246,6 +246,16 @@ __global__ void __launch_bounds__(kThreads)
     // Returns the other positions of a refused id, too.
     if (!refused || placement.leavers.number == nullptr) continue;
     give_back(placement, *table, tables, batch, visit, position);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  wait_for_kernel_before();
+  if (*missing.waiting == 0) return;  // no id was missing twice
+  for (const bool second : {false, true}) {
+    resolve_list(tables, batch, visit, placement, slots, missing, second);
   }
 }
 

@@ -33,14 +33,13 @@ struct Missing {
   uint32_t* number_full;  // in the second list: kMissingFromFull, if the find separates these
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
-  uint32_t* waiting;      // number of positions that refer to another
+  uint32_t* waiting;      // flag: whether any position refers to another
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   // [n] the find's two lists of positions, those of a block together: the first list from the
   // front, the second from the back. No position is in both.
   uint32_t* positions;
   uint32_t* last_position;  // the array's last
-  uint32_t* waiters;        // [n] the positions that refer to another
   size_t bytes;             // of all
   // Not part of the scratch: [positions] or null: whether the id was placed at this position. Zeros
   // before the insertion.
@@ -52,21 +51,11 @@ struct Missing {
   // Whether all positions of an id have the same kMissingFromFirst; admission may change it.
   bool joins = true;
 
-  // number, number_full, chosen, waiting.
+  // The numbers and the flags: number, number_full, chosen, waiting.
   __device__ __forceinline__ uint4 words() const { return load_vector_l2(number); }
   // A place in one of the lists.
   __device__ __forceinline__ uint32_t& listed(bool second, int64_t at) const {
     return second ? *(last_position - at) : positions[at];
-  }
-  // Lists a position that refers to another. Lanes that are active at once use one atomic.
-  __device__ __forceinline__ void add_waiter(int64_t position) const {
-    const unsigned active = __activemask();
-    const int lane = threadIdx.x % kWarp;
-    const int leader = __ffs(static_cast<int>(active)) - 1;
-    uint32_t begin = 0;
-    if (lane == leader) begin = atomicAdd(waiting, static_cast<uint32_t>(__popc(active)));
-    begin = __shfl_sync(active, begin, leader);
-    waiters[begin + __popc(active & ((1u << lane) - 1))] = static_cast<uint32_t>(position);
   }
 };
 
@@ -84,8 +73,7 @@ inline Missing missing_layout(int64_t n, char* base) {
   missing.mask = size - 1;
   missing.positions = missing.table + size;
   missing.last_position = missing.positions + n - 1;
-  missing.waiters = missing.positions + n;
-  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + 2 * n) * sizeof(uint32_t);
+  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + n) * sizeof(uint32_t);
   return missing;
 }
 

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
     if (!is_remembered(slots[position])) return false;
     const int64_t first = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
     slots[position] = remember(first);
-    if (first != position) missing.add_waiter(position);
+    if (first != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
     return first == position;
   };
   const auto queue_up = [&](uint32_t number, int64_t position) {
