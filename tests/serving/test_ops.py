@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -158,5 +160,28 @@ def test_closed():
     handle = tables.handle
     OPS.serving_rows(handle, IDS, LENGTHS, [0], [0], [8], torch.float32)
     del tables
+    with pytest.raises(ValueError, match="names no open read-only tables"):
+        OPS.serving_rows(handle, IDS, LENGTHS, [0], [0], [8], torch.float32)
+
+
+class _Calls(torch.nn.Module):
+    """Calls a function in its forward."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.function()
+        return x + 1
+
+
+def test_tables_that_end_while_a_program_is_traced():
+    """As garbage collection may end them. That is no part of the program."""
+    held = [ReadOnlyTables([table()])]
+    handle = held[0].handle.clone()
+    exported = torch.export.export(_Calls(held.clear), (torch.ones(2),), strict=False)
+    assert not held
+    assert not [node for node in exported.graph.nodes if "serving" in str(node.target)]
     with pytest.raises(ValueError, match="names no open read-only tables"):
         OPS.serving_rows(handle, IDS, LENGTHS, [0], [0], [8], torch.float32)

@@ -121,7 +121,8 @@ class ReadOnlyTables:
 
     def __del__(self) -> None:
         if hasattr(self, "_number"):
-            _ops.serving_close(self._number)
+            # No op: tables may end while a program is traced, which would record an op, not run it.
+            _C.serving_close(self._number)
 
     def pool(
         self,

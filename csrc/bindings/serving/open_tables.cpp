@@ -134,9 +134,9 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
   return all_open().add(std::move(made));
 }
 
-void close_tables(int64_t handle) { all_open().remove(handle); }
-
 }  // namespace
+
+void close_tables(int64_t handle) { all_open().remove(handle); }
 
 at::Tensor bytes_on(at::Device device, const void* from, size_t bytes) {
   const at::Tensor host =

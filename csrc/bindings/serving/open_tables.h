@@ -31,6 +31,9 @@ struct ServingTables {
 // The open tables that a handle names.
 std::shared_ptr<const ServingTables> tables_of(const at::Tensor& handle, const at::Tensor& ids);
 
+// Closes tables, which stay in memory until lookups that use them end.
+void close_tables(int64_t handle);
+
 // A copy on a device of bytes in host memory.
 at::Tensor bytes_on(at::Device device, const void* from, size_t bytes);
 

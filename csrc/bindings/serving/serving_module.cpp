@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/serving/lookups.h"
+#include "bindings/serving/open_tables.h"
 
 namespace py = pybind11;
 
@@ -44,6 +45,8 @@ void define_serving(py::module_& m) {
         "torch.ops.torchrec_hkv.serving_rows, not through the dispatcher.");
   m.def("serving_table_rows", torch::wrap_pybind_function_no_gil(call_table_rows),
         "Rows of ids in one table, as serving_rows; no lengths, and no wait for a GPU.");
+  m.def("serving_close", torch::wrap_pybind_function_no_gil(close_tables),
+        "torch.ops.torchrec_hkv.serving_close, not through the dispatcher.");
 }
 
 }  // namespace torchrec_hkv::bindings
