@@ -165,7 +165,7 @@ def compared(planner, reports, memory) -> dict[str, object]:
     options = planner._best_plan
     losses = [report.loss.value for report in reports if report.loss is not None]
     space = planner._least_loss
-    # Of all tables, variants would not fit into memory. Small ones save too little to be chosen.
+    # The variants of all tables would not fit into memory. Only large tables can save enough.
     size = {option.name: option.tensor.shape.numel() for option in options}
     largest = sorted(size, key=lambda name: -size[name])[: 3 * len(losses) + 64]
     tables = {(option.path, option.name) for option in options if option.name in set(largest)}

@@ -347,11 +347,16 @@ class SaveHandle:
 
 
 def _room_on_device(device: torch.device) -> int:
-    """Bytes of GPU memory that copies may take by default. Memory that PyTorch keeps for later
-    allocations counts as free: after a save, that of its copies is such memory."""
+    """Bytes of GPU memory that copies may take by default. Memory that PyTorch's allocator keeps
+    counts as free, as the memory of an earlier save's copies is kept. Kept parts of segments that
+    are still in use do not count, because copies may not fit into them."""
     free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, int(free + kept - _FREE_SHARE * total))
+    stats = torch.cuda.memory_stats(device)
+    kept, used, unusable = (
+        stats.get(f"{name}.all.current", 0)
+        for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+    )
+    return max(0, int(free + kept - used - unusable - _FREE_SHARE * total))
 
 
 class _Piece:

@@ -11,8 +11,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Of rows_kernel. Eight pieces a lane hide the latency of rows; smaller blocks give multiprocessors
-// more warps.
+// Constants of rows_kernel. Eight loads in flight for each lane hide the latency of rows. With
+// blocks of 128 threads more warps fit on a multiprocessor than with 256.
 constexpr int kRowsThreads = 128, kAhead = 8;
 
 // A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
     atomicAdd(counters, static_cast<unsigned long long>(call.n));
   }
 
-  // What is read from memory is kept, because the compiler can't know that outputs don't change it.
+  // Fields of the table are read before the loop: the compiler would read them again after each
+  // store, which might change them for all it knows.
   const RowType type = kOut == kAnyType ? call.type : static_cast<RowType>(kOut);
   const float unit = call.table->unit;
   const int32_t pieces = call.dim / kColumns, total = here * pieces;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
       if (piece >= total) break;
       float values[kColumns];
       if (known >> k & 1) {
-        // A column's place in its byte.
+        // widen() needs the column only if a byte holds two columns and one of them is read.
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
         held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
       } else {

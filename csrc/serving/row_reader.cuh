@@ -93,7 +93,8 @@ __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int
   }
 }
 
-// The same in an array of its own, so that the caller's stays in registers.
+// As unknown_columns, which takes the address of an array and so keeps it out of registers. Here
+// only a copy is affected.
 template <int kColumns>
 __device__ __forceinline__ void copy_unknown(const Table& table, int64_t id, int32_t column,
                                              float* values) {

@@ -68,7 +68,7 @@ def test_direct_calls(tables):
 
 
 def test_rows_of_one_table(tables):
-    """They are those of the op, whose features come one after the other."""
+    """They equal the rows that the op returns for the same ids."""
     want = OPS.serving_rows(tables.handle, IDS, LENGTHS, [0, 1], [0, 0], [8, 8], torch.float16)
     assert torch.equal(tables.rows(0, IDS, dtype=torch.float16), torch.cat(want))
     strided = torch.stack([IDS, IDS], 1)[:, 0]
@@ -177,7 +177,7 @@ class _Calls(torch.nn.Module):
 
 
 def test_tables_that_end_while_a_program_is_traced():
-    """As garbage collection may end them. That is no part of the program."""
+    """Garbage collection may free tables at any time. The program must not contain that."""
     held = [ReadOnlyTables([table()])]
     handle = held[0].handle.clone()
     exported = torch.export.export(_Calls(held.clear), (torch.ones(2),), strict=False)

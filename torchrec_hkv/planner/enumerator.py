@@ -67,7 +67,8 @@ class BackendEnumerator(EmbeddingEnumerator):
         )
         self._choices = choices
         self._losses: dict[tuple, TableLoss] = {}
-        # Of the last enumeration: options of variants, and variants by the id of their origin.
+        # What the last enumeration made: the options of variants, and the variants of each sharding
+        # option by its id().
         self._listed: dict[tuple, list[list[BackendOptions]]] = {}
         self._of_option: dict[int, list[list[BackendOptions]]] = {}
         self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}

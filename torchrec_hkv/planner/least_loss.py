@@ -28,7 +28,7 @@ from torchrec_hkv.planner.prices import Table
 from torchrec_hkv.planner.search import FEW_TABLES, Search
 from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning
 
-#: Of so many of the largest tables, sizes are listed first.
+#: Number of the largest tables whose sizes are listed first.
 _FIRST_LISTED = 64
 #: Number of times that sizes next to the chosen ones are tried.
 _MOST_REFINED = 3

@@ -119,28 +119,28 @@ class Scarce:
         return None
 
     def may_lose(self, count: int) -> set[Table]:
-        """Tables of which one might be among ``count`` that lose, of those that need not lose, so
-        that there is enough; and those that must lose."""
+        """Tables that may lose something in a plan that fits, if ``count`` tables lose besides
+        those that must lose. The latter are included."""
         order = sorted(self._open, key=lambda table: -self.spared(table))
         missing, others = self._missing(), self._most_spared(count - 1)
         kept = [table for table in order[count:] if others + self.spared(table) >= missing]
         return {*self._forced, *order[:count], *kept}
 
     def largest(self, number: int) -> set[Table]:
-        """So many of the tables that need not lose: those that save most if they do."""
+        """The ``number`` tables that save most memory, of those that need not lose anything."""
         return set(heapq.nlargest(number, self._open, key=self.spared))
 
     def exceeds(self, size: float, count: int) -> bool:
-        """Whether one more table of this size might save more than one of ``count`` do."""
+        """Whether a table of this size might save more than one of the ``count`` best tables."""
         return size > self._most_spared(count) - self._most_spared(count - 1)
 
     def _most_spared(self, count: int) -> float:
-        """What ``count`` tables save at most."""
+        """The most memory that ``count`` tables can save, in bytes."""
         spared = heapq.nlargest(max(count, 0), map(self.spared, self._open))
         return sum(max(saved, 0.0) for saved in spared)
 
     def _missing(self) -> float:
-        """What the tables take too much if only those lose that must."""
+        """Bytes that are missing if only those tables lose something that must."""
         taken = self._fixed + sum(self._whole.values())
         taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
         return taken - self._room * (1 + 1e-12)

@@ -9,7 +9,7 @@ from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.options import BackendShardingOption
 from torchrec_hkv.planner.prices import Table
 
-#: Of a chain of variants, one of so many is tried first; of up to a number of tables, more are.
+#: The first search tries every 8th variant of a table; with up to 32 tables every 2nd.
 _EVERY, _FEW, _EVERY_OF_FEW = 8, 32, 2
 
 

@@ -121,7 +121,8 @@ class ReadOnlyTables:
 
     def __del__(self) -> None:
         if hasattr(self, "_number"):
-            # No op: tables may end while a program is traced, which would record an op, not run it.
+            # Python may free tables while torch.export traces a program. The trace would record an
+            # op instead of running it, so this calls no op.
             _C.serving_close(self._number)
 
     def pool(

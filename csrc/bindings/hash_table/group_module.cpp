@@ -39,18 +39,18 @@ void define_group_shape(py::module_& m) {
   m.def(
       "group_state_dim",
       [](int64_t handle) { return TableGroup::from_handle(handle)->widest_state(); },
-      py::arg("handle"), "Of the table with the widest states.");
+      py::arg("handle"), "The state width of the table with the widest states.");
   m.def(
       "group_row_dtype",
       [](int64_t handle) {
         return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
             torch::getTHPDtype(TableGroup::from_handle(handle)->matrix_dtype())));
       },
-      py::arg("handle"), "Of rows that calls are given and give back.");
+      py::arg("handle"), "The dtype of rows that calls take and return.");
   m.def(
       "group_row_width",
       [](int64_t handle) { return TableGroup::from_handle(handle)->shape().widest; },
-      py::arg("handle"), "Columns of rows that calls are given and give back.");
+      py::arg("handle"), "The number of columns of rows that calls take and return.");
   m.def(
       "table_layout",
       [](int64_t handle, int64_t table) {

@@ -59,7 +59,7 @@ def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads, on_
 
 @pytest.mark.gpu
 def test_memory_that_pytorch_keeps_is_free_for_copies(tmp_path):
-    """After a save, the memory of its copies is such memory: the next save needs no host memory."""
+    """PyTorch keeps the memory of a save's copies, so the next save can use it."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     table = filled("cuda", 500, 700)

@@ -113,7 +113,7 @@ class FileSource(FileTable):
     def count_owners(self) -> Tensor:
         """Number of entries of each owner bucket, int64 ``[65536]``."""
         counts = torch.zeros(OWNERS + 1, dtype=torch.int64, device=self.group.device)
-        # Nothing else has memory yet.
+        # No batch has memory yet, so that counting may take the whole limit.
         for _, owners in self._owners(max(1, self._batch_bytes // _COUNT_BYTES)):
             counts += torch.bincount(owners.add_(1), minlength=OWNERS + 1)
         return counts[1:].cpu()
