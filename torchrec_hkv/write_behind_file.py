@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchrec_hkv import checksums
 from torchrec_hkv.write_behind import SaveHandle, sync_file
 
 # Bytes that a thread writes at a time.
@@ -63,7 +63,7 @@ class WriteBehindFile(io.RawIOBase):
         piece, self._piece = self._piece, bytearray()
 
         def append() -> None:
-            self.crc32 = zlib.crc32(piece, self.crc32)
+            self.crc32 = checksums.crc32(piece, self.crc32)
             with open(self._path, "ab") as file:
                 file.write(piece)
 

@@ -2,17 +2,35 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
+
 #include "bindings/hash_table/hash_table_module.h"
 #include "bindings/planner_module.h"
 #include "bindings/replay_module.h"
 #include "bindings/serving/serving_module.h"
 #include "bindings/tensor_train/tensor_train_module.h"
+#include "common/crc32.h"
 #include "hash_table/table_view.h"
 #include "runtime/torch_threads.h"
 
 namespace py = pybind11;
 
 namespace torchrec_hkv::bindings {
+
+namespace {
+
+template <uint32_t (*kFunction)(uint32_t, const void*, size_t)>
+uint32_t checksum_of(const py::buffer& data, uint32_t value) {
+  const py::buffer_info memory = data.request();
+  if (PyBuffer_IsContiguous(memory.view(), 'C') == 0) {
+    throw py::value_error("The data of a checksum must be contiguous.");
+  }
+  const auto size = static_cast<size_t>(memory.size * memory.itemsize);
+  const py::gil_scoped_release release;
+  return kFunction(value, memory.ptr, size);
+}
+
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   runtime::use_torch_threads();
@@ -33,6 +51,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                   choose_buckets_of_hash(hash, 1).digest));
       },
       py::arg("id"), "An id, packed as a GPU's table does and unpacked: the same.");
+
+  m.def("crc32", checksum_of<crc32>, py::arg("data"), py::arg("value"),
+        "The CRC-32 of a buffer, continued from `value`.");
+  m.def("crc32_by_tables", checksum_of<crc32_by_tables>, py::arg("data"), py::arg("value"),
+        "The same without instructions that some processors lack.");
 
   define_table_sizes(m);
   define_optimizers(m);

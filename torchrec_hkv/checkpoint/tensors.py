@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_hkv import checksums
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.optimizers import (
     initialise,
@@ -200,7 +200,7 @@ def file_record(path: Path) -> FileRecord:
     buffer = bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
         while n := file.readinto(buffer):
-            crc32 = zlib.crc32(memoryview(buffer)[:n], crc32)
+            crc32 = checksums.crc32(memoryview(buffer)[:n], crc32)
             size += n
     return FileRecord(size, crc32)
 

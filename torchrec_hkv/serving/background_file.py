@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 #: Largest number of bytes in a piece.
@@ -88,7 +88,7 @@ class BackgroundFile:
 
     def _write(self, stream: Stream, data: Tensor, at: int) -> None:
         memory = host_memory(data)
-        stream.crc32 = zlib.crc32(memory, stream.crc32)
+        stream.crc32 = checksums.crc32(memory, stream.crc32)
         whole = memory.nbytes - memory.nbytes % BLOCK
         self._file.write_blocks(memory[:whole], at)
         self._file.write(memory[whole:], at + whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchrec_hkv import checksums
 from torchrec_hkv.checkpoint.chain import Link
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.reader import CheckedReader
@@ -243,7 +243,7 @@ def _check_file(path: Path, size: int, crc32: int) -> None:
         with open(path, "rb") as file:
             while piece := file.read(_PIECE):
                 total += len(piece)
-                found = zlib.crc32(piece, found)
+                found = checksums.crc32(piece, found)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
     if total != size:

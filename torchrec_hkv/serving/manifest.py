@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.manifest import CRC32, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import (
@@ -210,7 +210,7 @@ def _crc32(path: Path) -> int:
     total = 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
-            total = zlib.crc32(piece, total)
+            total = checksums.crc32(piece, total)
     return total
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.row_formats import RowFormat
 
@@ -119,7 +119,7 @@ class TableFile:
         ):
             found = 0
             for piece in part.flatten().split(1 << 24):
-                found = zlib.crc32(piece.numpy(), found)
+                found = checksums.crc32(memoryview(piece.numpy()), found)
             if found != expected:
                 raise ValueError(
                     f"{folder / self.file} is damaged: the checksum of its {name} is {found}, but "

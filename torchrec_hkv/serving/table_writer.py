@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
 from torchrec_hkv.serving.row_formats import RowFormat
@@ -131,7 +131,7 @@ class TableWriter:
                     if written.unit != unit:
                         _ops.serving_lower(data, doublings(written.unit, unit))
                         _write(file.fileno(), host_memory(data), at)
-                    crc32 = zlib.crc32(host_memory(data), crc32)
+                    crc32 = checksums.crc32(host_memory(data), crc32)
                     row += n
             os.fsync(file.fileno())
         return crc32

@@ -9,14 +9,13 @@ or moved are found by comparing the id of each slot with a copy from the last sa
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv import _C
+from torchrec_hkv import _C, checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.file_names import left_name
 from torchrec_hkv.hash_table.files.manifest import Manifest
@@ -188,7 +187,7 @@ def verify_left(folder: Path, changes: DeltaContent, slots: int, batch_bytes: in
             raise ValueError(f"{path} is {what}: it has {size} bytes instead of {named}.")
         with open(path, "rb") as file:
             while data := file.read(max(1, batch_bytes // (4 * _PAIR_BYTES)) * _PAIR_BYTES):
-                crc32 = zlib.crc32(data, crc32)
+                crc32 = checksums.crc32(data, crc32)
                 numbers = torch.frombuffer(bytearray(data), dtype=torch.int64)[::2]
                 ascending &= int(numbers[0]) > last and bool((numbers[1:] > numbers[:-1]).all())
                 last = int(numbers[-1])

@@ -8,13 +8,13 @@ table becomes several, each gets a copy of the sketch. A count is therefore neve
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.counts import (
     SET_BYTES,
@@ -92,7 +92,7 @@ def verify_counts(folder: Path, counts: CountsFile, batch_bytes: int) -> None:
             raise ValueError(f"{path} is {what}: it has {size} bytes instead of {counts.bytes}.")
         for first, n in _pieces(counts.bytes, batch_bytes):
             piece = _read(path, first, n)
-            crc32 = zlib.crc32(host_memory(piece), crc32)
+            crc32 = checksums.crc32(host_memory(piece), crc32)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
     if crc32 != counts.crc32:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.manifest_parts import Shard
@@ -96,7 +96,7 @@ class ShardCheck:
         crc32 = {}
         for name, tensor in batch.items():
             memory = host_memory(tensor)
-            crc32[name] = (zlib.crc32(memory), memory.nbytes)
+            crc32[name] = (checksums.crc32(memory), memory.nbytes)
         ids, slots, manifest = batch["ids"], batch["slots"], self._manifest
         geometry = (manifest.buckets, manifest.bucket_slots)
         wrong = bool(_ops.find_misplaced(ids, slots, *geometry, *self._owners).any())

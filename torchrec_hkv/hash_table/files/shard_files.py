@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv import checksums
 from torchrec_hkv.hash_table import eviction
 from torchrec_hkv.hash_table.files.block_files import (
     BLOCK,
@@ -247,7 +247,7 @@ class ShardWriter:
         first = at - at % BLOCK  # offset in the file of the beginning of the memory
         blocks = self._staging.blocks(field)
         end = at + size
-        self._crc32[name] = zlib.crc32(blocks[at - first : end - first], self._crc32[name])
+        self._crc32[name] = checksums.crc32(blocks[at - first : end - first], self._crc32[name])
         self._at[name] = end
         last = end - end % BLOCK
         if last == first:
@@ -383,7 +383,7 @@ class ShardReader:
         crc32 = {field.name: 0 for field in self._fields}
         for batch in batches:
             for name, tensor in batch.items():
-                crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
+                crc32[name] = checksums.crc32(host_memory(tensor), crc32[name])
             yield batch
         for name, value in crc32.items():
             expected = self._shard.crc32.get(name)
