@@ -24,14 +24,15 @@ HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
 
 // Tables of one width class with the same number of bytes a column are updated by the same kernel.
 // Their number is a bit of GroupShape::row_classes.
-constexpr int32_t kRowClasses = 2 * kWidthClasses;
+constexpr int32_t kRowClasses = 3 * kWidthClasses;
 constexpr int32_t kAllRowClasses = -1;
 
-// Rows of 8 bits belong to the class of the widest 16-bit rows, whose kernel reads rows of any
-// type.
+// The first class of rows of this type.
+HKV_HOST_DEVICE constexpr int32_t first_row_class(RowType type) {
+  return type == RowType::kFloat32 ? 0 : type == RowType::kInt8 ? 2 * kWidthClasses : kWidthClasses;
+}
 HKV_HOST_DEVICE constexpr int32_t row_class_of(int32_t dim, RowType type) {
-  const WidthClass width = type == RowType::kInt8 ? WidthClass::kWider : width_class_of(dim);
-  return static_cast<int32_t>(width) + (type == RowType::kFloat32 ? 0 : kWidthClasses);
+  return first_row_class(type) + static_cast<int32_t>(width_class_of(dim));
 }
 
 // Properties of a group that select kernels.
@@ -46,15 +47,23 @@ struct GroupShape {
   bool keeps_scores = false;  // whether some table has scores; the others evict by LRU
   uint32_t row_classes = 0;   // of its tables, one bit for each row_class_of
 
-  bool rows_of_16_bits() const {  // of all tables
-    return !int8_rows && row_classes != 0 && (row_classes & ((1u << kWidthClasses) - 1)) == 0;
-  }
+  // Whether the rows of all tables have 16 bits a column, or 8.
+  bool rows_of_16_bits() const { return has_only_rows_of(RowType::kFloat16); }
+  bool rows_of_8_bits() const { return has_only_rows_of(RowType::kInt8); }
   // Whether all tables have rows of many columns.
   bool all_wide() const {
     constexpr int32_t kWide = 384;
     constexpr auto kClass = static_cast<uint32_t>(WidthClass::k512);
     constexpr uint32_t kNarrow = (1u << kClass) - 1;
-    return widest > kWide && (row_classes & (kNarrow | kNarrow << kWidthClasses)) == 0;
+    constexpr uint32_t kOfAnyType =
+        kNarrow | kNarrow << kWidthClasses | kNarrow << 2 * kWidthClasses;
+    return widest > kWide && (row_classes & kOfAnyType) == 0;
+  }
+
+ private:
+  bool has_only_rows_of(RowType type) const {
+    const uint32_t classes = ((1u << kWidthClasses) - 1) << first_row_class(type);
+    return row_classes != 0 && (row_classes & ~classes) == 0;
   }
 };
 

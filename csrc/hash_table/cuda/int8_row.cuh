@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/int8_rows.h"
+#include "common/rounding.h"
 #include "hash_table/cuda/bucket.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -17,11 +18,22 @@ __device__ __forceinline__ uint32_t largest_of_tile(uint32_t largest) {
 }
 
 __device__ __forceinline__ uint32_t pack_int8(const int8_t (&values)[4]) {
-  uint32_t word = 0;
+  const auto word = [&](int k) { return static_cast<uint32_t>(values[k]); };
+  return __byte_perm(__byte_perm(word(0), word(1), 0x0040), __byte_perm(word(2), word(3), 0x0040),
+                     0x5410);
+}
+
+// Four columns, rounded to int8 at random. inverse: of the row's scale, not 0. bits: rounding_bits
+// of the columns.
+__device__ __forceinline__ uint32_t pack_int8_by_chance(const float (&values)[4], float inverse,
+                                                        uint64_t bits) {
+  int8_t columns[4];
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    word |= static_cast<uint32_t>(static_cast<uint8_t>(values[k])) << 8 * k;
-  return word;
+  for (int k = 0; k < 4; ++k) {
+    columns[k] =
+        to_int8(values[k], inverse, int8_shift(rounding_draw_of(bits, static_cast<uint32_t>(k))));
+  }
+  return pack_int8(columns);
 }
 
 // Column c of a row of this scale.

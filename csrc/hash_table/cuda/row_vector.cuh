@@ -32,6 +32,12 @@ __device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float
   return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
 }
 
+// One of the four int8 of a word as a float. A conversion has a quarter of the rate of these two
+// operations: the byte, as an unsigned number from -128 on, becomes the fraction of 2^23.
+__device__ __forceinline__ float int8_to_float(uint32_t word, int byte) {
+  return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 | byte)) - 8388736.0f;
+}
+
 template <int kWidth>
 struct Columns {
   float v[kWidth];
@@ -96,7 +102,7 @@ struct Columns {
         const auto word = *reinterpret_cast<const uint32_t*>(from + k);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          c.v[k + i] = __fmul_rn(scale, static_cast<float>(static_cast<int8_t>(word >> 8 * i)));
+          c.v[k + i] = __fmul_rn(scale, int8_to_float(word, i));
         }
       }
     } else {

@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.initial_rows import table_seed
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("dim", [1, 3, 4, 8, 17, 36, 64, 128, 132, 260])
+@pytest.mark.parametrize("dim", [1, 3, 4, 8, 17, 36, 64, 128, 132, 260, 516, 1024, 1028])
 def test_bit_for_bit(device_type, dim, seed):
     group = narrow_group(
         torch.int8, device_type, SGD(rounding_seed=seed), dim, initializer=Uniform(-1, 1), seed=5

@@ -2,7 +2,6 @@
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag.cuh"
-#include "hash_table/cuda/pool/pool_int8.h"
 #include "hash_table/cuda/pool/pool_tiles.h"
 #include "hash_table/cuda/pool/pool_wide.h"
 #include "hash_table/cuda/row_vector.cuh"
@@ -121,10 +120,6 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
                cudaStream_t stream) {
   const int64_t bags = batch.num_bags;
   if (bags == 0) return;
-  if (shape.int8_rows) {
-    pool_int8(tables, batch, slots, pooling, out, shape, stream);
-    return;
-  }
   if (shape.four_wide && out.stride % 4 == 0) {
     if (shape.float32_rows && shape.all_wide()) {
       pool_wide(tables, batch, slots, pooling, out, stream);

@@ -1,8 +1,9 @@
 // The update of one row by a tile of lanes, for the most common optimizers and rows of bounded
 // width. row_update.cuh has the general form.
 //
-// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes are
-// adjacent, so that a tile reads and writes whole lines. All lanes of a tile call the methods.
+// A lane has kVectors vectors of a row: eight columns of 16 bits each, or four of another type. The
+// vectors of neighbouring lanes are adjacent, so that a tile reads and writes whole lines. All
+// lanes of a tile call the methods.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 
 #include "common/optimizers.h"
 #include "hash_table/cuda/async_copy.cuh"
+#include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
 
@@ -27,14 +29,23 @@ inline bool has_row_updater(const OptimizerConfig& optimizer) {
          optimizer.coupled_decay == 0.0f && !optimizer.stochastic_rounding;
 }
 
-// kKind: kSgd also serves row-wise Adagrad, whose columns have the same formula. Element: float, or
-// uint16_t for both 16-bit types.
+// Values of a row that RowUpdater needs besides its columns.
+struct RowExtras {
+  float square;       // row-wise Adagrad's mean of squares
+  float scale;        // of a row of 8 bits
+  uint64_t rounding;  // key of the stochastic rounding of a row of 8 bits
+};
+
+// kKind: kSgd also serves row-wise Adagrad, whose columns have the same formula. Element: float,
+// uint16_t for both 16-bit types, or int8_t.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors>
 struct RowUpdater {
-  static constexpr int kWidth = 16 / sizeof(Element);  // columns of a vector
+  static constexpr int kWidth = sizeof(Element) == sizeof(uint16_t) ? 8 : 4;  // of a vector
   static constexpr int kColumns = kLanes * kVectors * kWidth;
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
+  static constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
+  static constexpr bool kInt8 = sizeof(Element) == sizeof(int8_t);
   using Vector = Columns<kWidth>;
 
   // A lane's columns of a row.
@@ -74,7 +85,7 @@ struct RowUpdater {
   __device__ __forceinline__ static int32_t column(int vector) {
     return (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
   }
-  // Whether rows begin at multiples of 16 bytes; always true for float32.
+  // Whether rows begin at multiples of 16 bytes; always true for float32. Not for rows of 8 bits.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
   // Begins to copy the lane's columns of float32 values. kOnce: with the evict-first policy,
@@ -118,6 +129,11 @@ struct RowUpdater {
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     if constexpr (kFloat32) {
       copy_floats<true>(to, reinterpret_cast<const float*>(from));
+    } else if constexpr (kInt8) {  // without the scale
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (column(i) < dim) copy_async<4>(to + column(i), from + kInt8Start + column(i));
+      }
     } else if (aligned()) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -142,7 +158,7 @@ struct RowUpdater {
       own.v[i] = Vector::zero();
       if (column(i) >= dim) continue;
       own.v[i] = Vector::load(its, from, column(i));
-      if (!kFloat32 && column(i) + 4 >= dim) {
+      if (k16Bits && column(i) + 4 >= dim) {
 #pragma unroll
         for (int k = 4; k < kWidth; ++k) own.v[i].v[k] = 0.0f;
       }
@@ -157,14 +173,15 @@ struct RowUpdater {
   }
 
   // sum: the row's gradient. values, state: the row and its column states in memory; arrived: their
-  // copies, states `of_state` bytes apart. old_square: row-wise Adagrad's mean of squares. Returns
-  // the new one.
+  // copies, states `of_state` bytes apart. Returns row-wise Adagrad's new mean of squares.
   __device__ __forceinline__ float update(const OptimizerConfig& config, const Own& sum,
                                           const char* arrived_row, const char* arrived_states,
                                           int32_t of_state, char* values, float* state,
-                                          float old_square) const {
+                                          const RowExtras& extras) const {
     RowTerms its = terms;
     float renewed = 0.0f;
+    [[maybe_unused]] Own row;  // of 8 bits, until its scale is known
+    [[maybe_unused]] uint32_t largest = 0;
     if (kKind == Optimizer::kSgd && adapts) {
       float squares = 0.0f;
 #pragma unroll
@@ -172,13 +189,18 @@ struct RowUpdater {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) squares += sum.v[i].v[k] * sum.v[i].v[k];
       }
-      renewed = adapt_row(config, Tile<kLanes>::sum(squares), dim, old_square, &its);
+      renewed = adapt_row(config, Tile<kLanes>::sum(squares), dim, extras.square, &its);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t at = column(i);
       if (at >= dim) continue;
-      Vector value = Vector::load(type, arrived_row, at);
+      Vector value;
+      if constexpr (kInt8) {
+        value = Vector::load_int8(arrived_row + at, extras.scale);
+      } else {
+        value = Vector::load(type, arrived_row, at);
+      }
       Vector first, second;
       if constexpr (kStates >= 1) {
         first = Vector::load(reinterpret_cast<const float*>(arrived_states) + at);
@@ -194,10 +216,17 @@ struct RowUpdater {
         value.v[k] =
             move_column<kKind>(config, its, value.v[k], sum.v[i].v[k], first_of, second_of);
       }
-      store_row(value, values, at);
+      if constexpr (kInt8) {
+        row.v[i] = value;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) largest = max(largest, magnitude_bits(value.v[k]));
+      } else {
+        store_row(value, values, at);
+      }
       if constexpr (kStates >= 1) store_floats(first, state, at);
       if constexpr (kStates >= 2) store_floats(second, state + dim, at);
     }
+    if constexpr (kInt8) store_int8(row, largest, extras.rounding, values);
     return renewed;
   }
 
@@ -210,6 +239,23 @@ struct RowUpdater {
                  Columns<4>{vector.v[k], vector.v[k + 1], vector.v[k + 2], vector.v[k + 3]},
                  policy);
     }
+  }
+  // largest: magnitude_bits of the lane's columns.
+  __device__ __forceinline__ void store_int8(const Own& row, uint32_t largest, uint64_t rounding,
+                                             char* to) const {
+    const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest));
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int32_t at = column(i);
+      if (at >= dim) break;
+      uint32_t word = 0;
+      if (scale.inverse != 0.0f) {
+        word = pack_int8_by_chance(row.v[i].v, scale.inverse,
+                                   rounding_bits(rounding, static_cast<uint32_t>(at) / 4));
+      }
+      *reinterpret_cast<uint32_t*>(to + kInt8Start + at) = word;
+    }
+    if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(to) = scale.scale;
   }
   __device__ __forceinline__ void store_row(const Vector& vector, char* to, int32_t at) const {
     if constexpr (kFloat32) {

@@ -23,15 +23,17 @@ struct alignas(16) Item {
   };
 };
 
-// The layout of a tile's shared memory, in bytes.
-template <int kLanes, int kStates>
+// The layout of a tile's shared memory, in bytes. kInt8: rows have 8 bits.
+template <int kLanes, int kStates, bool kInt8>
 struct TileMemory {
   // Arrays with a value for each position of a chunk of segments.
   static constexpr int32_t kScales = kLanes * sizeof(Item);
   static constexpr int32_t kSquares = kScales + kLanes * sizeof(float);
   static constexpr int32_t kRenewed = kSquares + kLanes * sizeof(float);
   static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
-  static constexpr int32_t kOfSegments = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
+  static constexpr int32_t kRowScales = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
+  static constexpr int32_t kRoundings = kRowScales + (kInt8 ? kLanes * sizeof(float) : 0);
+  static constexpr int32_t kOfSegments = kRoundings + (kInt8 ? kLanes * sizeof(uint64_t) : 0);
   // Arrays with a value for each position of a piece; they share the memory of those above.
   static constexpr int32_t kChunk = kLanes < 16 ? 16 : kLanes;  // positions looked up at once
   static constexpr int32_t kPieceScales = 2 * kChunk * sizeof(Item);
@@ -81,7 +83,7 @@ struct SegmentTile {
   using Lanes = Tile<kLanes>;
   using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
   using Own = typename Updater::Own;
-  using Memory = TileMemory<kLanes, column_states(kKind)>;
+  using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8>;
   using Parts = PieceParts<Element, kVectors, kDepth>;
   using PieceSummer = RowUpdater<kKind, Element, kLanes, Parts::kOfPart>;
 
@@ -248,16 +250,24 @@ struct SegmentTile {
   __device__ __forceinline__ void update_chunk(const SortedChunk<kLanes>& chunk, Own* sum) {
     char* row = nullptr;
     float* state = nullptr;
-    float square = 0.0f;
+    RowExtras extras{};
     if (chunk.ends) {
       const RowPlace to(*chunk.table, chunk.key);
       row = to.row;
       state = to.state;
-      if (update.optimizer.kind == Optimizer::kRowWiseAdagrad) square = *state;
+      if (update.optimizer.kind == Optimizer::kRowWiseAdagrad) extras.square = *state;
+      if constexpr (Updater::kInt8) {
+        const TableView& table = *chunk.table;
+        extras.scale = *reinterpret_cast<const float*>(row);
+        extras.rounding = rounding_key(update.optimizer.rounding_seed, table.initial_rows.seed,
+                                       id_of_slot(table, to.slot), *table.optimizer_step);
+      }
     }
     float* const scales = floats(Memory::kScales);
     float* const squares = floats(Memory::kSquares);
     float* const renewed = floats(Memory::kRenewed);
+    float* const row_scales = floats(Memory::kRowScales);
+    auto* const roundings = reinterpret_cast<uint64_t*>(own + Memory::kRoundings);
     auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
     unsigned left = chunk.mask;
     while (left != 0) {
@@ -279,8 +289,14 @@ struct SegmentTile {
       __syncwarp(Lanes::mask());
       const bool adapts = kKind == Optimizer::kSgd && updater.adapts;
       update_items(count, ends, sum, [&] {
-        if (!adapts) return;
-        if (mine && chunk.ends) squares[number] = square;
+        if (!adapts && !Updater::kInt8) return;
+        if (mine && chunk.ends) {
+          if (adapts) squares[number] = extras.square;
+          if constexpr (Updater::kInt8) {
+            row_scales[number] = extras.scale;
+            roundings[number] = extras.rounding;
+          }
+        }
         __syncwarp(Lanes::mask());
       });
       if (adapts) {
@@ -299,6 +315,8 @@ struct SegmentTile {
     const float* const scales = floats(Memory::kScales);
     const float* const squares = floats(Memory::kSquares);
     float* const renewed = floats(Memory::kRenewed);
+    const float* const row_scales = floats(Memory::kRowScales);
+    const auto* const roundings = reinterpret_cast<const uint64_t*>(own + Memory::kRoundings);
     auto* const states = reinterpret_cast<float* const*>(own + Memory::kStatePlaces);
     const auto next_place = [&](char* it) {
       return it == last_place ? places : it + memory.of_place;
@@ -337,9 +355,14 @@ struct SegmentTile {
       wait_for_copies<kDepth - 1>();
       sum->add(scaled ? scales[i] : 1.0f, updater.load(gradient_type, arrived));
       if (ends >> i & 1) {
+        RowExtras extras{squares[i], 0.0f, 0};
+        if constexpr (Updater::kInt8) {
+          extras.scale = row_scales[i];
+          extras.rounding = roundings[i];
+        }
         const float its = updater.update(update.optimizer, *sum, arrived + memory.row,
                                          arrived + memory.states, memory.of_state, items()[i].row,
-                                         Updater::kStates > 0 ? states[i] : nullptr, squares[i]);
+                                         Updater::kStates > 0 ? states[i] : nullptr, extras);
         if (kKind == Optimizer::kSgd && lane == 0) renewed[i] = its;
         sum->clear();
       }

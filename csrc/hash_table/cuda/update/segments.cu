@@ -1,72 +1,8 @@
-// The update of rows by segments of equal slots in the sorted order, for optimizers that have a
-// RowUpdater.
-//
-// A warp takes 32 neighbouring positions. A tile of its lanes takes as many positions as it has
-// lanes, and the segments that begin there. Each lane looks up the data of one position: the
-// address of its gradient and, at the end of a segment, its row. Long segments are cut in pieces,
-// which tiles sum. A group with several row classes launches a kernel for each class, which reads
-// its units of positions from a list (list_segments.cu).
-
-#include "common/chain.cuh"
-#include "common/cuda_check.h"
-#include "hash_table/cuda/offsets.cuh"
-#include "hash_table/cuda/update/segment_tile.cuh"
-#include "hash_table/cuda/update/update.cuh"
+// The update of rows of 32 and 16 bits by segments of equal slots in the sorted order, for
+// optimizers that have a RowUpdater.
+#include "hash_table/cuda/update/segment_kernel.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-namespace {
-
-constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
-constexpr int kSegmentWarps = kSegmentThreads / kWarp;
-
-// row_class: of the tables to update, or kAllRowClasses.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, int kBlocks>
-__global__ void __launch_bounds__(kSegmentThreads, kBlocks)
-    segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                   const __grid_constant__ Scratch scratch,
-                   const __grid_constant__ TileMemory<kLanes, column_states(kKind)> memory,
-                   int32_t row_class, bool first) {
-  extern __shared__ __align__(16) char shared[];
-  // The first of several kernels waits for the inputs of all. The next one may start when all
-  // blocks of this one have begun.
-  if (first) wait_for_kernel_before();
-  let_next_kernel_start();
-  if (!is_refused(update.batch)) {
-    const bool listed = row_class != kAllRowClasses;  // the group has other classes
-    using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
-    constexpr uint32_t kParts = Segments::Parts::kParts, kSpans = kLanes / Segments::kSpan;
-    const uint32_t n = scratch.short_positions(update.batch.num_ids);
-    const uint32_t* const list = listed ? scratch.units.of(row_class) : nullptr;
-    const uint32_t units = listed ? scratch.units.number[row_class] : (n + kWarp - 1) / kWarp;
-    const uint32_t pieces = *scratch.long_segments.pieces;
-    constexpr uint32_t kTiles = kWarp / kLanes;
-    const uint32_t piece_warps = (pieces * kParts + kTiles - 1) / kTiles;
-    const auto first_lane = static_cast<uint32_t>(Tile<kLanes>::first_lane());
-    Segments tile(tables, update, scratch, memory, row_class, shared);
-    // Pieces come first, as they take longest; first the first parts of all.
-    const uint32_t works = piece_warps + units * kSpans;
-    for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < works;
-         work += gridDim.x * kSegmentWarps) {
-      if (work < piece_warps) {
-        const uint32_t number = work * kTiles + first_lane / kLanes;
-        if (number < pieces * kParts) tile.add_piece(number % pieces, number / pieces);
-      } else {
-        const uint32_t unit = (work - piece_warps) / kSpans;
-        const uint32_t span = (work - piece_warps) % kSpans;
-        tile.update_segments(
-            (listed ? list[unit] : unit) * kWarp + first_lane + span * Segments::kSpan, n);
-      }
-    }
-  }
-  if (!first) wait_for_kernel_before();
-}
-
-// Blocks that run on a multiprocessor at once. Their number bounds the registers of a thread.
-constexpr int blocks_of(int vectors, bool column_states) {
-  return column_states ? (vectors <= 2 ? 8 : 6) : (vectors <= 2 ? 12 : vectors <= 4 ? 10 : 8);
-}
-
-}  // namespace
 
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class) {
   return has_row_updater(optimizer) &&
@@ -75,59 +11,38 @@ bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class) {
 
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream) {
-  const bool listed = scratch.units.any();
-  const auto launch =
-      [&]<Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>() {
-        constexpr int kStates = column_states(kKind);
-        constexpr int kBlocks = blocks_of(kVectors * (sizeof(Element) == 2 ? 2 : 1), kStates > 0);
-        const auto kernel = segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kBlocks>;
-        const int32_t columns =
-            min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
-        using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
-        const TileMemory<kLanes, kStates> memory(columns, sizeof(Element), kDepth,
-                                                 Segments::Parts::kGradients,
-                                                 Segments::PieceSummer::kColumns);
-        const int bytes = kSegmentThreads / kLanes * memory.of_tile;
-        const int64_t n = update.batch.num_ids;
-        const int64_t warps = (n + kWarp - 1) / kWarp * kLanes / Segments::kSpan +
-                              (n / kLongest + 1) * Segments::Parts::kParts * kLanes / kWarp + 1;
-        const int64_t all = (warps + kSegmentWarps - 1) / kSegmentWarps;
-        const int64_t blocks = listed ? min(all, int64_t{resident_grid(2 * kBlocks, n)}) : all;
-        LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
-        launch_shape.shared_bytes = bytes;
-        launch_chained(kernel, launch_shape, stream, tables, update, scratch, memory,
-                       listed ? row_class : kAllRowClasses, first);
-      };
+  const SegmentCall call{tables, update, scratch, shape, row_class, first, stream};
   const auto choose_width = [&]<Optimizer kKind>() {
     // The last argument is kDepth. Two wide rows keep the memory as busy as four narrow ones.
     switch (row_class) {
       case 0:
-        return launch.template operator()<kKind, float, 8, 1, 4>();
+        return launch_segments<kKind, float, 8, 1, 4>(call);
       case 1:
-        return launch.template operator()<kKind, float, 16, 1, 4>();
+        return launch_segments<kKind, float, 16, 1, 4>(call);
       case 2:
-        return launch.template operator()<kKind, float, 32, 1, 4>();
+        return launch_segments<kKind, float, 32, 1, 4>(call);
       case 3:
-        return launch.template operator()<kKind, float, 32, 2, 4>();
+        return launch_segments<kKind, float, 32, 2, 4>(call);
       case 4:
-        return launch.template operator()<kKind, float, 32, 4, 2>();
+        return launch_segments<kKind, float, 32, 4, 2>(call);
       case 5:
-        return launch.template operator()<kKind, float, 32, 8, 2>();
+        return launch_segments<kKind, float, 32, 8, 2>(call);
       case kWidthClasses:
       case kWidthClasses + 1:
-        return launch.template operator()<kKind, uint16_t, 8, 1, 4>();
+        return launch_segments<kKind, uint16_t, 8, 1, 4>(call);
       case kWidthClasses + 2:
-        return launch.template operator()<kKind, uint16_t, 16, 1, 4>();
+        return launch_segments<kKind, uint16_t, 16, 1, 4>(call);
       case kWidthClasses + 3:
-        return launch.template operator()<kKind, uint16_t, 32, 1, 4>();
+        return launch_segments<kKind, uint16_t, 32, 1, 4>(call);
       case kWidthClasses + 4:
-        return launch.template operator()<kKind, uint16_t, 32, 2, 4>();
+        return launch_segments<kKind, uint16_t, 32, 2, 4>(call);
       case kWidthClasses + 5:
-        return launch.template operator()<kKind, uint16_t, 32, 4, 2>();
+        return launch_segments<kKind, uint16_t, 32, 4, 2>(call);
       default:
         return;
     }
   };
+  if (row_class >= first_row_class(RowType::kInt8)) return update_int8_segments(call);
   switch (update.optimizer.kind) {
     case Optimizer::kAdagrad:
       return choose_width.template operator()<Optimizer::kAdagrad>();

@@ -1,0 +1,134 @@
+// Shared memory of a tile that pools rows, and the tile's hot slot (pool_tiles.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/async_copy.cuh"
+#include "hash_table/cuda/row_vector.cuh"
+#include "hash_table/cuda/tile.cuh"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// The types of rows that a kernel serves: all float32, all of 16 bits, all of 8 bits, or any.
+enum class Storage { kFloat32, k16Bits, kInt8, kAny };
+
+constexpr bool has_narrow_rows(Storage storage) {
+  return storage == Storage::k16Bits || storage == Storage::kInt8;
+}
+constexpr int columns_of_lane(Storage storage) { return has_narrow_rows(storage) ? 8 : 4; }
+
+constexpr int kPoolThreads = 128;
+// Blocks of a multiprocessor. Eight columns for each lane take more registers.
+constexpr int pool_blocks(Storage storage) { return has_narrow_rows(storage) ? 4 : 5; }
+constexpr int kGroup = 4;   // rows
+constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
+// Chunks of a tile, if all tiles run at once and take three quarters of the GPU.
+constexpr int kChunksTogether = 4;
+constexpr int kTags = 64;  // tags of the chunk and of the groups in flight
+
+// The tag of a position: the number of the bag that ends there, from 1 on, or 0.
+constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
+// With a hot row: the upper bits count how often it is added before the row of the position.
+constexpr int kTagBagBits = 12;
+constexpr uint32_t kMostTimes = 1u << 18;
+
+template <int kLanes, bool kScaled>
+struct alignas(16) PoolRing {
+  float4 rows[kGroups][kGroup][kLanes];  // as they are stored
+  const char* addresses[kLanes];         // of the chunk's rows
+  uint32_t tags[kTags];
+  float scales[kScaled ? kTags : 4];
+};
+static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
+static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
+
+// The place of the scale of a row of 8 bits among the sixteen bytes of a lane, after its columns.
+constexpr int kScalePlace = 8;
+
+// Copies the lane's columns of a stored row, and the scale of a row of 8 bits. offset: of the
+// columns in the row. kStay: L2 evicts them last. columns: for narrow rows 8, or 4 at the end of a
+// row. together: rows are multiples of 16 bytes.
+template <Storage kStorage, bool kStay>
+__device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_t offset,
+                                             RowType type, int columns, bool together) {
+  const char* const from = row + offset;
+  char* const bytes = reinterpret_cast<char*>(to);
+  if constexpr (kStay) {
+    static_assert(kStorage == Storage::kFloat32);
+    copy_async_cached<16>(to, from, evict_last());
+  } else if constexpr (kStorage == Storage::k16Bits) {
+    if (together) {
+      copy_async_cached<16>(to, from);
+    } else {
+      copy_async_cached<8>(to, from);
+      if (columns == 8) copy_async_cached<8>(bytes + 8, from + 8);
+    }
+  } else if (kStorage == Storage::kFloat32 || type == RowType::kFloat32) {
+    copy_async_cached<16>(to, from);
+  } else if (kStorage == Storage::kInt8 || type == RowType::kInt8) {
+    copy_async_cached<4>(to, from);
+    if (kStorage == Storage::kInt8 && columns == 8) copy_async_cached<4>(bytes + 4, from + 4);
+    copy_async_cached<4>(bytes + kScalePlace, row);
+  } else {
+    copy_async_cached<8>(to, from);
+  }
+}
+
+// Copies sixteen bytes of a row, or zeros.
+__device__ __forceinline__ void copy_or_clear(float4* to, const char* from, bool copies) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(copies ? 16 : 0)
+               : "memory");
+}
+
+// The items of a chunk: the positions whose rows are copied. These are all, or those that end a bag
+// or do not have the tile's hot slot. A lane has the data of the position with its number.
+struct Items {
+  unsigned mask;   // of positions
+  int number;      // of items
+  int index;       // of the lane's position, if that is an item
+  uint32_t times;  // occurrences of the hot row between the previous item and this one
+};
+
+// The hot slot of a tile.
+template <int kLanes>
+struct HotSlot : Tile<kLanes> {
+  using Tile<kLanes>::lane;
+
+  int64_t slot = kNoSlot;  // in the table
+  uint32_t carried = 0;    // occurrences after the last item of earlier chunks
+
+  // Selects the slot at a quarter or more of the positions of the tile's first chunk.
+  // slot_in_table: of the lane's position, if that has a row.
+  __device__ __forceinline__ void look(int64_t slot_in_table, bool has_row) {
+    const uint32_t mine = has_row ? static_cast<uint32_t>(slot_in_table) : ~lane();
+    const int same = __popc(__match_any_sync(Tile<kLanes>::mask(), mine));
+    const unsigned many = Tile<kLanes>::ballot(has_row && same >= kLanes / 4);
+    if (many == 0) return;
+    slot = Tile<kLanes>::of_lane(slot_in_table, __ffs(static_cast<int>(many)) - 1);
+  }
+  // bag_end: end of the lane's bag (one after its last position) if it ends in the chunk, else 0.
+  // all: rows of all positions are copied.
+  __device__ __forceinline__ Items items(int64_t slot_in_table, int count, int bag_end, bool all) {
+    const bool there = lane() < count;
+    Items its{~0u, count, lane(), lane() == 0 ? carried : 0};
+    if (slot == kNoSlot || all) {
+      carried = 0;
+      return its;
+    }
+    const unsigned ends =
+        __reduce_or_sync(Tile<kLanes>::mask(), bag_end > 0 ? 1u << (bag_end - 1) : 0u);
+    const bool is_item =
+        slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
+    its.mask = Tile<kLanes>::ballot(there && is_item);
+    its.number = __popc(its.mask);
+    const unsigned before = its.mask & ((1u << lane()) - 1);
+    its.index = __popc(before);
+    its.times = lane() - (kWarp - __clz(static_cast<int>(before))) + (before == 0 ? carried : 0);
+    carried = count - (kWarp - __clz(static_cast<int>(its.mask))) + (its.mask == 0 ? carried : 0);
+    return its;
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,341 @@
+// Pooling by tiles: as many lanes as a row has vectors work on neighbouring bags of one feature. A
+// vector holds four columns, or eight if all rows of the group have 16 bits a column, or 8. Each
+// lane looks up the address of one position's row. Rows are then copied to shared memory in groups,
+// several of which are in flight, also across chunks and bags; this holds no registers. Copies go
+// through L1, which serves hot rows. Each lane copies the columns that it sums, so lanes do not
+// wait for each other.
+//
+// If batches have a hot id, which is at a large part of a feature's positions, a tile checks
+// whether its first chunk has one. The row is then kept in registers and added at its positions
+// without a copy.
+//
+// Blocks are small and short, so that a kernel of a stream with a higher priority starts soon.
+#pragma once
+
+#include <cstdint>
+
+#include "common/chain.cuh"
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/pool/bag_chunks.cuh"
+#include "hash_table/cuda/pool/pool_ring.cuh"
+#include "hash_table/group_shape.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// kHot: there may be hot slots. kOnce: each bag has one id. Both have float32 rows without scales.
+enum class Rows { kAny, kHot, kOnce };
+
+// The length of a tile if not all tiles run at once: such that there are `rounds` rounds of the
+// tiles that run at a time, but at most `most`. A tile with a hot slot waits for fewer rows, so its
+// start weighs more.
+struct TileLength {
+  int rounds;
+  int most;  // chunks, about
+};
+constexpr TileLength length_of(Rows rows) {
+  switch (rows) {
+    case Rows::kHot:
+      return {4, 6};
+    case Rows::kOnce:
+      return {8, 3};
+    default:
+      return {6, 3};
+  }
+}
+
+// kFloat32Out: outputs are float32; otherwise of any type.
+template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
+__global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
+    pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
+                      const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
+                      const __grid_constant__ Output<char> out,
+                      const __grid_constant__ BagTiling tiling) {
+  constexpr int kColumns = columns_of_lane(kStorage);
+  constexpr bool kFloat32 = kStorage == Storage::kFloat32, kIsInt8 = kStorage == Storage::kInt8;
+  using Row = Columns<kColumns>;
+  constexpr bool kHot = kRows == Rows::kHot, kStay = kRows == Rows::kOnce;
+  static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
+  __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
+  PoolRing<kLanes, kScaled>& ring = rings[threadIdx.x / kLanes];
+  wait_for_kernel_before();  // which may have written slots or offsets
+  const Tile<kLanes> tile;
+  const int lane = tile.lane();
+  const BagRange range = tiling.range_of(
+      batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
+  if (range.bags == 0) return;
+  // Kept in registers, because copies to shared memory make the compiler reload all memory.
+  const TableView& table = tables[batch.feature_tables[range.feature]];
+  const int64_t first_slot = table.first_slot;
+  const auto num_slots = static_cast<uint64_t>(table.num_slots);
+  const bool framed = table.frames.tags != nullptr;
+  const char* const backing = table.rows.backing;
+  const RowType type = kFloat32 ? RowType::kFloat32 : kIsInt8 ? RowType::kInt8 : table.rows.type;
+  const bool int8 = kIsInt8 || (kStorage == Storage::kAny && type == RowType::kInt8);
+  const int32_t dim = table.dim();
+  const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
+  const int32_t row_bytes = int8 ? static_cast<int32_t>(row_size(type, dim)) : dim * column_bytes;
+  const bool together = row_bytes % 16 == 0;
+  const RowType out_type = kFloat32Out ? RowType::kFloat32 : out.type;
+  const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
+                          element_size(out_type);
+  char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
+
+  for (int32_t column = lane * kColumns; column - lane * kColumns < dim;
+       column += kLanes * kColumns) {
+    const bool mine = column < dim;
+    const int columns = min(kColumns, dim - column);
+    const int32_t row_offset = column * column_bytes + (int8 ? kInt8Start : 0);
+    char* const my_outputs = outputs + column * element_size(out_type);
+    const auto write = [&](uint32_t bag, const Row& row) {
+      if (!mine) return;
+      char* const to = my_outputs + static_cast<uint64_t>(bag) * stride;
+#pragma unroll
+      for (int k = 0; k < kColumns; k += 4) {  // outputs are aligned to four columns
+        if (k < columns) Columns<4>::part_of(row, k).store(out_type, to, k);
+      }
+    };
+    // A row as it was copied.
+    const auto stored_row = [&](const float4& stored) {
+      const auto* const from = reinterpret_cast<const char*>(&stored);
+      if (int8) return Row::load_int8(from, *reinterpret_cast<const float*>(from + kScalePlace));
+      return Row::load(type, from, 0);
+    };
+    Row sum = Row::zero();
+    HotSlot<kLanes> hot;
+    Row hot_row = Row::zero();
+    bool is_first = true;  // of the chunks
+    int group = 0;         // number of the next one
+    int place = 0;         // its place among the groups in flight
+    int under_way = 0;     // groups
+    // Adds the rows of the group at this place, the earliest of those in flight.
+    const auto finish = [&](int its_place, int its_tags) {
+      const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
+      const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
+      float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+      if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[its_tags]);
+      const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
+      const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
+      if (has_narrow_rows(kStorage) && (all_tags & kTagInitial)) {
+        // For an initial row, the ring holds the id. Not unrolled, to save registers.
+#pragma unroll 1
+        for (int k = 0; k < kGroup; ++k) {
+          const float4* const from = &ring.rows[its_place][k][lane];
+          const uint32_t tag = ring.tags[its_tags + k];
+          Row row;
+          if (tag & kTagInitial) {
+            row = Row::initial(table.initial_rows, *reinterpret_cast<const int64_t*>(from),
+                               table.column_offset + column);
+          } else {
+            row = stored_row(*from);
+          }
+          sum.add(kScaled ? ring.scales[its_tags + k] : 1.0f, row);
+          if ((tag & ~kTagInitial) == 0) continue;
+          write((tag & ~kTagInitial) - 1, sum);
+          sum = Row::zero();
+        }
+        return;
+      }
+      float4 stored[kGroup];
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) stored[k] = ring.rows[its_place][k][lane];
+      const auto row_of = [&](int k) {
+        if (kFloat32 || (kStorage == Storage::kAny && (tags[k] & kTagInitial))) {
+          return Row::load(reinterpret_cast<const float*>(&stored[k]));
+        }
+        return stored_row(stored[k]);
+      };
+      if (all_tags == 0) {  // the fast case
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) sum.add(kScaled ? scales[k] : 1.0f, row_of(k));
+        return;
+      }
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) {
+        if (kHot) {
+#pragma unroll 1
+          for (uint32_t times = tags[k] >> kTagBagBits; times > 0; --times) sum.add(1.0f, hot_row);
+        }
+        sum.add(kScaled ? scales[k] : 1.0f, row_of(k));
+        const uint32_t end = kHot       ? tags[k] & ((1u << kTagBagBits) - 1)
+                             : kFloat32 ? tags[k]
+                                        : tags[k] & ~kTagInitial;
+        if (end != 0) {
+          write(end - 1, sum);
+          sum = Row::zero();
+        }
+      }
+    };
+    const auto tags_of = [&](int number) { return (number * kGroup) & (kTags - 1); };
+
+    BagChunks<kLanes> chunks(batch, slots, range);
+    while (chunks.left()) {
+      const BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
+      if (!chunk.good) {
+        for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, Row::zero());
+        break;
+      }
+      for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
+        write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, Row::zero());
+      }
+      const bool there = lane < chunk.count;
+      const bool has_row = there && static_cast<uint64_t>(chunk.slot - first_slot) < num_slots;
+      const char* address = nullptr;
+      if (has_row) {
+        const int64_t slot = chunk.slot - first_slot;
+        address = framed ? table.row(slot) : backing + slot * row_bytes;
+      }
+      const unsigned missing = tile.ballot(there && !has_row);
+      const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
+      const int64_t slot_in_table = chunk.slot - first_slot;
+      Items items{~0u, chunk.count, lane, 0};
+      if (kHot) {
+        if (is_first) {
+          is_first = false;
+          hot.look(slot_in_table, has_row);
+          if (hot.slot != kNoSlot && mine) {
+            const char* const at = framed ? table.row(hot.slot) : backing + hot.slot * row_bytes;
+            hot_row = Row::load(reinterpret_cast<const float*>(at + row_offset));
+          }
+        }
+        items = hot.items(slot_in_table, chunk.count, ends_here ? chunk.end : 0, missing != 0);
+      }
+      const int tag = (tags_of(group) + items.index) & (kTags - 1);
+      __syncwarp(tile.mask());  // all lanes have read the addresses of the previous chunk
+      if (kHot) {
+        if (lane >= items.number) {
+          ring.addresses[lane] = backing;  // nothing is copied from there
+          ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
+        }
+        if (there && (items.mask >> lane & 1)) {
+          ring.addresses[items.index] = address;
+          ring.tags[tag] = items.times << kTagBagBits;
+        }
+      } else {
+        ring.addresses[lane] = address;
+        ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
+      }
+      if (kScaled) {
+        // The number of bags that end at the position or before: its bag.
+        int bag = 0;
+#pragma unroll
+        for (int step = kLanes / 2; step; step /= 2) {
+          if (tile.of_lane(chunk.end, bag + step - 1) <= lane) bag += step;
+        }
+        float scale = tile.of_lane(chunk.mean_scale, bag);
+        if (pooling.weights != nullptr && there) scale *= pooling.weights[chunk.at + lane];
+        ring.scales[tag] = scale;
+      }
+      __syncwarp(tile.mask());
+      if (ends_here) {
+        const int last = chunk.end - 1;
+        const int its_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
+        uint32_t& its = ring.tags[(tags_of(group) + its_index) & (kTags - 1)];
+        its = (kFloat32 && !kHot ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
+      }
+      __syncwarp(tile.mask());
+      for (int first = 0; first < items.number; first += kGroup) {
+        if (under_way == kGroups) {
+          wait_for_copies<kGroups - 1>();
+          finish(place, tags_of(group - kGroups));
+        } else {
+          ++under_way;
+        }
+        float4(&rows)[kGroup][kLanes] = ring.rows[place];
+        if ((kHot || first + kGroup <= chunk.count) &&
+            (missing >> first & ((1u << kGroup) - 1)) == 0) {
+          const char* from[kGroup];
+#pragma unroll
+          for (int k = 0; k < kGroup; k += 2) {
+            const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&ring.addresses[first + k]);
+            from[k] = reinterpret_cast<const char*>(two.x);
+            from[k + 1] = reinterpret_cast<const char*>(two.y);
+          }
+          if (mine) {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) {
+              if (kHot) {
+                copy_or_clear(&rows[k][lane], from[k] + row_offset, first + k < items.number);
+              } else {
+                copy_columns<kStorage, kStay>(&rows[k][lane], from[k], row_offset, type, columns,
+                                              together);
+              }
+            }
+          }
+        } else {
+#pragma unroll 1
+          for (int k = 0; k < kGroup; ++k) {
+            float4* const to = &rows[k][lane];
+            if (mine && missing >> (first + k) & 1) {
+              const int64_t id = batch.ids[chunk.at + first + k];
+              if constexpr (has_narrow_rows(kStorage)) {
+                // Initial rows are not rounded, so they do not fit here.
+                *reinterpret_cast<int64_t*>(to) = id;
+              } else {
+                Row::initial(table.initial_rows, id, table.column_offset + column)
+                    .store(reinterpret_cast<float*>(to));
+              }
+            } else if (mine && first + k < chunk.count) {
+              copy_columns<kStorage, kStay>(to, ring.addresses[first + k], row_offset, type,
+                                            columns, together);
+            } else {
+              *to = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+          }
+        }
+        end_copies();
+        ++group;
+        place = place + 1 == kGroups ? 0 : place + 1;
+      }
+    }
+    wait_for_copies<0>();
+    for (; under_way > 0; --under_way) {
+      const int before = place - under_way;
+      finish(before < 0 ? before + kGroups : before, tags_of(group - under_way));
+    }
+    __syncwarp(tile.mask());
+  }
+}
+
+// The arguments of pool_four_wide.
+struct PoolCall {
+  const TableView* tables;
+  const Batch& batch;
+  const int64_t* slots;
+  Pooling pooling;
+  Output<char> out;
+  const GroupShape& shape;
+  bool hot;
+  cudaStream_t stream;
+
+  bool scaled() const { return pooling.mean || pooling.weights != nullptr; }
+};
+
+template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
+void launch_pool(const PoolCall& call) {
+  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
+  // If few chunks for each tile are enough for all tiles to run at once, they do so, and leave room
+  // for concurrent kernels.
+  constexpr TileLength kLength = length_of(kRows);
+  const Batch& batch = call.batch;
+  int device = 0, processors = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t at_once = int64_t{pool_blocks(kStorage)} * processors * kPoolThreads;  // positions
+  const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
+  const int64_t chunks =
+      together <= kChunksTogether
+          ? together
+          : max(int64_t{1}, min(batch.num_ids / (at_once * kLength.rounds), int64_t{kLength.most}));
+  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
+  const int64_t threads = tiling.tiles(batch) * kLanes;
+  const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
+  launch_chained(pool_tiles_kernel<kLanes, kScaled, kStorage, kFloat32Out, kRows>, blocks,
+                 kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling, call.out,
+                 tiling);
+}
+
+// All rows have 8 bits a column (pool_tiles_int8.cu).
+void pool_int8(const PoolCall& call);
+
+}  // namespace torchrec_hkv::hash_table::cuda
