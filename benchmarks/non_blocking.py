@@ -5,8 +5,9 @@
 One process with one table under ``DistributedModelParallel``. Training steps of ``--batch`` random
 ids run for ``--seconds``, then ``checkpoint.save(..., blocking=False)`` is called, and steps go on
 until the save has ended, or for ``--seconds`` more: then it is given up, and ``written_share`` says
-how far it was. With ``--delta SHARE`` it is a :class:`DeltaWriter`'s write after lookups of so many
-of the rows; the base is written before.
+how far it was. With ``--delta SHARE`` it is a :class:`DeltaWriter`'s write; the base is written
+before, and all steps look up ids of this share of the rows. The first of its writes is not counted:
+later ones find memory that it has allocated.
 
 ``stop_ms`` is what the call takes, with all that it has the GPU do, in which training waits;
 ``blocked_ms`` of it is for the disk, where there was no room for copies. ``step_ms`` and
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint import OPTIMIZERS, Progress, fill, make_model, whole
-from benchmarks.deltas import look_up, wait
+from benchmarks.deltas import wait
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
 from torchrec_hkv import checkpoint
@@ -79,12 +80,12 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
         writer = checkpoint.DeltaWriter(model, folder / "chain", blocking=False, **staging)
         writer.write(blocking=True)
         progress.say("a base")
-    steps(model, rows, args.batch, device, _for_seconds(1.0))
+    trained = rows if writer is None else max(1, int(rows * args.delta))
+    steps(model, trained, args.batch, device, _for_seconds(1.0))
+    if writer is not None:
+        writer.write().wait()
     for _ in range(args.repeat):
-        before = steps(model, rows, args.batch, device, _for_seconds(args.seconds))
-        if writer is not None:
-            writer.write(blocking=True)  # so that the next holds what follows alone
-            look_up(model, rows, int(rows * args.delta), device)
+        before = steps(model, trained, args.batch, device, _for_seconds(args.seconds))
         wait(device)
         begin = time.perf_counter()
         if writer is None:
@@ -95,7 +96,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
         stop = time.perf_counter() - begin
         progress.say(f"a call of {1e3 * stop:.0f} ms")
         goes_on = _for_seconds(args.seconds, unless=handle.done)
-        meanwhile = steps(model, rows, args.batch, device, goes_on)
+        meanwhile = steps(model, trained, args.batch, device, goes_on)
         share = handle.progress
         if handle.done() or writer is not None:
             handle.wait()

@@ -80,6 +80,47 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& co
   });
 }
 
+void check_slots(const at::Tensor& slots, at::Device device) {
+  check_dtype(slots, "slots", at::kLong);
+  check_device(slots, "slots", device);
+  check_vector(slots, "slots");
+  TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
+}
+
+// Replaces what a snapshot in host memory has at `slots`, of which none occurs twice, and returns
+// the ids before. snapshot_ids and snapshot_occupied: of all slots, pinned if the others are on a
+// GPU.
+at::Tensor exchange_contents(at::Tensor snapshot_ids, at::Tensor snapshot_occupied,
+                             const at::Tensor& slots, const at::Tensor& ids,
+                             const at::Tensor& occupied) {
+  const int64_t n = slots.numel(), all = snapshot_ids.numel();
+  check_slots(slots, slots.device());
+  check_dtype(ids, "ids", at::kLong);
+  check_device(ids, "ids", slots.device());
+  check_length(ids, "ids", n);
+  TORCH_CHECK_VALUE(ids.is_contiguous(), "ids must be contiguous.");
+  check_marks(occupied, "occupied", n, slots.device());
+  check_dtype(snapshot_ids, "snapshot_ids", at::kLong);
+  check_vector(snapshot_ids, "snapshot_ids");
+  check_device(snapshot_ids, "snapshot_ids", at::kCPU);
+  TORCH_CHECK_VALUE(snapshot_ids.is_contiguous(), "snapshot_ids must be contiguous.");
+  check_marks(snapshot_occupied, "snapshot_occupied", all, at::kCPU);
+  TORCH_CHECK_VALUE(slots.is_cpu() || (snapshot_ids.is_pinned() && snapshot_occupied.is_pinned()),
+                    "the snapshot must be pinned, because slots are on ", slots.device(), ".");
+  const hash_table::SlotContents contents{snapshot_ids.data_ptr<int64_t>(),
+                                          snapshot_occupied.data_ptr<bool>(), all};
+  at::Tensor previous = at::empty_like(ids);
+  const auto* const at = slots.const_data_ptr<int64_t>();
+  const auto* const present = ids.const_data_ptr<int64_t>();
+  const bool* const is_there = occupied.const_data_ptr<bool>();
+  HKV_ON_DEVICE(slots.device(),
+                hash_table::cpu::exchange_contents(contents, at, present, is_there, n,
+                                                   previous.data_ptr<int64_t>()),
+                hash_table::cuda::exchange_contents(contents, at, present, is_there, n,
+                                                    previous.data_ptr<int64_t>(), stream));
+  return previous;
+}
+
 template <typename T>
 at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
   at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::dtype(dtype));
@@ -120,13 +161,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {tensor_of(found.slots, at::kLong),      tensor_of(found.ids, at::kLong),
           tensor_of(found.touched, at::kBool),    tensor_of(found.stayed, at::kBool),
           tensor_of(found.gone_slots, at::kLong), tensor_of(found.gone_ids, at::kLong)};
-}
-
-void check_slots(const at::Tensor& slots, at::Device device) {
-  check_dtype(slots, "slots", at::kLong);
-  check_device(slots, "slots", device);
-  check_vector(slots, "slots");
-  TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
 }
 
 // A matrix for rows and, if wanted, states.
@@ -294,6 +328,7 @@ std::tuple<at::Tensor, at::Tensor> distinct_ids(const at::Tensor& ids) {
 
 void add_sync_ops(torch::Library& m) {
   m.impl("slot_changes", &slot_changes);
+  m.impl("exchange_contents", &exchange_contents);
   m.impl("read_values", &read_values);
   m.impl("write_values", &write_values);
 }
@@ -304,6 +339,9 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "slot_changes(Tensor counters, int group, int table, int first, Tensor occupied, "
       "Tensor? marked, int since, bool moved) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "exchange_contents(Tensor(a!) snapshot_ids, Tensor(b!) snapshot_occupied, Tensor slots, "
+      "Tensor ids, Tensor occupied) -> Tensor");
   m.def(
       "read_values(int group, int table, Tensor slots, Tensor(a!) values, bool states) "
       "-> (Tensor, Tensor)");

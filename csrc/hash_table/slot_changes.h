@@ -35,6 +35,13 @@ struct SlotChanges {
   }
 };
 
+// What all slots held at an earlier time, in host memory that the kernel's device can access.
+struct SlotContents {
+  int64_t* ids;
+  bool* occupied;
+  int64_t n;
+};
+
 // The contents of some consecutive slots at an earlier time, for comparison with the present ones.
 // CPU only.
 struct SlotComparison {

@@ -23,6 +23,10 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads);
 int64_t count_changes(const uint8_t* changes, int64_t n);
 void list_changes(const uint8_t* changes, int64_t n, int64_t first, int64_t* slots, uint8_t* bits);
 
+// Replaces the contents at `slots`, of which none occurs twice; previous[i]: the id before.
+void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,
+                       const bool* occupied, int64_t n, int64_t* previous);
+
 // Compares slots with their previous contents and stores the present ones, in one pass over digests
 // and last steps. Reads ids only of slots that may have changed.
 void compare_slots(const TableView& table, const SlotComparison& comparison, SlotDifferences& found,
@@ -63,6 +67,10 @@ int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* 
 namespace cuda {
 
 void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream);
+
+// contents: in pinned memory.
+void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,
+                       const bool* occupied, int64_t n, int64_t* previous, cudaStream_t stream);
 
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
                  uint32_t* last_steps, uint64_t* scores, cudaStream_t stream);

@@ -117,7 +117,11 @@ class SlotSnapshot:
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
         for own in self._ranges(batch, batch):
-            yield self._difference(own, since, marked[own] if len(marked) else None, moved)
+            found = self._difference(own, since, marked[own] if len(marked) else None, moved)
+            if self._group.device.type == "cuda":
+                # The GPU writes to the snapshot, which the host may read from here on.
+                torch.cuda.current_stream(self._group.device).synchronize()
+            yield found
         self._moves = moves
 
     def _difference(self, own: slice, since: int, marked: Tensor | None, moved: bool) -> Difference:
@@ -130,19 +134,14 @@ class SlotSnapshot:
         if marked is not None:
             marked = marked.to(device)
         slots, bits, ids = self._changes(own.start, was, marked, since, moved)
-        on_host = slots.cpu()
-        before = self.ids[on_host].to(device)
         is_there, was_there = (bits & _IS_THERE).bool(), (bits & _WAS_THERE).bool()
+        before = _ops.exchange_contents(self.ids, self.occupied, slots, ids, is_there)
         touched = (bits & _IS_TOUCHED).bool()
         other = (is_there != was_there) | (ids != before)
         if not moved and not other.any():  # listed entries were looked up
             nothing = slots[:0]
             return Difference(slots, ids, touched, touched, nothing, nothing)
         now, gone = is_there & (touched | other), was_there & other
-        if other.any():
-            new = on_host[other.cpu()]
-            self.ids[new] = ids[other].cpu()
-            self.occupied[new] = is_there[other].cpu()
         return Difference(
             slots[now], ids[now], touched[now], ~other[now], slots[gone], before[gone]
         )

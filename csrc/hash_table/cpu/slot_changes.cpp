@@ -51,6 +51,15 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads) 
   });
 }
 
+void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,
+                       const bool* occupied, int64_t n, int64_t* previous) {
+  for (int64_t i = 0; i < n; ++i) {
+    previous[i] = contents.ids[slots[i]];
+    contents.ids[slots[i]] = ids[i];
+    contents.occupied[slots[i]] = occupied[i];
+  }
+}
+
 int64_t count_changes(const uint8_t* changes, int64_t n) {
   return n - std::count(changes, changes + n, uint8_t{0});
 }

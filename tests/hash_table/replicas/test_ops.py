@@ -117,6 +117,38 @@ def test_values_written(table, states):
     assert torch.equal(after.ids[occupied], before.ids[occupied])
 
 
+@pytest.mark.parametrize("n", [0, 1, 700])
+def test_exchanged_contents(device_type, n):
+    """Of a snapshot in host memory, which a GPU reads and writes in place."""
+    pin = device_type == "cuda"
+    ids, occupied = torch.randint(-(2**63), 2**63 - 1, (1000,)), torch.rand(1000) < 0.5
+    slots = torch.randperm(1000)[:n]
+    now, is_there = ids[slots], torch.rand(n) < 0.5
+    changed = torch.rand(n) < 0.5
+    now[changed] = torch.randint(-(2**63), 2**63 - 1, (int(changed.sum()),))
+    held = torch.empty(1000, dtype=torch.int64, pin_memory=pin).copy_(ids)
+    held_occupied = torch.empty(1000, dtype=torch.bool, pin_memory=pin).copy_(occupied)
+    given = [tensor.to(device_type) for tensor in (slots, now, is_there)]
+    previous = ops.exchange_contents(held, held_occupied, *given)
+    assert torch.equal(previous.cpu(), ids[slots])  # and waits for the GPU
+    ids[slots], occupied[slots] = now, is_there
+    assert torch.equal(held, ids)
+    assert torch.equal(held_occupied, occupied)
+
+
+def test_exchanged_contents_of_bad_tensors(device_type):
+    ids, occupied = torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.bool)
+    slots = torch.arange(3, device=device_type)
+    there = torch.ones(3, dtype=torch.bool, device=device_type)
+    with pytest.raises(ValueError, match="occupied must have 3 elements, but has 2"):
+        ops.exchange_contents(ids, occupied, slots, slots, there[:2])
+    with pytest.raises(TypeError, match="snapshot_ids must be of dtype Long"):
+        ops.exchange_contents(ids.int(), occupied, slots, slots, there)
+    if device_type == "cuda":
+        with pytest.raises(ValueError, match="the snapshot must be pinned"):
+            ops.exchange_contents(ids, occupied, slots, slots, there)
+
+
 def test_schemas(table):
     group = table._group
     was = random_marks(table, 40)
@@ -128,6 +160,9 @@ def test_schemas(table):
     ids, _, steps, scores, _ = ops.read_slots(group.handle, 0, slots)
     args = (*place(table), slots, ids, values, steps, scores, True)
     torch.library.opcheck(ops.write_values, args)
+    if table.device.type == "cpu":  # opcheck copies the snapshot, to memory that is not pinned
+        held = torch.zeros(table.num_slots, dtype=torch.int64), torch.zeros(table.num_slots) > 0
+        torch.library.opcheck(ops.exchange_contents, (*held, slots, ids, ids > 0))
 
 
 def test_bad_input(table):

@@ -24,6 +24,13 @@ def _(
     return slots, occupied.new_empty((n,), dtype=torch.uint8), torch.empty_like(slots)
 
 
+@torch.library.register_fake("torchrec_hkv::exchange_contents")
+def _(
+    snapshot_ids: Tensor, snapshot_occupied: Tensor, slots: Tensor, ids: Tensor, occupied: Tensor
+) -> Tensor:
+    return torch.empty_like(ids)
+
+
 @torch.library.register_fake("torchrec_hkv::read_values")
 def _(group: int, table: int, slots: Tensor, values: Tensor, states: bool) -> tuple[Tensor, Tensor]:
     n = slots.shape[0]

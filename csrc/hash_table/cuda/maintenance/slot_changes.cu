@@ -17,7 +17,29 @@ __global__ void __launch_bounds__(kThreads)
                             look.marked != nullptr && look.marked[i]);
 }
 
+// Most entries are still in their slots, so that little is written across the link.
+__global__ void __launch_bounds__(kThreads)
+    exchange_contents_kernel(const SlotContents contents, const int64_t* __restrict__ slots,
+                             const int64_t* __restrict__ ids, const bool* __restrict__ occupied,
+                             int64_t n, int64_t* __restrict__ previous) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const int64_t slot = slots[i];
+  const int64_t was = contents.ids[slot];
+  previous[i] = was;
+  if (was != ids[i]) contents.ids[slot] = ids[i];
+  if (contents.occupied[slot] != occupied[i]) contents.occupied[slot] = occupied[i];
+}
+
 }  // namespace
+
+void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,
+                       const bool* occupied, int64_t n, int64_t* previous, cudaStream_t stream) {
+  if (n == 0) return;
+  exchange_contents_kernel<<<grid_for(n), kThreads, 0, stream>>>(contents, slots, ids, occupied, n,
+                                                                 previous);
+  HKV_CUDA_CHECK_LAUNCH();
+}
 
 void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream) {
   if (look.n == 0) return;
