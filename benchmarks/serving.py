@@ -2,15 +2,21 @@
 
     python -m benchmarks serving --threads 1 --out benchmarks/results/serving_cpu.csv
     python -m benchmarks serving --device cuda --ids 1048576 --uniform --rows 4000000
+    python -m benchmarks serving --device cuda --ids 1048576 --rows 20000000 --hbm-share .1 \
+        --exponent 1.05 --skip-stock rows pooled
 
-A request looks up ``--ids`` ids, by a power law of exponent 1 or uniformly, of a table of
-``--rows`` rows: ``rows`` writes out a row for each, ``pooled`` sums 20 at a time, and ``model,
-rows`` and ``model, pooled`` do so by a model that was exported and loaded. The peer is
+A request looks up ``--ids`` ids, by a power law or uniformly, of a table of ``--rows`` rows:
+``rows`` writes out a row for each, ``pooled`` sums 20 at a time, and ``model, rows`` and ``model,
+pooled`` do so by a model that was exported and loaded. The peer is
 ``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and on a GPU for
 float rows that are written out also ``torch.nn.functional.embedding``. The two are timed in turn,
 ``--rounds`` times over ``--requests`` requests each, which on a GPU run back to back; ``us``,
 ``p99_us``, ``peer_us`` and ``peer_p99_us`` are microseconds a request, ``ratio`` is the quotient of
 the medians.
+
+With ``--hbm-share``, a GPU's memory holds only this share of the rows, chosen by as many requests
+as are timed, but others. ``hit_rate`` is the share of the timed lookups whose row was there. The
+peer then is FBGEMM's table in managed memory behind a cache of that share of the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +48,8 @@ from torchrec import (
 from benchmarks.environment import report
 from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
 from torchrec_hkv.serving.page_cache import warm
-from torchrec_hkv.serving.table_builder import TableBuilder
+from torchrec_hkv.serving.placement import Placement, chosen_again
+from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 BAG = 20
@@ -98,23 +105,29 @@ def served(args: argparse.Namespace, kind: type[nn.Module], row_format: str) -> 
         return model
 
 
-def requests_of(args: argparse.Namespace) -> list[Tensor]:
-    """Row numbers of each request."""
+def requests_of(args: argparse.Namespace, warm_up: bool = False) -> Iterator[Tensor]:
+    """Row numbers of each request. warm_up: other requests by the same law."""
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(args.rows, generator=generator)
-    drawn = []
+    if warm_up:
+        generator.manual_seed(4)
     for _ in range(args.requests):
         unit = torch.rand(args.ids, generator=generator, dtype=torch.float64)
-        ranks = unit * args.rows if args.uniform else args.rows**unit - 1
-        drawn.append(order[ranks.long().clamp(0, args.rows - 1)])
-    return drawn
+        if args.uniform:
+            ranks = unit * args.rows
+        elif args.exponent == 1.0:
+            ranks = args.rows**unit - 1
+        else:
+            power = 1.0 - args.exponent
+            ranks = (1.0 + unit * (args.rows**power - 1.0)) ** (1.0 / power) - 1
+        yield order[ranks.long().clamp(0, args.rows - 1)]
 
 
 def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnlyTables:
     """A table of random rows."""
     generator = torch.Generator().manual_seed(2)
     with tempfile.TemporaryDirectory() as folder:
-        builder = TableBuilder(args.dim, row_format, Path(folder))
+        builder = TableBuilder(args.dim, row_format, Path(folder), args.memory_bytes)
         for part in ids.split(1 << 18):
             builder.add(part, torch.randn(part.numel(), args.dim, generator=generator))
         made = builder.finish(Path(folder) / "table")
@@ -123,20 +136,42 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
             thread = warm(Path(folder), [(made, index)])
             if thread is not None:
                 thread.join()
-        index, rows = index.to(args.device), rows.to(args.device)
-    table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
-    return ReadOnlyTables([table], torch.zeros(1, 2, dtype=torch.int64, device=args.device))
+        table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
+        limit = None if args.hbm_share is None else int(args.hbm_share * rows.numel())
+        placement = Placement(torch.device(args.device), args.resident, limit)
+        table = placement.place([table])[0]
+    counters = torch.zeros(1, 2, dtype=torch.int64, device=args.device)
+    tables = ReadOnlyTables([table], counters)
+    if table.hot is None:
+        return tables
+    for numbers in requests_of(args, warm_up=True):
+        tables.rows(0, ids[numbers].to(args.device))
+    return ReadOnlyTables([dataclasses.replace(table, hot=chosen_again(table))], counters)
+
+
+def hit_rate(tables: ReadOnlyTables, requests: Sequence[Tensor]) -> float | None:
+    """The share of the lookups whose row is in HBM; None if all are."""
+    hot = tables.tables[0].hot
+    if hot is None:
+        return None
+    hot.host_lookups.zero_()
+    for request in requests:
+        tables.rows(0, request)
+    return round(1.0 - int(hot.host_lookups) / sum(request.numel() for request in requests), 4)
 
 
 def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output: torch.dtype):
     """FBGEMM's table of as many rows."""
     on_gpu = args.device != "cpu"
     place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    if args.hbm_share is not None:
+        place = EmbeddingLocation.MANAGED_CACHING
     made = IntNBitTableBatchedEmbeddingBagsCodegen(
         [("t", args.rows, args.dim, _TYPES[row_format][0], place)],
         device=args.device,
         pooling_mode=mode,
         output_dtype=SparseType.FP32 if output == torch.float32 else SparseType.FP16,
+        cache_load_factor=args.hbm_share or 0.2,  # without a cache, any
     )
     made.initialize_weights()
     made.fill_random_weights()
@@ -191,7 +226,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """All rows of the benchmark."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(-(1 << 63), (1 << 63) - 1, (args.rows,), generator=generator)
-    numbers = requests_of(args)
+    numbers = list(requests_of(args))
     hashed = [ids[request].to(args.device) for request in numbers]
     peers = [request.int().to(args.device) for request in numbers]
     bags = args.ids // BAG
@@ -203,13 +238,18 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for row_format in args.formats:
         tables = table_of(args, row_format, ids)
         own = _TYPES[row_format][1] if args.device != "cpu" else torch.float32
+        law = "power" if args.exponent == 1.0 else f"power {args.exponent:g}"
+        memory = "resident" if args.resident else "mapped"
+        if args.hbm_share is not None:
+            memory = f"{args.hbm_share:g} in HBM"
         about = {
             "format": row_format,
             "output": str(own).removeprefix("torch."),
             **{"rows": args.rows, "dim": args.dim, "ids": args.ids},
-            "law": "uniform" if args.uniform else "power",
-            "memory": "resident" if args.resident else "mapped",
+            "law": "uniform" if args.uniform else law,
+            "memory": memory,
         }
+        hits = {"hit_rate": hit_rate(tables, hashed)}
         peer = None
         if "rows" not in args.skip_stock:
             peer = fbgemm(args, row_format, PoolingMode.NONE, own)
@@ -218,15 +258,15 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             peer and (lambda n, p=peer: p(peers[n], offsets)),
             args,
         )
-        yield {"case": "rows", **about, **got}
-        if args.device != "cpu" and row_format in ("fp32", "fp16"):
+        yield {"case": "rows", **about, **got, **hits}
+        if args.device != "cpu" and args.hbm_share is None and row_format in ("fp32", "fp16"):
             weight = torch.randn(args.rows, args.dim, device=args.device).to(own)
             got = measure(
                 lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
                 lambda n, w=weight: torch.nn.functional.embedding(peers[n], w),
                 args,
             )
-            yield {"case": "rows, torch embedding", **about, **got}
+            yield {"case": "rows, torch embedding", **about, **got, **hits}
             del weight
         peer = None
         if "pooled" not in args.skip_stock:
@@ -236,7 +276,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             peer and (lambda n, p=peer: p(pooled_peers[n], bag_offsets)),
             args,
         )
-        yield {"case": "pooled", **about, **got}
+        yield {"case": "pooled", **about, **got, **hits}
         del tables
         if args.device != "cpu":
             continue
@@ -255,7 +295,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 lambda n, p=peer, i=its_peers, o=its_offsets: p(i[n], o),
                 args,
             )
-            yield {"case": f"model, {name}", **about, **got}
+            yield {"case": f"model, {name}", **about, **got, **hits}
         del model, peer
 
 
@@ -270,6 +310,18 @@ class _Count:
         return value
 
 
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
+    return float(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -277,7 +329,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=_Count(1), default=1_000_000)
     parser.add_argument("--dim", type=_Count(1), default=128)
     parser.add_argument("--ids", type=_Count(BAG), default=2000, help="of a request")
-    parser.add_argument("--uniform", action="store_true", help="ids by no power law")
+    law = parser.add_mutually_exclusive_group()
+    law.add_argument("--uniform", action="store_true", help="ids by no power law")
+    law.add_argument("--exponent", type=_positive, default=1.0, help="of the power law")
+    parser.add_argument("--hbm-share", type=_share, help="of the rows, on a GPU; default: all")
+    parser.add_argument(
+        "--memory-bytes", type=_Count(1), default=MEMORY_BYTES, help="to build a table"
+    )
     parser.add_argument("--formats", nargs="+", choices=list(_TYPES), default=list(_TYPES))
     parser.add_argument(
         "--resident", action="store_true", help="tables in memory of the process, not mapped"
@@ -294,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=_Count(1), default=1, help="of PyTorch, on a CPU")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
+    if args.hbm_share is not None and torch.device(args.device).type != "cuda":
+        parser.error(f"--hbm-share is given, but --device is {args.device}, which has no HBM")
     torch.set_num_threads(args.threads)
     report(cases(args), args.out, KEYS)
 

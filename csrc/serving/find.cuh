@@ -46,17 +46,36 @@ __device__ inline InBucket find_in_layer(const Layer& layer, int64_t id, int64_t
   return find_in_bucket(load_bucket(layer.buckets + choice.second), id, row);
 }
 
-// The row of an id, or null where the table has none.
-__device__ inline const char* find_row(const Table& table, int64_t id) {
+// Where a row of the base is, in the GPU's memory or in the host's. Counts the row if its lookup is
+// sampled.
+__device__ inline const char* row_in_tiers(const Table& table, int64_t row, bool sampled,
+                                           bool* is_in_host_memory) {
+  const HotRows& hot = table.hot;
+  const uint2 word = __ldg(reinterpret_cast<const uint2*>(hot.words) + row / kHotWordRows);
+  if (sampled && hot.counts != nullptr && hot.counts[row] < kMostHotCount) {
+    atomicAdd(hot.counts + row, 1u);
+  }
+  const int64_t place = hot_place({word.x, word.y}, row);
+  *is_in_host_memory = place < 0;
+  return place < 0 ? table.base.rows + row * table.row_bytes : hot.rows + place * table.row_bytes;
+}
+
+// The row of an id, or null where the table has none. kTiered: the table may have rows in host
+// memory; the last two arguments are those of row_in_tiers.
+template <bool kTiered = false>
+__device__ inline const char* find_row(const Table& table, int64_t id, bool sampled = false,
+                                       bool* is_in_host_memory = nullptr) {
   int64_t row = 0;
   if (table.changes.buckets != nullptr) {
     const InBucket found = find_in_layer(table.changes, id, &row);
     if (found == InBucket::kErased) return nullptr;
     if (found == InBucket::kFound) return table.changes.rows + row * table.row_bytes;
   }
-  return find_in_layer(table.base, id, &row) == InBucket::kFound
-             ? table.base.rows + row * table.row_bytes
-             : nullptr;
+  if (find_in_layer(table.base, id, &row) != InBucket::kFound) return nullptr;
+  if constexpr (kTiered) {
+    if (table.hot.words != nullptr) return row_in_tiers(table, row, sampled, is_in_host_memory);
+  }
+  return table.base.rows + row * table.row_bytes;
 }
 
 }  // namespace torchrec_hkv::serving::cuda

@@ -21,6 +21,8 @@ struct RowsCall {
   RowType type;       // of the output
   char* out;          // [n, dim]
   int64_t* counters;  // [2]: adds the number of ids, and of unknown ones
+  bool tiered;        // whether the table has rows in host memory
+  uint32_t phase;     // of is_sampled, another in each call
 };
 void look_up_rows(const RowsCall& call, cudaStream_t stream);
 
@@ -52,7 +54,12 @@ struct PoolCall {
   int64_t columns;
   const char** found;  // scratch [layers * n]
   int64_t* counters;   // [tables, 2]
+  bool tiered;         // whether one of the tables has rows in host memory
+  uint32_t phase;      // of is_sampled, another in each call
 };
 void pool(const PoolCall& call, cudaStream_t stream);
+
+// Copies the hot rows of a table from memory that the GPU reads.
+void copy_hot_rows(const HotCopy& call, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::serving::cuda

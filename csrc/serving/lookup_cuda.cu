@@ -11,21 +11,35 @@ namespace {
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
 
+__device__ void count_host_lookups(const Table& table, int lookups) {
+  if (lookups > 0 && table.hot.host_lookups != nullptr) {
+    atomicAdd(table.hot.host_lookups, static_cast<unsigned long long>(lookups));
+  }
+}
+
 // Constants of rows_kernel. Eight loads in flight for each lane hide the latency of rows. With
 // blocks of 128 threads more warps fit on a multiprocessor than with 256.
 constexpr int kRowsThreads = 128, kAhead = 8;
 
 // A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
-// at a time. kOut: the output's type, or kAnyType.
+// at a time. kOut: the output's type, or kAnyType. kTiered: the table has rows in host memory.
 constexpr int kAnyType = -1;
-template <RowFormat kFormat, int kColumns, int kOut>
+template <RowFormat kFormat, int kColumns, int kOut, bool kTiered>
 __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   const int lane = threadIdx.x & 31;
   const int64_t first = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / 32 * 32;
   if (first >= call.n) return;
   const int here = static_cast<int>(call.n - first < 32 ? call.n - first : 32);
   const char* row = nullptr;
-  if (lane < here) row = find_row(*call.table, call.ids[first + lane]);
+  bool is_in_host_memory = false;
+  if (lane < here) {
+    const bool sampled = kTiered && is_sampled(first + lane, call.phase);
+    row = find_row<kTiered>(*call.table, call.ids[first + lane], sampled, &is_in_host_memory);
+  }
+  if constexpr (kTiered) {
+    const int from_host = __popc(__ballot_sync(kAll, is_in_host_memory));
+    count_host_lookups(*call.table, lane == 0 ? from_host : 0);
+  }
   const int unknown = __popc(__ballot_sync(kAll, lane < here && row == nullptr));
   auto* const counters = reinterpret_cast<unsigned long long*>(call.counters);
   if (unknown > 0 && lane == 0) atomicAdd(counters + 1, static_cast<unsigned long long>(unknown));
@@ -78,6 +92,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
 }
 
 // found[layer * n + i] = the row of id i in the table of each output, or null; counts.
+template <bool kTiered>
 __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call) {
   const PooledOutput output = call.outputs[blockIdx.y];
   const Table& table = call.tables[output.table];
@@ -86,11 +101,18 @@ __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call) {
   int64_t* const counters = call.counters + 2 * output.table;
   const char** const found = call.found + output.layer * call.n;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
-  int unknown = 0;
+  int unknown = 0, from_host = 0;
   for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += stride) {
-    const char* const row = find_row(table, call.ids[i]);
+    bool is_in_host_memory = false;
+    const bool sampled = kTiered && is_sampled(i, call.phase);
+    const char* const row = find_row<kTiered>(table, call.ids[i], sampled, &is_in_host_memory);
     found[i] = row;
     unknown += row == nullptr;
+    from_host += is_in_host_memory;
+  }
+  if constexpr (kTiered) {
+    from_host = __reduce_add_sync(kAll, from_host);
+    count_host_lookups(table, threadIdx.x % 32 == 0 ? from_host : 0);
   }
   unknown = __reduce_add_sync(kAll, unknown);
   if (unknown > 0 && threadIdx.x % 32 == 0) {
@@ -200,10 +222,10 @@ void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cud
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-template <RowFormat kFormat, int kColumns, int kOut>
+template <RowFormat kFormat, int kColumns, int kOut, bool kTiered = false>
 void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((call.n + kRowsThreads - 1) / kRowsThreads);
-  rows_kernel<kFormat, kColumns, kOut><<<blocks, kRowsThreads, 0, stream>>>(call);
+  rows_kernel<kFormat, kColumns, kOut, kTiered><<<blocks, kRowsThreads, 0, stream>>>(call);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
@@ -212,7 +234,13 @@ void launch_rows(const RowsCall& call, cudaStream_t stream) {
   // As many columns a lane as suit most, where rows and outputs are aligned to them.
   constexpr bool kIsQuantized = Piece<kFormat, 4>::kIsQuantized;
   constexpr int kColumns = kIsQuantized ? 8 : 4;
-  if (call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0) {
+  const bool in_wide_pieces =
+      call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+  if (call.tiered) {  // the way to host memory takes longer than looking at the output's type
+    return in_wide_pieces ? launch_rows_of<kFormat, kColumns, kAnyType, true>(call, stream)
+                          : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
+  }
+  if (in_wide_pieces) {
     switch (call.type) {
       case RowType::kFloat32:
         return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat32)>(call, stream);
@@ -254,7 +282,11 @@ void pool(const PoolCall& call, cudaStream_t stream) {
     const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
     const dim3 grid(static_cast<unsigned>(min(wanted, kMostBlocks)),
                     static_cast<unsigned>(call.num_outputs));
-    find_kernel<<<grid, kThreads, 0, stream>>>(call);
+    if (call.tiered) {
+      find_kernel<true><<<grid, kThreads, 0, stream>>>(call);
+    } else {
+      find_kernel<false><<<grid, kThreads, 0, stream>>>(call);
+    }
     HKV_CUDA_CHECK_LAUNCH();
   }
   launch_pool<4>(call, 0, call.num_in_fours, call.widest_in_fours, stream);

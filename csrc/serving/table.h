@@ -15,6 +15,7 @@
 #include "common/hashing.h"
 #include "common/initial_rows.h"
 #include "common/macros.h"
+#include "serving/hot_rows.h"
 
 namespace torchrec_hkv::serving {
 
@@ -117,6 +118,8 @@ struct Table {
   // What an unknown id gets: this row, or where it is null the row that training starts from.
   const float* default_row;
   InitialRows initial_rows;
+  // Of a table on a GPU whose base has its rows in host memory.
+  HotRows hot;
 };
 
 // What becomes of the sum of a bag, as the trainer does it, so that results have equal bits.

@@ -18,7 +18,8 @@ from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank, this_rank
 from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
-from torchrec_hkv.sharding.state.names import find_name, named_tables
+from torchrec_hkv.sharding.state.names import named_tables
+from torchrec_hkv.table_names import find_name
 
 #: Default number of rows in a batch.
 BATCH = 1 << 16

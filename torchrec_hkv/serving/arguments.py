@@ -17,7 +17,7 @@ from torchrec_hkv.serving.model_tables import ModelTable
 from torchrec_hkv.serving.row_formats import RowFormat, check_row_format
 from torchrec_hkv.serving.sources import SavedModel, Source, TrainedModel
 from torchrec_hkv.serving.tracing import describe_inputs
-from torchrec_hkv.sharding.state.names import find_name
+from torchrec_hkv.table_names import find_name
 
 #: A row format for all tables, or row formats by table.
 Rows = RowFormat | Mapping[str, RowFormat]

@@ -13,9 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+from torch import Tensor
+
 from torchrec_hkv.checkpoint.chain import Chain, digest_of
 from torchrec_hkv.serving.model import Freshness, ServingModel, Version
 from torchrec_hkv.serving.next_version import NextVersion
+from torchrec_hkv.serving.tables import HotRows
 
 
 def follow(
@@ -123,7 +126,9 @@ class Follower:
                     "no earlier version is kept: no checkpoint was applied, or rollback was called "
                     "before."
                 )
-            self._model._version, self._previous = self._previous, None
+            with self._model._switching:
+                self._model.switch(self._previous)
+                self._previous = None
             self._end()
 
     def stop(self) -> None:
@@ -140,6 +145,11 @@ class Follower:
         return Freshness(
             version.number, age, behind, self.is_following, self.error, self._apply_seconds
         )
+
+    def use_hot_rows(self, rows: Tensor, hot: HotRows) -> None:
+        """Uses other hot rows in the version before, too. The model calls this."""
+        if self._previous is not None:
+            self._previous = self._previous.with_hot_rows(rows, hot)
 
     def _end(self) -> None:
         self._ended.set()
@@ -183,11 +193,12 @@ class Follower:
 
     def _build(self, folder: Path, digest: str) -> Version:
         model = self._model
-        following = NextVersion(model._version, folder, digest, model.device, model.resident)
+        following = NextVersion(model._version, folder, digest, model._placement)
         # A mapped file exists until it is unmapped, so a killed process leaves no files.
         with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=self._scratch) as scratch:
             return following.version(Path(scratch))
 
     def _switch(self, version: Version, seconds: float) -> None:
-        self._previous, self._model._version = self._model._version, version
+        with self._model._switching:
+            self._previous = self._model.switch(version)
         self._apply_seconds = seconds

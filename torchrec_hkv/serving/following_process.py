@@ -29,7 +29,8 @@ from torch import Tensor
 from torchrec_hkv.serving import ops  # noqa: F401, registers what the program calls
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.manifest import Manifest
-from torchrec_hkv.serving.model import ServingModel, Version, open_tables
+from torchrec_hkv.serving.model import ServingModel, Version
+from torchrec_hkv.serving.opening import open_tables
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
@@ -161,7 +162,7 @@ class ProcessFollower(Follower):
             return tables
         if message["base"] is None:
             manifest = Manifest.read(model.folder)
-            return open_tables(model.folder, manifest, model.device, model.resident)
+            return open_tables(model.folder, manifest, model._placement)
         folder = Path(message["base_folder"])
         for number, fields in enumerate(message["base_files"]):
             file = TableFile(**{**fields, "crc32": tuple(fields["crc32"])})
@@ -170,14 +171,14 @@ class ProcessFollower(Follower):
                 warm(folder, [(file, index)])
             tables[number] = dataclasses.replace(
                 tables[number],
-                index=index.to(model.device),
-                rows=rows.to(model.device),
+                index=index,
+                rows=rows,
                 unit=file.unit,
                 changed_index=None,
                 changed_rows=None,
                 changes=None,
             )
-        return tables
+        return model._placement.place(tables)
 
 
 def _changed(table: ReadOnlyTable, its: Any, held: _Held) -> ReadOnlyTable:

@@ -106,7 +106,7 @@ class _Publisher(Follower):
 
     def _build(self, folder: Path, digest: str) -> Version:
         model = self._model
-        following = NextVersion(model._version, folder, digest, model.device, model.resident)
+        following = NextVersion(model._version, folder, digest, model._placement)
         into = self._scratch_folder / folder.name
         into.mkdir(exist_ok=True)
         version = following.version(into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
-from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.manifest import Manifest
 from torchrec_hkv.serving.metrics import Latencies, family, labelled
-from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.opening import open_group, open_tables
+from torchrec_hkv.serving.placement import HbmBytes, Placement, chosen_again
 from torchrec_hkv.serving.served_program import ServedProgram
-from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
-from torchrec_hkv.tensor_train import TTGroup, TTShape
+from torchrec_hkv.serving.tables import HotRows, ReadOnlyTables
+from torchrec_hkv.tensor_train import TTGroup
 
 if TYPE_CHECKING:
     from torchrec_hkv.serving.following import Follower
@@ -52,6 +54,17 @@ class Version:
     number: int | None = None
     written: float | None = None
     base: str | None = None
+
+    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> Version:
+        """This version, with other hot rows of the table whose rows are ``rows``, if it has it."""
+        if all(table.rows is not rows for table in self.tables.tables):
+            return self
+        tables = [
+            dataclasses.replace(table, hot=hot) if table.rows is rows else table
+            for table in self.tables.tables
+        ]
+        opened = ReadOnlyTables(tables, self.tables.counters, self.cores)
+        return dataclasses.replace(self, tables=opened)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +99,15 @@ class ServingModel:
         folder: Path,
         manifest: Manifest,
         version: Version,
-        device: torch.device,
-        resident: bool,
+        placement: Placement,
     ) -> None:
         #: Folder from which the model was loaded.
         self.folder = folder
         #: Device of its tables.
-        self.device = device
+        self.device = placement.device
         #: Whether the tables were read into this process's memory instead of mapped.
-        self.resident = resident
+        self.resident = placement.resident
+        self._placement = placement
         self._save = manifest.save
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
@@ -106,6 +119,8 @@ class ServingModel:
         self._flat_args = args.num_leaves if is_flat else None
         self._version = version
         self._follower: Follower | None = None
+        # Held while one version replaces another, and while hot rows are chosen.
+        self._switching, self._choosing = threading.Lock(), threading.Lock()
         self._latencies = Latencies()
 
     @property
@@ -115,12 +130,49 @@ class ServingModel:
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters by full table name: ``lookups``, the number of ids looked up, and ``unknown``,
-        how many of them the table lacks. Tensor-Train tables are not counted."""
+        how many of them the table lacks. Tables with rows in host memory (``hbm_bytes``) also have
+        ``host_lookups``, the number of ids whose row was read there. Tensor-Train tables are not
+        counted."""
         tables = self._version.tables
-        return {
+        made = {
             name: {"lookups": counts[0], "unknown": counts[1]}
             for name, counts in zip(tables.names, tables.counters.tolist(), strict=True)
         }
+        for table in tables.tables:
+            if table.hot is not None:
+                made[table.name]["host_lookups"] = int(table.hot.host_lookups)
+        return made
+
+    def choose_hot_rows(self) -> None:
+        """Chooses again which rows are in HBM, in tables with rows in host memory (``hbm_bytes``).
+
+        Lookups count which rows they read. The rows with the largest counts are copied to HBM, and
+        counts are halved, so that old lookups matter less at the next choice. Calls of the model
+        run meanwhile, and use the new rows as soon as all are there. Until then the table with the
+        most rows in HBM takes as much again.
+
+        Raises:
+            torch.OutOfMemoryError: HBM has no room. The rows of some tables are as before.
+        """
+        with self._choosing:
+            for number in range(len(self._version.tables.tables)):
+                table = self._version.tables.tables[number]
+                if table.hot is None:
+                    continue
+                hot = chosen_again(table)
+                with self._switching:
+                    self._version = self._version.with_hot_rows(table.rows, hot)
+                    if self._follower is not None:
+                        self._follower.use_hot_rows(table.rows, hot)
+
+    def switch(self, version: Version) -> Version:
+        """Serves another version; returns the one before. The caller holds ``_switching``."""
+        before = self._version
+        for its, new in zip(before.tables.tables, version.tables.tables, strict=True):
+            if new.hot is not its.hot and new.rows is its.rows:  # chosen again meanwhile
+                version = version.with_hot_rows(its.rows, its.hot)
+        self._version = version
+        return before
 
     def freshness(self) -> Freshness:
         """Which checkpoint is served, and whether the model follows a chain of deltas."""
@@ -146,8 +198,10 @@ class ServingModel:
         for key, about in (
             ("lookups", "Ids looked up."),
             ("unknown", "Ids looked up that the table lacks."),
+            ("host_lookups", "Ids looked up whose row was in host memory, not in HBM."),
         ):
-            its = (labelled(f"{name}_{key}_total", n, c[key]) for n, c in counters.items())
+            counted = ((n, c[key]) for n, c in counters.items() if key in c)
+            its = (labelled(f"{name}_{key}_total", *each) for each in counted)
             lines += family(f"{name}_{key}_total", "counter", about, its)
         for key, (about, value) in gauges.items():
             known = [] if value is None else [f"{name}_{key} {value}"]
@@ -226,6 +280,7 @@ def load(
     *,
     mapped: bool = True,
     verify: bool = False,
+    hbm_bytes: HbmBytes | None = None,
 ) -> ServingModel:
     """Opens a model that :func:`torchrec_hkv.serving.export` has written.
 
@@ -240,10 +295,16 @@ def load(
             than the processor's caches are then faster.
         verify: whether to read all tables and compare their checksums. The checksums of other files
             are always compared.
+        hbm_bytes: bytes of HBM for rows, of all tables together, which share it equally, or by
+            table. Tables whose rows fit are in HBM. Of others, HBM holds the rows that
+            :meth:`ServingModel.choose_hot_rows` chooses, at first the first ones; all their rows
+            are in pinned host memory, which the GPU reads in place. The index of a table, and
+            changes of deltas, are in HBM beside these bytes. None, and tables that are not named:
+            all rows are in HBM.
 
     Raises:
-        ValueError: a file is missing, damaged or of another export, or there is no such device. The
-            message names it.
+        ValueError: a file is missing, damaged or of another export, there is no such device, or
+            ``hbm_bytes`` is invalid. The message names it.
     """
     path, device = Path(folder).absolute(), torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -252,28 +313,30 @@ def load(
     for _ in range(_ATTEMPTS):
         manifest = Manifest.read(path)
         try:
-            version = _open(path, manifest, device, resident, verify)
+            names = [record.name for record in manifest.tables]
+            placement = Placement.checked(device, resident, hbm_bytes, names)
+            version = _open(path, manifest, placement, verify)
         except (ValueError, OSError):
             if not _is_replaced(path, manifest):
                 raise
         else:
             if not _is_replaced(path, manifest):
-                return ServingModel(path, manifest, version, device, resident)
+                return ServingModel(path, manifest, version, placement)
     raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
 
 
-def _open(
-    path: Path, manifest: Manifest, device: torch.device, resident: bool, verify: bool
-) -> Version:
+def _open(path: Path, manifest: Manifest, placement: Placement, verify: bool) -> Version:
+    device = placement.device
     manifest.program.check(path)
-    tables = open_tables(path, manifest, device, resident, verify)
-    groups = [_open_group(path, record, device) for record in manifest.tensor_train]
+    tables = open_tables(path, manifest, placement, verify)
+    groups = [open_group(path, record, device) for record in manifest.tensor_train]
     exported = torch.export.load(path / manifest.program.file)
     if device.type != "cpu":
         from torch.export.passes import move_to_device_pass
 
         exported = move_to_device_pass(exported, device)
-    opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
+    counters = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
+    opened = ReadOnlyTables(tables, counters, groups)
     program = ServedProgram(exported, _names_of(manifest))
     return Version(opened, groups, program, manifest.checkpoint)
 
@@ -308,63 +371,3 @@ def _is_replaced(path: Path, manifest: Manifest) -> bool:
         return Manifest.read(path).save != manifest.save
     except ValueError:
         return False
-
-
-def _counters(tables: int, device: torch.device) -> Tensor:
-    return torch.zeros(tables, 2, dtype=torch.int64, device=device)
-
-
-def open_tables(
-    folder: Path,
-    manifest: Manifest,
-    device: torch.device,
-    resident: bool,
-    verify: bool = False,
-) -> list[ReadOnlyTable]:
-    """Opens the tables of an exported model; the arguments are those of :func:`load`."""
-    records = manifest.tables
-    tables = [_open_table(folder, record, device, resident, verify) for record in records]
-    if device.type == "cpu" and not resident:
-        warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
-    return tables
-
-
-def _open_table(
-    folder: Path, record: TableRecord, device: torch.device, resident: bool, verify: bool
-) -> ReadOnlyTable:
-    if verify:
-        record.rows.verify(folder)
-    index, rows = record.rows.map(folder, resident)
-    default = (
-        None if record.default_row is None else torch.tensor(record.default_row, device=device)
-    )
-    return ReadOnlyTable(
-        record.name,
-        record.rows.dim,
-        record.rows.row_format,
-        index.to(device),
-        rows.to(device),
-        record.rows.unit,
-        record.initial.seed,
-        record.initial.arguments(),
-        default,
-    )
-
-
-def _open_group(
-    folder: Path, record: TTGroupRecord, device: torch.device
-) -> tuple[TTGroup, list[Tensor]]:
-    record.cores.check(folder)
-    shapes = [TTShape(**dataclasses.asdict(shape)) for shape in record.shapes]
-    group = TTGroup(shapes, record.feature_tables, None, record.names)
-    dtype = getattr(torch, record.dtype)
-    sizes = group.core_shapes
-    counts = [torch.Size(size).numel() for size in sizes]
-    if record.cores.bytes != sum(counts) * dtype.itemsize:
-        raise ValueError(
-            f"{folder / record.cores.file} has {record.cores.bytes} bytes, but its cores take "
-            f"{sum(counts) * dtype.itemsize}."
-        )
-    flat = torch.from_file(str(folder / record.cores.file), size=sum(counts), dtype=dtype)
-    pieces = zip(flat.split(counts), sizes, strict=True)
-    return group, [piece.view(size).to(device, copy=True) for piece, size in pieces]

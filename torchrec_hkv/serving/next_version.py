@@ -14,10 +14,11 @@ from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model import Version
 from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.table_file import TableFile, place_layer
-from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.serving.tables import Changes, HotRows, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
 _PIECE = 1 << 16
@@ -26,11 +27,9 @@ _PIECE = 1 << 16
 class NextVersion:
     """Builds the next version of a model from a checkpoint."""
 
-    def __init__(
-        self, before: Version, folder: Path, digest: str, device: torch.device, resident: bool
-    ) -> None:
+    def __init__(self, before: Version, folder: Path, digest: str, placement: Placement) -> None:
         self._before, self._folder, self._digest = before, folder, digest
-        self._device, self._resident = device, resident
+        self._placement, self._device = placement, placement.device
         self._checkpoint = Checkpoint(folder)
         self._is_delta = folder.name.startswith("delta")
         #: Files of the tables, if the checkpoint is a base.
@@ -54,6 +53,7 @@ class NextVersion:
                 self._whole(table, folder, f"{n}.table")
                 for n, table in enumerate(before.tables.tables)
             ]
+            tables = self._placement.place(tables)
         cores = [(group, self._cores(group, its)) for group, its in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(
@@ -67,7 +67,7 @@ class NextVersion:
         )
 
     def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
-        """Builds a table from a base."""
+        """Builds a table from a base, in host memory."""
         has_files = self._checkpoint.has_files(table.name)
         written = build_table(
             lambda: self._entries(table),
@@ -77,13 +77,13 @@ class NextVersion:
             order=self._checkpoint.order(table.name) if has_files else (),
         )
         self.files.append(written)
-        index, rows = written.map(folder, self._resident)
-        if self._device.type == "cpu" and not self._resident:
+        index, rows = written.map(folder, self._placement.resident)
+        if self._device.type == "cpu" and not self._placement.resident:
             warm(folder, [(written, index)])
         return dataclasses.replace(
             table,
-            index=index.to(self._device),
-            rows=rows.to(self._device),
+            index=index,
+            rows=rows,
             unit=written.unit,
             changed_index=None,
             changed_rows=None,
@@ -136,7 +136,10 @@ class NextVersion:
 
     def _held(self, number: int, ids: Tensor) -> Tensor:
         """Rows of ids in the previous version, in host memory."""
-        uncounted = ReadOnlyTables([self._before.tables.tables[number]], _uncounted(self._device))
+        table = self._before.tables.tables[number]
+        if table.hot is not None:
+            table = dataclasses.replace(table, hot=HotRows(table.hot.words, table.hot.rows))
+        uncounted = ReadOnlyTables([table], _uncounted(self._device))
         return uncounted.rows(0, ids.to(self._device)).cpu()
 
     def _changed_rows(self, number: int, table: ReadOnlyTable) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,16 @@ def _(data: Tensor, order: Tensor, out: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake("torchrec_hkv::serving_choose_hot")
+def _(counts: Tensor, wanted: int) -> Tensor:
+    return counts.new_empty(-(-counts.shape[0] // 32), 2)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_copy_hot")
+def _(words: Tensor, rows: Tensor, out: Tensor) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::serving_split")
 def _(ids: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ids), ids.new_empty(parts)

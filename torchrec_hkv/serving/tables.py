@@ -36,6 +36,26 @@ class Changes:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class HotRows:
+    """Rows in HBM of a table whose rows are in host memory; ``csrc/serving/hot_rows.h`` describes
+    them.
+
+    Attributes:
+        words: which rows are hot, int32 ``[rows / 32 rounded up, 2]``.
+        rows: the hot rows, uint8 ``[n, row_bytes]``.
+        counts: how often sampled lookups read each row, int32 ``[rows]``; lookups add to it. None:
+            they don't count.
+        host_lookups: how many lookups read a row in host memory, int64 ``[1]``; lookups add to it.
+            None: they don't count.
+    """
+
+    words: Tensor
+    rows: Tensor
+    counts: Tensor | None = None
+    host_lookups: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ReadOnlyTable:
     """One table.
 
@@ -55,6 +75,7 @@ class ReadOnlyTable:
             They take precedence over ``index`` and ``rows``.
         changes: the changes that these were built from. The next version adds to them; lookups
             don't read them.
+        hot: the rows that are in HBM, if ``rows`` are in pinned host memory; else None.
     """
 
     name: str
@@ -69,6 +90,7 @@ class ReadOnlyTable:
     changed_index: Tensor | None = None
     changed_rows: Tensor | None = None
     changes: Changes | None = None
+    hot: HotRows | None = None
 
 
 class ReadOnlyTables:
@@ -97,12 +119,18 @@ class ReadOnlyTables:
         #: As given.
         self.counters = counters
         no_ids, no_rows = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
-        no_row = torch.empty(0)
+        no_row, no_words = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        all_cold = HotRows(no_words, no_rows)
+        hot = [all_cold if table.hot is None else table.hot for table in tables]
         self._number = _ops.serving_open(
             [table.index for table in tables],
             [table.rows for table in tables],
             [no_ids if table.changed_index is None else table.changed_index for table in tables],
             [no_rows if table.changed_rows is None else table.changed_rows for table in tables],
+            [its.words for its in hot],
+            [its.rows for its in hot],
+            [no_words if its.counts is None else its.counts for its in hot],
+            [no_ids if its.host_lookups is None else its.host_lookups for its in hot],
             [no_row if table.default_row is None else table.default_row for table in tables],
             [table.dim for table in tables],
             [ROW_FORMATS.index(table.row_format) for table in tables],

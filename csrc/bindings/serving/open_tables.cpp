@@ -15,6 +15,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
+using serving::HotRows;
 using serving::Layer;
 using serving::RowFormat;
 using serving::Table;
@@ -49,8 +50,8 @@ OpenTables& all_open() {
   return instance;
 }
 
-Layer layer_of(const at::Tensor& buckets, const at::Tensor& rows, int64_t row_bytes,
-               int64_t table) {
+Layer layer_of(const at::Tensor& buckets, const at::Tensor& rows, int64_t row_bytes, int64_t table,
+               at::Device device_of_rows) {
   if (buckets.numel() == 0) return Layer{};
   check_dtype(buckets, "buckets", at::kLong);
   TORCH_CHECK_VALUE(buckets.dim() == 3 && buckets.size(2) == 8 && buckets.is_contiguous() &&
@@ -61,15 +62,52 @@ Layer layer_of(const at::Tensor& buckets, const at::Tensor& rows, int64_t row_by
   TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == row_bytes && rows.is_contiguous(),
                     "rows of table ", table, " must be contiguous and of shape [rows, ", row_bytes,
                     "], but have shape ", rows.sizes(), ".");
-  check_device(rows, "rows", buckets.device());
+  check_device(rows, "rows", device_of_rows);
   return Layer{reinterpret_cast<const serving::Bucket*>(buckets.const_data_ptr<int64_t>()),
                {static_cast<uint32_t>(buckets.size(0)), static_cast<uint32_t>(buckets.size(1))},
                reinterpret_cast<const char*>(rows.const_data_ptr<uint8_t>())};
 }
 
+// The hot rows of a table whose rows are in host memory.
+HotRows hot_rows_of(const at::Tensor& words, const at::Tensor& hot_rows, const at::Tensor& counts,
+                    const at::Tensor& host_lookups, const at::Tensor& rows, int64_t table,
+                    at::Device device) {
+  TORCH_CHECK_VALUE(device.is_cuda(), "table ", table, " has hot rows, but is on ", device,
+                    ": only tables on a GPU have.");
+  const int64_t n = rows.size(0);
+  check_dtype(words, "hot_words", at::kInt);
+  TORCH_CHECK_VALUE(words.is_contiguous() && words.numel() == 2 * ((n + serving::kHotWordRows - 1) /
+                                                                   serving::kHotWordRows),
+                    "hot_words of table ", table, " must have two numbers for each 32 of ", n,
+                    " rows, but have shape ", words.sizes(), ".");
+  check_dtype(hot_rows, "hot_rows", at::kByte);
+  TORCH_CHECK_VALUE(
+      hot_rows.dim() == 2 && hot_rows.size(1) == rows.size(1) && hot_rows.is_contiguous(),
+      "hot_rows of table ", table, " must be contiguous and of shape [hot rows, ", rows.size(1),
+      "], but have shape ", hot_rows.sizes(), ".");
+  HotRows made{};
+  made.words = reinterpret_cast<const serving::HotWord*>(words.const_data_ptr<int32_t>());
+  made.rows = reinterpret_cast<const char*>(hot_rows.const_data_ptr<uint8_t>());
+  if (counts.numel() > 0) {
+    check_dtype(counts, "lookup_counts", at::kInt);
+    check_length(counts, "lookup_counts", n);
+    made.counts = reinterpret_cast<uint32_t*>(counts.data_ptr<int32_t>());
+  }
+  if (host_lookups.numel() > 0) {
+    check_dtype(host_lookups, "host_lookups", at::kLong);
+    check_length(host_lookups, "host_lookups", 1);
+    made.host_lookups = reinterpret_cast<unsigned long long*>(host_lookups.data_ptr<int64_t>());
+  }
+  return made;
+}
+
 int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at::Tensor>& rows,
                     const std::vector<at::Tensor>& changed_buckets,
                     const std::vector<at::Tensor>& changed_rows,
+                    const std::vector<at::Tensor>& hot_words,
+                    const std::vector<at::Tensor>& hot_rows,
+                    const std::vector<at::Tensor>& lookup_counts,
+                    const std::vector<at::Tensor>& host_lookups,
                     const std::vector<at::Tensor>& default_rows, at::IntArrayRef dims,
                     at::IntArrayRef formats, at::ArrayRef<double> units, at::IntArrayRef seeds,
                     const std::vector<std::string>& distributions, at::ArrayRef<double> ranges,
@@ -77,6 +115,8 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
                     at::IntArrayRef tt_core_counts, const std::vector<at::Tensor>& tt_cores) {
   const size_t n = buckets.size();
   TORCH_CHECK_VALUE(rows.size() == n && changed_buckets.size() == n && changed_rows.size() == n &&
+                        hot_words.size() == n && hot_rows.size() == n &&
+                        lookup_counts.size() == n && host_lookups.size() == n &&
                         default_rows.size() == n && dims.size() == n && formats.size() == n &&
                         units.size() == n && seeds.size() == n && distributions.size() == n &&
                         ranges.size() == 4 * n,
@@ -98,8 +138,15 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
     table.dim = static_cast<int32_t>(dims[t]);
     table.row_bytes = serving::row_bytes_of(format, table.dim);
     table.unit = static_cast<float>(units[t]);
-    table.base = layer_of(buckets[t], rows[t], table.row_bytes, t);
-    table.changes = layer_of(changed_buckets[t], changed_rows[t], table.row_bytes, t);
+    const bool tiered = hot_words[t].numel() > 0;
+    table.base = layer_of(buckets[t], rows[t], table.row_bytes, t,
+                          tiered ? at::Device(at::kCPU) : made->device);
+    table.changes = layer_of(changed_buckets[t], changed_rows[t], table.row_bytes, t, made->device);
+    if (tiered) {
+      table.hot = hot_rows_of(hot_words[t], hot_rows[t], lookup_counts[t], host_lookups[t], rows[t],
+                              t, made->device);
+      made->tiered = true;
+    }
     if (default_rows[t].numel() > 0) {
       check_dtype(default_rows[t], "default_rows", at::kFloat);
       check_length(default_rows[t], "default_rows", table.dim);
@@ -111,10 +158,12 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
                           static_cast<uint64_t>(seeds[t]), "");
     made->tables.push_back(table);
     for (const at::Tensor& its :
-         {buckets[t], rows[t], changed_buckets[t], changed_rows[t], default_rows[t]}) {
+         {buckets[t], changed_buckets[t], changed_rows[t], hot_words[t], hot_rows[t],
+          lookup_counts[t], host_lookups[t], default_rows[t]}) {
       if (its.numel() > 0) check_device(its, "a tensor of a table", made->device);
       made->memory.push_back(its);
     }
+    made->memory.push_back(rows[t]);
   }
   TORCH_CHECK_VALUE(tt_groups.size() == tt_core_counts.size(),
                     "tt_groups and tt_core_counts must be of one length.");
@@ -156,7 +205,8 @@ std::shared_ptr<const ServingTables> tables_of(const at::Tensor& handle, const a
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "serving_open(Tensor[] buckets, Tensor[] rows, Tensor[] changed_buckets, "
-      "Tensor[] changed_rows, Tensor[] default_rows, int[] dims, int[] formats, float[] units, "
+      "Tensor[] changed_rows, Tensor[] hot_words, Tensor[] hot_rows, Tensor[] lookup_counts, "
+      "Tensor[] host_lookups, Tensor[] default_rows, int[] dims, int[] formats, float[] units, "
       "int[] seeds, str[] distributions, float[] ranges, Tensor counters, int[] tt_groups, "
       "int[] tt_core_counts, Tensor[] tt_cores) -> int",
       &open_tables);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,12 +25,19 @@ struct ServingTables {
   std::vector<std::vector<at::Tensor>> tt_cores;
   // On a GPU, bytes of `tables` there, and of the outputs of each pooled lookup that was made.
   at::Tensor on_device;
+  bool tiered = false;                     // whether a table has rows in host memory
+  mutable std::atomic<uint32_t> calls{0};  // lookups in these tables: see phase_of_call
   mutable std::mutex mutex;
   mutable std::map<std::vector<int64_t>, at::Tensor> outputs;
 };
 
 // The open tables that a handle names.
 std::shared_ptr<const ServingTables> tables_of(const at::Tensor& handle, const at::Tensor& ids);
+
+// Which ids of this call are sampled (serving::is_sampled): others than in the last one.
+inline uint32_t phase_of_call(const ServingTables& tables) {
+  return tables.calls.fetch_add(1, std::memory_order_relaxed) * 0x85ebca6bu;
+}
 
 // Closes tables, which stay in memory until lookups that use them end.
 void close_tables(int64_t handle);

@@ -74,6 +74,8 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
   call.columns = column;
   call.found = reinterpret_cast<const char**>(found.data_ptr<int64_t>());
   call.counters = open.counters.data_ptr<int64_t>();
+  call.tiered = open.tiered;
+  call.phase = phase_of_call(open);
   const c10::OptionalDeviceGuard guard(open.device);
   serving::cuda::pool(call, c10::cuda::getCurrentCUDAStream(open.device.index()));
 }

@@ -37,7 +37,8 @@ at::Tensor rows_of(const ServingTables& open, const at::Tensor& ids, int64_t fir
     const c10::OptionalDeviceGuard guard(open.device);
     serving::cuda::look_up_rows(
         {tables + table, its.format, its.dim, its.row_bytes, made.ids, count, type, made.out,
-         open.counters.data_ptr<int64_t>() + 2 * table},
+         open.counters.data_ptr<int64_t>() + 2 * table, its.hot.words != nullptr,
+         phase_of_call(open)},
         c10::cuda::getCurrentCUDAStream(open.device.index()));
     return out;
   }

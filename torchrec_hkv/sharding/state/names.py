@@ -1,12 +1,13 @@
 """Full names of tables: their keys in a model's ``state_dict`` without ``.weight``.
 
 Two collections of a model may have tables of the same name. Results are therefore keyed by full
-names. Functions that take the name of a table also accept its own name if no other table has it.
+names. Functions that take the name of a table also accept its own name if no other table has it
+(:func:`torchrec_hkv.table_names.find_name`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -75,30 +76,6 @@ def named_tables(model: nn.Module) -> dict[str, FoundTable]:
         for prefix, collection in named_collections(model)
         for name, table in collection.found_tables().items()
     }
-
-
-def find_name(table: str, full_names: Iterable[str]) -> str:
-    """The full name of a table.
-
-    Args:
-        table: the full name, or the table's own name if only one table has it.
-        full_names: full names of all tables.
-
-    Raises:
-        ValueError: there is no such table, or several have that name.
-    """
-    names = list(full_names)
-    if table in names:
-        return table
-    found = [name for name in names if name.rpartition(".")[2] == table]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(
-            f"The model has {len(found)} tables {table!r}: use one of their full names, "
-            f"{', '.join(map(repr, sorted(found)))}."
-        )
-    raise ValueError(f"The model has no table {table!r}: name one of {sorted(names)}.")
 
 
 def joined(path: str, name: str) -> str:

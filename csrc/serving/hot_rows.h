@@ -1,0 +1,63 @@
+// The hot rows of a read-only table that is larger than a GPU's memory.
+//
+// All rows are in host memory that the GPU reads in place. Those that are looked up most, the hot
+// rows, are also in the GPU's memory, densely and in the order of their numbers. A mask with a bit
+// a row says which these are; a count before each 32 rows gives their places.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace torchrec_hkv::serving {
+
+constexpr int kHotWordRows = 32;
+
+// 32 rows, from a multiple of 32 on.
+struct HotWord {
+  uint32_t mask;    // which are hot, the first in the lowest bit
+  uint32_t before;  // hot rows before these
+};
+static_assert(sizeof(HotWord) == 8);
+
+struct HotRows {
+  const HotWord* words;  // null: the table has no rows in host memory
+  const char* rows;
+  // How often lookups that were sampled read each row, at most kMostHotCount; null: not counted.
+  uint32_t* counts;
+  unsigned long long* host_lookups;  // lookups that read a row in host memory; null: not counted
+};
+
+// Further lookups of a row don't change its count.
+constexpr uint32_t kMostHotCount = uint32_t{1} << 30;
+
+HKV_HOST_DEVICE uint32_t bits_of(uint32_t mask) {
+#ifdef __CUDA_ARCH__
+  return __popc(mask);
+#else
+  return static_cast<uint32_t>(__builtin_popcount(mask));
+#endif
+}
+
+// The place of a row among the hot rows, or -1.
+HKV_HOST_DEVICE int64_t hot_place(const HotWord& word, int64_t row) {
+  const uint32_t bit = uint32_t{1} << (row % kHotWordRows);
+  return (word.mask & bit) == 0 ? -1 : int64_t{word.before} + bits_of(word.mask & (bit - 1));
+}
+
+// Whether the id at a position of a call is sampled: an eighth of them, evenly spread, and others
+// in the next call.
+HKV_HOST_DEVICE bool is_sampled(int64_t position, uint32_t phase) {
+  return (static_cast<uint32_t>(position) * 0x9e3779b9u + phase) >> 29 == 0;
+}
+
+// Rows to be copied to the hot ones.
+struct HotCopy {
+  const HotWord* words;
+  int64_t rows;  // of the table
+  const char* from;
+  int64_t row_bytes;
+  char* to;
+};
+
+}  // namespace torchrec_hkv::serving

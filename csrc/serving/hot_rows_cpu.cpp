@@ -1,0 +1,72 @@
+// Choosing the hot rows of read-only tables on the CPU.
+#include <cstring>
+#include <vector>
+
+#include "common/parallel.h"
+#include "serving/kernels_cpu.h"
+
+namespace torchrec_hkv::serving::cpu {
+namespace {
+
+constexpr int kHalfBits = 16;
+constexpr uint32_t kHalfMask = (uint32_t{1} << kHalfBits) - 1;
+
+// The smallest count of which rows are hot, and how many of the rows with this count are.
+struct Cut {
+  uint32_t count;
+  int64_t rows;
+};
+
+// The bin in which the `wanted`-th of the largest values is, and how many of it are wanted.
+Cut cut_of(const std::vector<int64_t>& bins, int64_t wanted) {
+  auto bin = static_cast<uint32_t>(bins.size() - 1);
+  while (bin > 0 && bins[bin] < wanted) wanted -= bins[bin--];
+  return {bin, wanted};
+}
+
+// In two halves of the counts' bits. 0 < wanted <= n.
+Cut cut_of(const uint32_t* counts, int64_t n, int64_t wanted) {
+  std::vector<int64_t> bins(size_t{1} << kHalfBits, 0);
+  for (int64_t row = 0; row < n; ++row) ++bins[counts[row] >> kHalfBits];
+  const Cut high = cut_of(bins, wanted);
+  bins.assign(bins.size(), 0);
+  for (int64_t row = 0; row < n; ++row) {
+    if (counts[row] >> kHalfBits == high.count) ++bins[counts[row] & kHalfMask];
+  }
+  const Cut low = cut_of(bins, high.rows);
+  return {high.count << kHalfBits | low.count, low.rows};
+}
+
+}  // namespace
+
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, HotWord* words) {
+  Cut cut{0, 0};
+  if (wanted > 0 && n > 0) cut = cut_of(counts, n, wanted < n ? wanted : n);
+  const bool none = cut.rows == 0;
+  uint32_t before = 0;
+  for (int64_t first = 0; first < n; first += kHotWordRows) {
+    const int64_t here = n - first < kHotWordRows ? n - first : kHotWordRows;
+    uint32_t mask = 0;
+    for (int64_t k = 0; k < here && !none; ++k) {
+      const uint32_t count = counts[first + k];
+      const bool ties = count == cut.count && cut.rows > 0;
+      cut.rows -= ties;
+      mask |= static_cast<uint32_t>(ties || count > cut.count) << k;
+    }
+    words[first / kHotWordRows] = {mask, before};
+    before += bits_of(mask);
+  }
+}
+
+void copy_hot_rows(const HotCopy& its, int threads) {
+  parallel_for(its.rows, 1 << 12, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t place = hot_place(its.words[row / kHotWordRows], row);
+      if (place < 0) continue;
+      std::memcpy(its.to + place * its.row_bytes, its.from + row * its.row_bytes,
+                  static_cast<size_t>(its.row_bytes));
+    }
+  });
+}
+
+}  // namespace torchrec_hkv::serving::cpu

@@ -1,0 +1,47 @@
+// Copies the hot rows of read-only tables to a GPU's memory.
+
+#include "common/cuda_check.h"
+#include "serving/kernels_cuda.h"
+
+namespace torchrec_hkv::serving::cuda {
+namespace {
+
+constexpr int kCopyThreads = 256;
+// Enough to keep the way to host memory busy. Lookups run at the same time.
+constexpr int64_t kMostCopyBlocks = 128;
+
+// A warp takes the 32 rows of a word, one after the other. Word: 4 or 16 bytes of a row.
+template <typename Word>
+__global__ void __launch_bounds__(kCopyThreads) copy_hot_rows_kernel(HotCopy call) {
+  const int lane = threadIdx.x % 32;
+  const int64_t words = (call.rows + kHotWordRows - 1) / kHotWordRows;
+  const int64_t pieces = call.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t warps = int64_t{gridDim.x} * kCopyThreads / 32;
+  for (int64_t at = (int64_t{blockIdx.x} * kCopyThreads + threadIdx.x) / 32; at < words;
+       at += warps) {
+    const HotWord word = call.words[at];
+    auto* to = reinterpret_cast<Word*>(call.to) + int64_t{word.before} * pieces;
+    for (uint32_t left = word.mask; left != 0; left &= left - 1) {
+      const int64_t row = at * kHotWordRows + __ffs(static_cast<int>(left)) - 1;
+      const auto* const from = reinterpret_cast<const Word*>(call.from) + row * pieces;
+      for (int64_t piece = lane; piece < pieces; piece += 32) to[piece] = __ldcs(from + piece);
+      to += pieces;
+    }
+  }
+}
+
+}  // namespace
+
+void copy_hot_rows(const HotCopy& call, cudaStream_t stream) {
+  if (call.rows == 0) return;
+  const int64_t wanted = (call.rows + kCopyThreads - 1) / kCopyThreads;
+  const auto blocks = static_cast<unsigned>(wanted < kMostCopyBlocks ? wanted : kMostCopyBlocks);
+  if (call.row_bytes % 16 == 0) {
+    copy_hot_rows_kernel<uint4><<<blocks, kCopyThreads, 0, stream>>>(call);
+  } else {  // rows are multiples of 4 bytes
+    copy_hot_rows_kernel<uint32_t><<<blocks, kCopyThreads, 0, stream>>>(call);
+  }
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::serving::cuda

@@ -1,0 +1,123 @@
+"""Which rows of a table larger than a GPU's memory are there, against numpy; on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.served import batch_of
+from torchrec_hkv import serving
+from torchrec_hkv.serving.placement import Placement, shares
+from torchrec_hkv.serving.row_formats import to_bytes
+from torchrec_hkv.serving.table_file import build_layer
+from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables
+
+OPS = torch.ops.torchrec_hkv
+SIZES = [1, 31, 32, 33, 64, 1000, 4099]
+
+
+def largest(counts: Tensor, wanted: int) -> np.ndarray:
+    """Whether each row has one of the largest counts; the first rows of equal counts come first."""
+    order = np.argsort(-counts.numpy().astype(np.int64), kind="stable")
+    is_hot = np.zeros(counts.numel(), dtype=bool)
+    is_hot[order[:wanted]] = True
+    return is_hot
+
+
+def drawn(n: int, most: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, most + 1, (n,), dtype=torch.int32, generator=generator)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("most", [0, 1, 40, 1 << 17, 1 << 30])
+def test_choice(n, most):
+    counts = drawn(n, most, n)
+    counts[n // 2 :: 7] = most
+    for wanted in {0, 1, n // 10, n // 2, n - 1, n, n + 5}:
+        words = OPS.serving_choose_hot(counts, wanted).numpy().view(np.uint32)
+        is_hot = largest(counts, wanted)
+        padded = np.resize(np.append(is_hot, np.zeros(-n % 32, dtype=bool)), (len(words), 32))
+        masks = np.packbits(padded, axis=1, bitorder="little").view("<u4")[:, 0]
+        before = np.cumsum(padded.sum(1)) - padded.sum(1)
+        np.testing.assert_array_equal(words, np.stack([masks, before], 1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("row_bytes", [4, 36, 512])
+def test_copy(n, row_bytes):
+    """A row is at the place that its mask and the count before it give."""
+    counts, wanted = drawn(n, 3, n), n // 3
+    rows = drawn(n * row_bytes, 255, n + 1).to(torch.uint8).view(n, row_bytes)
+    words = OPS.serving_choose_hot(counts, wanted)
+    out = torch.empty(wanted, row_bytes, dtype=torch.uint8)
+    OPS.serving_copy_hot(words, rows, out)
+    assert torch.equal(out, rows[torch.from_numpy(largest(counts, wanted))])
+
+
+def test_opcheck():
+    counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
+    words = OPS.serving_choose_hot(counts, 20)
+    torch.library.opcheck(OPS.serving_choose_hot, (counts, 20))
+    torch.library.opcheck(OPS.serving_copy_hot, (words, rows, rows[:20].clone()))
+
+
+def test_ops_refuse():
+    counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
+    words = OPS.serving_choose_hot(counts, 20)
+    with pytest.raises(TypeError, match="counts must be of dtype Int"):
+        OPS.serving_choose_hot(counts.long(), 20)
+    with pytest.raises(ValueError, match="wanted is -1, but must not be negative"):
+        OPS.serving_choose_hot(counts, -1)
+    with pytest.raises(ValueError, match="at most 2\\^32 - 1 rows"):
+        OPS.serving_choose_hot(counts, 1 << 32)
+    with pytest.raises(ValueError, match=r"words must be contiguous and of shape \[3, 2\]"):
+        OPS.serving_copy_hot(words[:2], rows, rows[:20].clone())
+    with pytest.raises(ValueError, match="out has 19 rows, but 20 are hot"):
+        OPS.serving_copy_hot(words, rows, rows[:19].clone())
+    with pytest.raises(ValueError, match="device is cpu, but must be a CUDA GPU"):
+        OPS.serving_pinned(rows, torch.device("cpu"))
+    layer = build_layer(torch.arange(70), to_bytes(torch.randn(70, 2), "fp32"))
+    with pytest.raises(ValueError, match="table 0 has hot rows, but is on cpu"):
+        ReadOnlyTables([ReadOnlyTable("t", 2, "fp32", *layer, hot=HotRows(words, rows[:20]))])
+
+
+def test_shares():
+    """Small tables are whole; the others get equal shares."""
+    sizes = {"a": 500, "b": 10, "c": 100, "d": 90}
+    assert shares(sizes, None) == sizes
+    assert shares(sizes, 1000) == sizes
+    assert shares(sizes, 700) == sizes
+    assert shares(sizes, 300) == {"a": 100, "b": 10, "c": 100, "d": 90}
+    assert shares(sizes, 211) == {"a": 67, "b": 10, "c": 67, "d": 67}
+    assert shares(sizes, 0) == dict.fromkeys(sizes, 0)
+    assert shares(sizes, {"a": 7, "c": 1000}) == {"a": 7, "b": 10, "c": 1000, "d": 90}
+
+
+def test_arguments():
+    names, gpu = ["x.user", "x.item", "y.item"], torch.device("cuda")
+    assert Placement.checked(gpu, False, 5, names).hbm_bytes == 5
+    by_name = Placement.checked(gpu, False, {"user": 1, "y.item": 0}, names)
+    assert by_name.hbm_bytes == {"x.user": 1, "y.item": 0}
+    for value in (-1, 2.5, "1 GB", True):
+        with pytest.raises(ValueError, match=r"hbm_bytes is .*, but must be a number"):
+            Placement.checked(gpu, False, value, names)
+    with pytest.raises(ValueError, match="hbm_bytes of table 'user' is -1"):
+        Placement.checked(gpu, False, {"user": -1}, names)
+    with pytest.raises(ValueError, match="no table 'users'"):
+        Placement.checked(gpu, False, {"users": 1}, names)
+    with pytest.raises(ValueError, match="2 tables 'item'"):
+        Placement.checked(gpu, False, {"item": 1}, names)
+
+
+def test_cpu(served):
+    """On a CPU there is no HBM to limit, and no choice to make."""
+    with pytest.raises(ValueError, match="hbm_bytes is 0, but device is 'cpu'"):
+        serving.load(served[0], hbm_bytes=0)
+    model = serving.load(served[0])
+    before = model(*batch_of(0))
+    model.choose_hot_rows()
+    torch.testing.assert_close(model(*batch_of(0)), before, rtol=0, atol=0)
+    assert all("host_lookups" not in counts for counts in model.counters().values())

@@ -1,0 +1,73 @@
+"""Opens the files of an exported model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.placement import Placement
+from torchrec_hkv.serving.tables import ReadOnlyTable
+from torchrec_hkv.tensor_train import TTGroup, TTShape
+
+
+def open_tables(
+    folder: Path,
+    manifest: Manifest,
+    placement: Placement,
+    verify: bool = False,
+) -> list[ReadOnlyTable]:
+    """Opens the tables of an exported model; ``verify`` is that of :func:`load`."""
+    records = manifest.tables
+    tables = [_open_table(folder, record, placement, verify) for record in records]
+    tables = placement.place(tables)
+    if placement.device.type == "cpu" and not placement.resident:
+        warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
+    return tables
+
+
+def _open_table(
+    folder: Path, record: TableRecord, placement: Placement, verify: bool
+) -> ReadOnlyTable:
+    """A table with index and rows in host memory."""
+    if verify:
+        record.rows.verify(folder)
+    index, rows = record.rows.map(folder, placement.resident)
+    default = None
+    if record.default_row is not None:
+        default = torch.tensor(record.default_row, device=placement.device)
+    return ReadOnlyTable(
+        record.name,
+        record.rows.dim,
+        record.rows.row_format,
+        index,
+        rows,
+        record.rows.unit,
+        record.initial.seed,
+        record.initial.arguments(),
+        default,
+    )
+
+
+def open_group(
+    folder: Path, record: TTGroupRecord, device: torch.device
+) -> tuple[TTGroup, list[Tensor]]:
+    """Opens Tensor-Train tables."""
+    record.cores.check(folder)
+    shapes = [TTShape(**dataclasses.asdict(shape)) for shape in record.shapes]
+    group = TTGroup(shapes, record.feature_tables, None, record.names)
+    dtype = getattr(torch, record.dtype)
+    sizes = group.core_shapes
+    counts = [torch.Size(size).numel() for size in sizes]
+    if record.cores.bytes != sum(counts) * dtype.itemsize:
+        raise ValueError(
+            f"{folder / record.cores.file} has {record.cores.bytes} bytes, but its cores take "
+            f"{sum(counts) * dtype.itemsize}."
+        )
+    flat = torch.from_file(str(folder / record.cores.file), size=sum(counts), dtype=dtype)
+    pieces = zip(flat.split(counts), sizes, strict=True)
+    return group, [piece.view(size).to(device, copy=True) for piece, size in pieces]
