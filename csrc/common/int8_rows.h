@@ -20,48 +20,52 @@ struct Int8Scale {
 };
 
 constexpr uint32_t kInt8Least = 0x0d800000u;  // 2^-100: rows of smaller values become zeros
-constexpr uint32_t kInt8Most = 0x7f000000u;   // 2^127: larger values become this
+constexpr uint32_t kInt8Most = 0x7f000000u;   // 2^127: rows of larger values shrink to this
 
 // largest: magnitude_bits of the row's largest value.
 HKV_HOST_DEVICE Int8Scale int8_scale(uint32_t largest) {
   if (largest >= 0x7f800000u) return {bits_float(0x7fc00000u), 0.0f};
   if (largest < kInt8Least) return {0.0f, 0.0f};
-  if (largest > kInt8Most) largest = kInt8Most;
+  const float value = bits_float(largest);
+  const float stored = bits_float(largest > kInt8Most ? kInt8Most : largest);
 #ifdef __CUDA_ARCH__
-  return {__fdiv_rn(bits_float(largest), 127.0f), __fdiv_rn(127.0f, bits_float(largest))};
+  // The first quotient by the reciprocal of 127 and one correction, which is exactly rounded
+  // (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990).
+  constexpr float kReciprocal = 1.0f / 127.0f;
+  const float near = __fmul_rn(stored, kReciprocal);
+  return {__fmaf_rn(__fmaf_rn(-near, 127.0f, stored), kReciprocal, near), __fdiv_rn(127.0f, value)};
 #else
-  return {bits_float(largest) / 127.0f, 127.0f / bits_float(largest)};
+  return {stored / 127.0f, 127.0f / value};
 #endif
-}
-
-// Shift for stochastic rounding: added to a value before it is rounded to nearest, it makes the
-// expected result equal to the value. Whole numbers do not change.
-HKV_HOST_DEVICE float int8_shift(uint32_t draw) {
-  return (static_cast<float>(draw & 0xffffu) - 32767.5f) * (1.0f / 65536.0f);
 }
 
 // 1.5 * 2^23: a float near it ends in the whole number that was added, in two's complement, rounded
 // to the nearest.
 constexpr float kInt8Magic = 12582912.0f;
+// 1.5 * 2^8: a float within 128 of it has 15 bits after the point, and ends in them and the whole
+// number that was added, plus 128.
+constexpr float kInt8ChanceMagic = 384.0f;
 
-// scaled: from -127 to 127; shift: from -1/2 to 1/2.
-HKV_HOST_DEVICE int8_t int8_of(float scaled, float shift) {
+// The sum of a column in units of its scale and a number. inverse: not 0.
+HKV_HOST_DEVICE uint32_t int8_sum(float x, float inverse, float magic) {
 #ifdef __CUDA_ARCH__
-  const float sum = __fadd_rn(__fadd_rn(scaled, shift), kInt8Magic);
+  return float_bits(__fadd_rn(__fmul_rn(x, inverse), magic));
 #else
-  const float sum = scaled + shift + kInt8Magic;
+  return float_bits(x * inverse + magic);
 #endif
-  return static_cast<int8_t>(float_bits(sum) & 0xffu);
 }
 
-// The int8 of a column. inverse: not 0.
-HKV_HOST_DEVICE int8_t to_int8(float x, float inverse, float shift) {
-#ifdef __CUDA_ARCH__
-  const float scaled = __fmul_rn(x, inverse);
-#else
-  const float scaled = x * inverse;
-#endif
-  return int8_of(scaled > 127.0f ? 127.0f : scaled < -127.0f ? -127.0f : scaled, shift);
+// The int8 of a column, rounded to nearest.
+HKV_HOST_DEVICE int8_t to_int8(float x, float inverse) {
+  return static_cast<int8_t>(int8_sum(x, inverse, kInt8Magic) & 0xffu);
 }
+
+// A column with stochastic rounding: the third byte is that of its int8 but for the sign bit, which
+// is inverted. The 16 bits of the draw are added to those after the point: the expected result is
+// the value, and whole numbers do not change.
+HKV_HOST_DEVICE uint32_t int8_by_chance(float x, float inverse, uint32_t draw) {
+  return (int8_sum(x, inverse, kInt8ChanceMagic) << 1) + (draw & 0xffffu);
+}
+constexpr uint32_t kInt8Signs = 0x80808080u;  // of four columns
 
 }  // namespace torchrec_hkv

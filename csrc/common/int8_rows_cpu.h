@@ -46,30 +46,24 @@ class RowDraws {
   Quads quads_;
 };
 
-// int8_shift of sixteen draws.
-inline void shifts_of(const Draws& draws, Columns& first, Columns& second) {
+// Sixteen draws as integers.
+inline void widen_draws(const Draws& draws, Ints& first, Ints& second) {
 #ifdef __AVX2__
-  const Ints low = (Ints)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)draws));
-  const Ints high = (Ints)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)draws, 1));
+  first = (Ints)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)draws));
+  second = (Ints)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)draws, 1));
 #else
-  const Ints low =
+  first =
       __builtin_convertvector(__builtin_shufflevector(draws, draws, 0, 1, 2, 3, 4, 5, 6, 7), Ints);
-  const Ints high = __builtin_convertvector(
+  second = __builtin_convertvector(
       __builtin_shufflevector(draws, draws, 8, 9, 10, 11, 12, 13, 14, 15), Ints);
 #endif
-  first = (__builtin_convertvector(low, Columns) - 32767.5f) * (1.0f / 65536.0f);
-  second = (__builtin_convertvector(high, Columns) - 32767.5f) * (1.0f / 65536.0f);
 }
 
-// The sums of int8_of for eight columns, whose shifts are given.
-inline void round_vector(const float* from, float inverse, const Columns& shifts, Ints& out) {
+// int8_sum of eight columns.
+inline Ints sums_of(const float* from, float inverse, float magic) {
   Columns x;
   std::memcpy(&x, from, sizeof(x));
-  x *= inverse;
-  const Columns high = {127, 127, 127, 127, 127, 127, 127, 127}, low = -high;
-  x = x > high ? high : x;
-  x = x < low ? low : x;
-  out = (Ints)(x + shifts + kInt8Magic);
+  return (Ints)(x * inverse + magic);
 }
 
 // The low bytes of sixteen integers.
@@ -92,15 +86,16 @@ inline void store_bytes(const Ints& first, const Ints& second, char* to) {
 // Converts sixteen columns to bytes.
 template <bool kByChance>
 inline void round_block(const float* from, float inverse, RowDraws& draws, char* to) {
-  Columns shifts = {}, more_shifts = {};
+  const float magic = kByChance ? kInt8ChanceMagic : kInt8Magic;
+  Ints sums = sums_of(from, inverse, magic), more_sums = sums_of(from + 8, inverse, magic);
   if constexpr (kByChance) {
     Draws of_block;
     draws.next(of_block);
-    shifts_of(of_block, shifts, more_shifts);
+    Ints first, second;
+    widen_draws(of_block, first, second);
+    sums = ((sums << 1) + first) >> 16 ^ 0x80;
+    more_sums = ((more_sums << 1) + second) >> 16 ^ 0x80;
   }
-  Ints sums, more_sums;
-  round_vector(from, inverse, shifts, sums);
-  round_vector(from + 8, inverse, more_shifts, more_sums);
   store_bytes(sums, more_sums, to);
 }
 

@@ -38,10 +38,12 @@ def rounded(rows: Tensor, of_rows: np.ndarray | None = None) -> Tensor:
             continue
         if largest < np.float32(2.0**-100):
             continue
-        largest = min(largest, np.float32(2.0**127))
-        scale = largest / np.float32(127)
-        units = np.clip(row * (np.float32(127) / largest), -127, 127).astype(np.float32)
-        if of_rows is not None:
-            units = units + ((of_rows[i] - 32767.5) / 65536).astype(np.float32)
-        stored[i] = scale * np.rint(units).astype(np.float32)
+        scale = min(largest, np.float32(2.0**127)) / np.float32(127)
+        units = row * (np.float32(127) / largest)
+        if of_rows is None:
+            codes = np.rint(units)
+        else:
+            # Whole numbers and 15 bits behind the point, and a draw from 0 to 1.
+            codes = np.floor(np.rint(units.astype(np.float64) * 2**15) / 2**15 + of_rows[i] / 2**16)
+        stored[i] = scale * codes.astype(np.float32)
     return torch.from_numpy(stored)

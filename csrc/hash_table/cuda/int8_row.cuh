@@ -27,13 +27,15 @@ __device__ __forceinline__ uint32_t pack_int8(const int8_t (&values)[4]) {
 // of the columns.
 __device__ __forceinline__ uint32_t pack_int8_by_chance(const float (&values)[4], float inverse,
                                                         uint64_t bits) {
-  int8_t columns[4];
+  uint32_t sums[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    columns[k] =
-        to_int8(values[k], inverse, int8_shift(rounding_draw_of(bits, static_cast<uint32_t>(k))));
+    const auto half = static_cast<uint32_t>(bits >> (k < 2 ? 0 : 32));
+    sums[k] = int8_by_chance(values[k], inverse, k % 2 == 0 ? half : half >> 16);
   }
-  return pack_int8(columns);
+  return __byte_perm(__byte_perm(sums[0], sums[1], 0x62), __byte_perm(sums[2], sums[3], 0x62),
+                     0x5410) ^
+         kInt8Signs;
 }
 
 // Column c of a row of this scale.
@@ -59,7 +61,7 @@ __device__ __forceinline__ float write_int8_row(char* row, int32_t dim, int lane
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (first + k < dim && scale.inverse != 0.0f) {
-        columns[k] = to_int8(value(first + k), scale.inverse, 0.0f);
+        columns[k] = to_int8(value(first + k), scale.inverse);
       }
     }
     *reinterpret_cast<uint32_t*>(row + kInt8Start + first) = pack_int8(columns);

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads)
       value = initial(c);
       if (type == RowType::kInt8) {
         value = scale.scale *
-                static_cast<float>(scale.inverse == 0.0f ? 0 : to_int8(value, scale.inverse, 0.0f));
+                static_cast<float>(scale.inverse == 0.0f ? 0 : to_int8(value, scale.inverse));
       } else if (type != rows.type) {
         value = widen(type, narrow(type, value));
       }

@@ -2,6 +2,7 @@
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag.cuh"
+#include "hash_table/cuda/pool/pool_int8.h"
 #include "hash_table/cuda/pool/pool_tiles.h"
 #include "hash_table/cuda/pool/pool_wide.h"
 #include "hash_table/cuda/row_vector.cuh"
@@ -121,6 +122,10 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
   const int64_t bags = batch.num_bags;
   if (bags == 0) return;
   if (shape.four_wide && out.stride % 4 == 0) {
+    if (shape.rows_of_8_bits()) {
+      pool_int8(tables, batch, slots, pooling, out, shape, stream);
+      return;
+    }
     if (shape.float32_rows && shape.all_wide()) {
       pool_wide(tables, batch, slots, pooling, out, stream);
       return;

@@ -10,17 +10,14 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// The types of rows that a kernel serves: all float32, all of 16 bits, all of 8 bits, or any.
-enum class Storage { kFloat32, k16Bits, kInt8, kAny };
+// The types of rows that a kernel serves: all float32, all of 16 bits, or any.
+enum class Storage { kFloat32, k16Bits, kAny };
 
-constexpr bool has_narrow_rows(Storage storage) {
-  return storage == Storage::k16Bits || storage == Storage::kInt8;
-}
-constexpr int columns_of_lane(Storage storage) { return has_narrow_rows(storage) ? 8 : 4; }
+constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16Bits ? 8 : 4; }
 
 constexpr int kPoolThreads = 128;
 // Blocks of a multiprocessor. Eight columns for each lane take more registers.
-constexpr int pool_blocks(Storage storage) { return has_narrow_rows(storage) ? 4 : 5; }
+constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
 constexpr int kGroup = 4;   // rows
 constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
 // Chunks of a tile, if all tiles run at once and take three quarters of the GPU.
@@ -47,8 +44,8 @@ static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 constexpr int kScalePlace = 8;
 
 // Copies the lane's columns of a stored row, and the scale of a row of 8 bits. offset: of the
-// columns in the row. kStay: L2 evicts them last. columns: for narrow rows 8, or 4 at the end of a
-// row. together: rows are multiples of 16 bytes.
+// columns in the row. kStay: L2 evicts them last. columns: of 16 bits 8, or 4 at the end of a row.
+// together: rows are multiples of 16 bytes.
 template <Storage kStorage, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_t offset,
                                              RowType type, int columns, bool together) {
@@ -66,9 +63,8 @@ __device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_
     }
   } else if (kStorage == Storage::kFloat32 || type == RowType::kFloat32) {
     copy_async_cached<16>(to, from);
-  } else if (kStorage == Storage::kInt8 || type == RowType::kInt8) {
+  } else if (type == RowType::kInt8) {
     copy_async_cached<4>(to, from);
-    if (kStorage == Storage::kInt8 && columns == 8) copy_async_cached<4>(bytes + 4, from + 4);
     copy_async_cached<4>(bytes + kScalePlace, row);
   } else {
     copy_async_cached<8>(to, from);

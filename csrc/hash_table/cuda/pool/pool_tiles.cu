@@ -33,7 +33,6 @@ void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* 
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream) {
   const PoolCall call{tables, batch, slots, pooling, out, shape, hot, stream};
-  if (shape.rows_of_8_bits()) return pool_int8(call);
   const int32_t lanes = shape.widest / (shape.rows_of_16_bits() ? 8 : 4);
   if (lanes <= 8) {
     launch<8>(call);

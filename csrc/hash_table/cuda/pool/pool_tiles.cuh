@@ -1,5 +1,5 @@
 // Pooling by tiles: as many lanes as a row has vectors work on neighbouring bags of one feature. A
-// vector holds four columns, or eight if all rows of the group have 16 bits a column, or 8. Each
+// vector holds four columns, or eight if all rows of the group have 16 bits a column. Each
 // lane looks up the address of one position's row. Rows are then copied to shared memory in groups,
 // several of which are in flight, also across chunks and bags; this holds no registers. Copies go
 // through L1, which serves hot rows. Each lane copies the columns that it sums, so lanes do not
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
                       const __grid_constant__ Output<char> out,
                       const __grid_constant__ BagTiling tiling) {
   constexpr int kColumns = columns_of_lane(kStorage);
-  constexpr bool kFloat32 = kStorage == Storage::kFloat32, kIsInt8 = kStorage == Storage::kInt8;
+  constexpr bool kFloat32 = kStorage == Storage::kFloat32;
   using Row = Columns<kColumns>;
   constexpr bool kHot = kRows == Rows::kHot, kStay = kRows == Rows::kOnce;
   static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   const auto num_slots = static_cast<uint64_t>(table.num_slots);
   const bool framed = table.frames.tags != nullptr;
   const char* const backing = table.rows.backing;
-  const RowType type = kFloat32 ? RowType::kFloat32 : kIsInt8 ? RowType::kInt8 : table.rows.type;
-  const bool int8 = kIsInt8 || (kStorage == Storage::kAny && type == RowType::kInt8);
+  const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
+  const bool int8 = kStorage == Storage::kAny && type == RowType::kInt8;
   const int32_t dim = table.dim();
   const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
   const int32_t row_bytes = int8 ? static_cast<int32_t>(row_size(type, dim)) : dim * column_bytes;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[its_tags]);
       const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
       const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
-      if (has_narrow_rows(kStorage) && (all_tags & kTagInitial)) {
+      if (kStorage == Storage::k16Bits && (all_tags & kTagInitial)) {
         // For an initial row, the ring holds the id. Not unrolled, to save registers.
 #pragma unroll 1
         for (int k = 0; k < kGroup; ++k) {
@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
             float4* const to = &rows[k][lane];
             if (mine && missing >> (first + k) & 1) {
               const int64_t id = batch.ids[chunk.at + first + k];
-              if constexpr (has_narrow_rows(kStorage)) {
-                // Initial rows are not rounded, so they do not fit here.
+              if constexpr (kStorage == Storage::k16Bits) {
+                // Initial rows are not rounded to 16 bits, so they do not fit here.
                 *reinterpret_cast<int64_t*>(to) = id;
               } else {
                 Row::initial(table.initial_rows, id, table.column_offset + column)
@@ -334,8 +334,5 @@ void launch_pool(const PoolCall& call) {
                  kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling, call.out,
                  tiling);
 }
-
-// All rows have 8 bits a column (pool_tiles_int8.cu).
-void pool_int8(const PoolCall& call);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -344,19 +344,16 @@ class RowUpdate {
       Steps::for_columns(table_.dim, first, [&](int32_t column) {
         const auto value = Columns<kWidth>::load(renewed_ + column);
         const uint64_t bits = rounding_bits(rounding, static_cast<uint32_t>(column) / 4);
-        int8_t narrowed[kWidth] = {};
-        if (scale.inverse != 0.0f) {
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) {
-            const uint32_t draw = rounding_draw_of(bits, static_cast<uint32_t>(column + k));
-            narrowed[k] = to_int8(value.v[k], scale.inverse, int8_shift(draw));
-          }
-        }
+        const bool zero = scale.inverse == 0.0f;
         char* const to = values_ + kInt8Start + column;
         if constexpr (kWidth == 4) {
-          *reinterpret_cast<uint32_t*>(to) = pack_int8(narrowed);
+          *reinterpret_cast<uint32_t*>(to) =
+              zero ? 0 : pack_int8_by_chance(value.v, scale.inverse, bits);
         } else {
-          *to = static_cast<char>(narrowed[0]);
+          const uint32_t draw = rounding_draw_of(bits, static_cast<uint32_t>(column));
+          *to = zero ? 0
+                     : static_cast<char>(int8_by_chance(value.v[0], scale.inverse, draw) >> 16 ^
+                                         kInt8Signs);
         }
       });
     });

@@ -1,0 +1,197 @@
+// Pooling of rows of 8 bits: a tile of lanes works on neighbouring bags of one feature, chunk by
+// chunk. Each lane looks up the address and the scale of one position's row. Then all lanes load
+// words of several rows, four columns each, which are in flight in registers: asynchronous copies
+// of four bytes would take several times as long in L1.
+#include "common/chain.cuh"
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/pool/bag_chunks.cuh"
+#include "hash_table/cuda/pool/pool_int8.h"
+#include "hash_table/cuda/row_vector.cuh"
+#include "hash_table/group_shape.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kInt8Threads = 128;
+constexpr int kAhead = 8;                                            // rows in flight
+constexpr int kMostChunks = 4;                                       // of a tile, about
+constexpr int int8_blocks(int words) { return words == 1 ? 5 : 4; }  // of a multiprocessor
+
+// The positions of a chunk in shared memory.
+template <int kLanes>
+struct alignas(16) ChunkRows {
+  const char* rows[kLanes];  // null: an initial row
+  float2 scales[kLanes];     // of the row, and of the position
+  uint32_t ends[kLanes];     // the number of the bag that ends there, from 1 on, or 0
+};
+
+// kWords: words of a lane in a step. Rows with more columns take several steps.
+template <int kLanes, int kWords>
+__global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
+    pool_int8_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
+                     const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
+                     const __grid_constant__ Output<char> out,
+                     const __grid_constant__ BagTiling tiling) {
+  using Row = Columns<4>;
+  __shared__ ChunkRows<kLanes> chunks_of_block[kInt8Threads / kLanes];
+  ChunkRows<kLanes>& held = chunks_of_block[threadIdx.x / kLanes];
+  wait_for_kernel_before();  // which may have written slots or offsets
+  const Tile<kLanes> tile;
+  const int lane = tile.lane();
+  const BagRange range = tiling.range_of(
+      batch, (static_cast<int64_t>(blockIdx.x) * kInt8Threads + threadIdx.x) / kLanes);
+  if (range.bags == 0) return;
+  const TableView& table = tables[batch.feature_tables[range.feature]];
+  const int64_t first_slot = table.first_slot;
+  const auto num_slots = static_cast<uint64_t>(table.num_slots);
+  const bool framed = table.frames.tags != nullptr;
+  const char* const backing = table.rows.backing;
+  const int32_t dim = table.dim();
+  const auto row_bytes = static_cast<int32_t>(row_size(RowType::kInt8, dim));
+  const RowType out_type = out.type;
+  const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
+                          element_size(out_type);
+  char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
+
+  for (int32_t first_column = 0; first_column < dim; first_column += kLanes * kWords * 4) {
+    const auto column_of = [&](int w) { return first_column + (lane + w * kLanes) * 4; };
+    Row sum[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) sum[w] = Row::zero();
+    const auto write = [&](uint32_t bag, const Row(&rows)[kWords]) {
+      char* const to = outputs + static_cast<uint64_t>(bag) * stride;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (column_of(w) < dim) rows[w].store(out_type, to, column_of(w));
+      }
+    };
+    Row zeros[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) zeros[w] = Row::zero();
+
+    BagChunks<kLanes> chunks(batch, slots, range);
+    while (chunks.left()) {
+      const BagChunk chunk = chunks.template next<true>(batch, slots, pooling.mean);
+      if (!chunk.good) {
+        for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, zeros);
+        break;
+      }
+      for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
+        write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, zeros);
+      }
+      const bool there = lane < chunk.count;
+      const int64_t slot = chunk.slot - first_slot;
+      const char* row = nullptr;
+      float scale = 0.0f;
+      if (there && static_cast<uint64_t>(slot) < num_slots) {
+        row = framed ? table.row(slot) : backing + slot * row_bytes;
+        scale = *reinterpret_cast<const float*>(row);
+      }
+      // The number of bags that end at the position or before: its bag.
+      int bag = 0;
+#pragma unroll
+      for (int step = kLanes / 2; step; step /= 2) {
+        if (tile.of_lane(chunk.end, bag + step - 1) <= lane) bag += step;
+      }
+      float by = tile.of_lane(chunk.mean_scale, bag);
+      if (pooling.weights != nullptr && there) by *= pooling.weights[chunk.at + lane];
+      const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
+      __syncwarp(tile.mask());  // all lanes have read the previous chunk
+      held.rows[lane] = row;
+      held.ends[lane] = 0;
+      __syncwarp(tile.mask());
+      if (ends_here) held.ends[chunk.end - 1] = static_cast<uint32_t>(chunk.bag + lane + 1);
+
+      const auto load = [&](int at, uint32_t (&words)[kWords]) {
+        const char* const from = held.rows[at];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          if (from != nullptr && column_of(w) < dim) {
+            words[w] = *reinterpret_cast<const uint32_t*>(from + kInt8Start + column_of(w));
+          }
+        }
+      };
+      const auto add = [&](int at, const uint32_t (&words)[kWords]) {
+        const float2 scales = held.scales[at];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          sum[w].add(scales.y, Row::load_int8(reinterpret_cast<const char*>(&words[w]), scales.x));
+        }
+      };
+      const auto end = [&](int at) {
+        const uint32_t its = held.ends[at];
+        if (its == 0) return;
+        write(its - 1, sum);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) sum[w] = Row::zero();
+      };
+      if (tile.ballot(there && row == nullptr) != 0) {
+        held.scales[lane] = make_float2(scale, by);
+        __syncwarp(tile.mask());
+#pragma unroll 1
+        for (int at = 0; at < chunk.count; ++at) {
+          if (held.rows[at] != nullptr) {
+            uint32_t words[kWords];
+            load(at, words);
+            add(at, words);
+          } else {
+            const int64_t id = batch.ids[chunk.at + at];
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+              sum[w].add(held.scales[at].y,
+                         Row::initial(table.initial_rows, id, table.column_offset + column_of(w)));
+            }
+          }
+          end(at);
+        }
+        continue;
+      }
+      uint32_t words[kAhead][kWords];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) load(k, words[k]);
+      held.scales[lane] = make_float2(scale, by);
+      __syncwarp(tile.mask());
+#pragma unroll 1
+      for (int first = 0; first < chunk.count; first += kAhead) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const int at = first + k;
+          if (at >= chunk.count) break;
+          add(at, words[k]);
+          if (at + kAhead < chunk.count) load(at + kAhead, words[k]);
+          end(at);
+        }
+      }
+    }
+  }
+}
+
+template <int kLanes, int kWords>
+void launch_int8(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+                 Output<char> out, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
+  const int64_t at_once = int64_t{int8_blocks(kWords)} * processors * kInt8Threads;  // positions
+  const int64_t chunks = max(int64_t{1}, min(batch.num_ids / (4 * at_once), int64_t{kMostChunks}));
+  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
+  const int64_t threads = tiling.tiles(batch) * kLanes;
+  const auto blocks = static_cast<unsigned>((threads + kInt8Threads - 1) / kInt8Threads);
+  launch_chained(pool_int8_kernel<kLanes, kWords>, blocks, kInt8Threads, stream, tables, batch,
+                 slots, pooling, out, tiling);
+}
+
+}  // namespace
+
+void pool_int8(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+               Output<char> out, const GroupShape& shape, cudaStream_t stream) {
+  const auto launch = shape.widest <= 32    ? launch_int8<8, 1>
+                      : shape.widest <= 64  ? launch_int8<16, 1>
+                      : shape.widest <= 128 ? launch_int8<32, 1>
+                                            : launch_int8<32, 2>;
+  launch(tables, batch, slots, pooling, out, stream);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda
