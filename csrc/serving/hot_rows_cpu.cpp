@@ -1,8 +1,9 @@
-// Choosing the hot rows of read-only tables on the CPU.
+// The hot rows of read-only tables, on the CPU.
 #include <cstring>
 #include <vector>
 
 #include "common/parallel.h"
+#include "serving/find_cpu.h"
 #include "serving/kernels_cpu.h"
 
 namespace torchrec_hkv::serving::cpu {
@@ -65,6 +66,23 @@ void copy_hot_rows(const HotCopy& its, int threads) {
       if (place < 0) continue;
       std::memcpy(its.to + place * its.row_bytes, its.from + row * its.row_bytes,
                   static_cast<size_t>(its.row_bytes));
+    }
+  });
+}
+
+void find_row_numbers(const RowNumbers& its, int threads) {
+  const Layer& layer = its.layer;
+  const auto number_in = [&](int64_t bucket, int64_t id) {
+    const Bucket& in = layer.buckets[bucket];
+    const int position = position_of(in, id);
+    const bool is_there = position >= 0 && !is_erased(in.header, position);
+    return is_there ? first_row_of(in.header) + position : int64_t{-1};
+  };
+  parallel_for(its.n, 1 << 12, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Choice choice = choose(its.ids[i], layer.geometry);
+      its.rows[i] = number_in(choice.first, its.ids[i]);
+      if (its.rows[i] < 0) its.rows[i] = number_in(choice.second, its.ids[i]);
     }
   });
 }

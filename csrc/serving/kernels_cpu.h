@@ -74,4 +74,6 @@ void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, HotWord*
 
 void copy_hot_rows(const HotCopy& its, int threads);
 
+void find_row_numbers(const RowNumbers& its, int threads);
+
 }  // namespace torchrec_hkv::serving::cpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,13 @@ from torch import Tensor
 
 from tests.support.served import batch_of
 from torchrec_hkv import serving
-from torchrec_hkv.serving.placement import Placement, shares
-from torchrec_hkv.serving.row_formats import to_bytes
+from torchrec_hkv.serving.placement import Placement, carried_counts, numbered_ids, shares
+from torchrec_hkv.serving.row_formats import from_bytes, to_bytes
 from torchrec_hkv.serving.table_file import build_layer
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables
 
 OPS = torch.ops.torchrec_hkv
+IDS = torch.arange(70)
 SIZES = [1, 31, 32, 33, 64, 1000, 4099]
 
 
@@ -57,11 +60,57 @@ def test_copy(n, row_bytes):
     assert torch.equal(out, rows[torch.from_numpy(largest(counts, wanted))])
 
 
+def a_table(ids: Tensor, name: str = "t") -> ReadOnlyTable:
+    return ReadOnlyTable(
+        name, 2, "fp32", *build_layer(ids, to_bytes(torch.randn(len(ids), 2), "fp32"))
+    )
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000, 60_000])
+def test_row_numbers(n):
+    """The row of an id has the number that the index says."""
+    ids = drawn(2 * n, (1 << 31) - 2, n).long().unique()[:n] * -7919
+    erased = torch.arange(len(ids)) % 3 == 1
+    index, rows = build_layer(ids, to_bytes(torch.stack([ids, ids], 1).float(), "fp32"), erased)
+    values = from_bytes(rows, "fp32", 2)[:, 0]
+    found = OPS.serving_row_numbers(index, torch.cat([ids, ids + 1]))
+    assert bool((found[len(ids) :] == -1).all())
+    assert torch.equal(found[: len(ids)] == -1, erased)
+    assert torch.equal(values[found[: len(ids)][~erased]], ids[~erased].float())
+    numbered = {}
+    for batch, numbers in numbered_ids(index):
+        numbered.update(zip(batch.tolist(), numbers.tolist(), strict=True))
+    assert sorted(numbered) == ids.tolist()[::-1]
+    assert sorted(numbered.values()) == list(range(len(ids)))
+    assert [numbered[number] for number in ids[~erased].tolist()] == found[: len(ids)][
+        ~erased
+    ].tolist()
+
+
+def test_carried_counts():
+    """By id, to a new base. An id that a delta has changed has at least the mean of hot rows."""
+    before = a_table(torch.arange(900))
+    counts = drawn(900, 50, 1)
+    words = OPS.serving_choose_hot(counts, 90)
+    hot = HotRows(words, torch.empty(90, 8, dtype=torch.uint8), counts)
+    changed, _ = build_layer(torch.arange(0, 2000, 10), torch.empty(200, 8, dtype=torch.uint8))
+    before = dataclasses.replace(before, hot=hot, changed_index=changed)
+    index = a_table(torch.arange(450, 1500)).index
+    got = carried_counts(index, 1050, before)
+    numbers = OPS.serving_row_numbers(before.index, torch.arange(900))
+    mean = 1 + int(counts.sum()) // 90
+    for ids, rows in numbered_ids(index):
+        for id_, row in zip(ids.tolist(), rows.tolist(), strict=True):
+            want = int(counts[numbers[id_]]) if id_ < 900 else 0
+            assert got[row] == (max(want, mean) if id_ % 10 == 0 else want)
+
+
 def test_opcheck():
     counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
     words = OPS.serving_choose_hot(counts, 20)
     torch.library.opcheck(OPS.serving_choose_hot, (counts, 20))
     torch.library.opcheck(OPS.serving_copy_hot, (words, rows, rows[:20].clone()))
+    torch.library.opcheck(OPS.serving_row_numbers, (a_table(IDS).index, IDS))
 
 
 def test_ops_refuse():
@@ -79,9 +128,13 @@ def test_ops_refuse():
         OPS.serving_copy_hot(words, rows, rows[:19].clone())
     with pytest.raises(ValueError, match="device is cpu, but must be a CUDA GPU"):
         OPS.serving_pinned(rows, torch.device("cpu"))
-    layer = build_layer(torch.arange(70), to_bytes(torch.randn(70, 2), "fp32"))
+    on_cpu = dataclasses.replace(a_table(IDS), hot=HotRows(words, rows[:20]))
     with pytest.raises(ValueError, match="table 0 has hot rows, but is on cpu"):
-        ReadOnlyTables([ReadOnlyTable("t", 2, "fp32", *layer, hot=HotRows(words, rows[:20]))])
+        ReadOnlyTables([on_cpu])
+    with pytest.raises(ValueError, match=r"index must be contiguous, .* but has shape \[3\]"):
+        OPS.serving_row_numbers(IDS[:3], IDS)
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        OPS.serving_row_numbers(a_table(IDS).index, IDS.int())
 
 
 def test_shares():

@@ -102,6 +102,11 @@ def _(counts: Tensor, wanted: int) -> Tensor:
     return counts.new_empty(-(-counts.shape[0] // 32), 2)
 
 
+@torch.library.register_fake("torchrec_hkv::serving_row_numbers")
+def _(index: Tensor, ids: Tensor) -> Tensor:
+    return torch.empty_like(ids)
+
+
 @torch.library.register_fake("torchrec_hkv::serving_copy_hot")
 def _(words: Tensor, rows: Tensor, out: Tensor) -> None:
     return None

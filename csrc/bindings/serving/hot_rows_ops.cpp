@@ -93,21 +93,50 @@ void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tenso
                 serving::cuda::copy_hot_rows(call, stream));
 }
 
+at::Tensor serving_row_numbers(const at::Tensor& index, const at::Tensor& ids) {
+  check_dtype(index, "index", at::kLong);
+  TORCH_CHECK_VALUE(index.dim() == 3 && index.size(2) == 8 && index.is_contiguous() &&
+                        index.numel() > 0 &&
+                        reinterpret_cast<uintptr_t>(index.const_data_ptr()) % 64 == 0,
+                    "index must be contiguous, aligned to 64 bytes and of shape [blocks, buckets, ",
+                    "8], but has shape ", index.sizes(), ".");
+  check_dtype(ids, "ids", at::kLong);
+  check_vector(ids, "ids");
+  check_device(ids, "ids", index.device());
+  const at::Tensor in = ids.contiguous();
+  at::Tensor rows = at::empty_like(in);
+  const serving::RowNumbers call{
+      {reinterpret_cast<const serving::Bucket*>(index.const_data_ptr<int64_t>()),
+       {static_cast<uint32_t>(index.size(0)), static_cast<uint32_t>(index.size(1))},
+       nullptr},
+      in.const_data_ptr<int64_t>(),
+      in.numel(),
+      rows.data_ptr<int64_t>()};
+  HKV_ON_DEVICE(index.device(), serving::cpu::find_row_numbers(call, threads),
+                serving::cuda::find_row_numbers(call, stream));
+  return rows;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_pinned(Tensor data, Device device) -> Tensor", &serving_pinned);
   m.def("serving_choose_hot(Tensor counts, int wanted) -> Tensor");
+  m.def("serving_row_numbers(Tensor index, Tensor ids) -> Tensor");
   m.def("serving_copy_hot(Tensor words, Tensor rows, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("serving_choose_hot", &serving_choose_hot);
+  m.impl("serving_row_numbers", &serving_row_numbers);
   m.impl("serving_copy_hot", &serving_copy_hot);
 }
 
 #ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { m.impl("serving_copy_hot", &serving_copy_hot); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  m.impl("serving_row_numbers", &serving_row_numbers);
+  m.impl("serving_copy_hot", &serving_copy_hot);
+}
 #endif
 
 }  // namespace torchrec_hkv::bindings
