@@ -284,6 +284,7 @@ def test_counts_of_training(run_ranks, tmp_path, device_type):
 def followed(rank, world_size, device, folder, process) -> None:
     """Deltas, a new base and a rollback, with hot rows that are chosen in between."""
     model = make_served(world_size, device)
+    train(model, 2, seed=7)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
     inputs = batch_of(0, device=device)
