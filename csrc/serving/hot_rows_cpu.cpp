@@ -40,22 +40,33 @@ Cut cut_of(const uint32_t* counts, int64_t n, int64_t wanted) {
 
 }  // namespace
 
-void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, HotWord* words) {
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
+                     HotWord* words) {
   Cut cut{0, 0};
   if (wanted > 0 && n > 0) cut = cut_of(counts, n, wanted < n ? wanted : n);
   const bool none = cut.rows == 0;
-  uint32_t before = 0;
+  const auto was_hot = [&](int64_t row) {
+    return before != nullptr && hot_place(before[row / kHotWordRows], row) >= 0;
+  };
+  // Of the rows with the count of the cut, those that were hot come first.
+  int64_t stay = 0;
+  for (int64_t row = 0; row < n && before != nullptr; ++row) {
+    stay += counts[row] == cut.count && was_hot(row);
+  }
+  stay = stay < cut.rows ? stay : cut.rows;
+  int64_t come = cut.rows - stay;
+  uint32_t hot = 0;
   for (int64_t first = 0; first < n; first += kHotWordRows) {
     const int64_t here = n - first < kHotWordRows ? n - first : kHotWordRows;
     uint32_t mask = 0;
     for (int64_t k = 0; k < here && !none; ++k) {
       const uint32_t count = counts[first + k];
-      const bool ties = count == cut.count && cut.rows > 0;
-      cut.rows -= ties;
-      mask |= static_cast<uint32_t>(ties || count > cut.count) << k;
+      bool is_hot = count > cut.count;
+      if (count == cut.count) is_hot = (was_hot(first + k) ? stay : come)-- > 0;
+      mask |= static_cast<uint32_t>(is_hot) << k;
     }
-    words[first / kHotWordRows] = {mask, before};
-    before += bits_of(mask);
+    words[first / kHotWordRows] = {mask, hot};
+    hot += bits_of(mask);
   }
 }
 

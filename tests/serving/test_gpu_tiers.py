@@ -277,7 +277,7 @@ def test_counts_of_training(run_ranks, tmp_path, device_type):
             counts = counts_of(read_codes(tmp_path / "model", record.counts, len(counts)))
         assert (counts.max() > 0) == its.name.endswith("item")
         assert its.hot.rows.shape[0] == 10
-        assert torch.equal(its.hot.words.cpu(), OPS.serving_choose_hot(counts, 10))
+        assert torch.equal(its.hot.words.cpu(), OPS.serving_choose_hot(counts, None, 10))
         assert torch.equal(its.hot.counts.cpu(), counts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -21,9 +22,11 @@ IDS = torch.arange(70)
 SIZES = [1, 31, 32, 33, 64, 1000, 4099]
 
 
-def largest(counts: Tensor, wanted: int) -> np.ndarray:
-    """Whether each row has one of the largest counts; the first rows of equal counts come first."""
-    order = np.argsort(-counts.numpy().astype(np.int64), kind="stable")
+def largest(counts: Tensor, wanted: int, was_hot: np.ndarray | None = None) -> np.ndarray:
+    """Whether each row has one of the largest counts; of equal counts, rows that were hot come
+    first, then the first rows."""
+    was_hot = np.zeros(counts.numel(), dtype=bool) if was_hot is None else was_hot
+    order = np.argsort(-(2 * counts.numpy().astype(np.int64) + was_hot), kind="stable")
     is_hot = np.zeros(counts.numel(), dtype=bool)
     is_hot[order[:wanted]] = True
     return is_hot
@@ -39,9 +42,12 @@ def drawn(n: int, most: int, seed: int) -> Tensor:
 def test_choice(n, most):
     counts = drawn(n, most, n)
     counts[n // 2 :: 7] = most
-    for wanted in {0, 1, n // 10, n // 2, n - 1, n, n + 5}:
-        words = OPS.serving_choose_hot(counts, wanted).numpy().view(np.uint32)
-        is_hot = largest(counts, wanted)
+    earlier = drawn(n, 3, n + 1)
+    previous, was_hot = OPS.serving_choose_hot(earlier, None, n // 3), largest(earlier, n // 3)
+    for wanted, again in itertools.product({0, 1, n // 10, n // 2, n - 1, n, n + 5}, (False, True)):
+        words = OPS.serving_choose_hot(counts, previous if again else None, wanted)
+        words = words.numpy().view(np.uint32)
+        is_hot = largest(counts, wanted, was_hot if again else None)
         padded = np.resize(np.append(is_hot, np.zeros(-n % 32, dtype=bool)), (len(words), 32))
         masks = np.packbits(padded, axis=1, bitorder="little").view("<u4")[:, 0]
         before = np.cumsum(padded.sum(1)) - padded.sum(1)
@@ -54,7 +60,7 @@ def test_copy(n, row_bytes):
     """A row is at the place that its mask and the count before it give."""
     counts, wanted = drawn(n, 3, n), n // 3
     rows = drawn(n * row_bytes, 255, n + 1).to(torch.uint8).view(n, row_bytes)
-    words = OPS.serving_choose_hot(counts, wanted)
+    words = OPS.serving_choose_hot(counts, None, wanted)
     out = torch.empty(wanted, row_bytes, dtype=torch.uint8)
     OPS.serving_copy_hot(words, rows, out)
     assert torch.equal(out, rows[torch.from_numpy(largest(counts, wanted))])
@@ -91,7 +97,7 @@ def test_carried_counts():
     """By id, to a new base. An id that a delta has changed has at least the mean of hot rows."""
     before = a_table(torch.arange(900))
     counts = drawn(900, 50, 1)
-    words = OPS.serving_choose_hot(counts, 90)
+    words = OPS.serving_choose_hot(counts, None, 90)
     hot = HotRows(words, torch.empty(90, 8, dtype=torch.uint8), counts)
     changed, _ = build_layer(torch.arange(0, 2000, 10), torch.empty(200, 8, dtype=torch.uint8))
     before = dataclasses.replace(before, hot=hot, changed_index=changed)
@@ -107,21 +113,23 @@ def test_carried_counts():
 
 def test_opcheck():
     counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
-    words = OPS.serving_choose_hot(counts, 20)
-    torch.library.opcheck(OPS.serving_choose_hot, (counts, 20))
+    words = OPS.serving_choose_hot(counts, None, 20)
+    torch.library.opcheck(OPS.serving_choose_hot, (counts, words, 20))
     torch.library.opcheck(OPS.serving_copy_hot, (words, rows, rows[:20].clone()))
     torch.library.opcheck(OPS.serving_row_numbers, (a_table(IDS).index, IDS))
 
 
 def test_ops_refuse():
     counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
-    words = OPS.serving_choose_hot(counts, 20)
+    words = OPS.serving_choose_hot(counts, None, 20)
     with pytest.raises(TypeError, match="counts must be of dtype Int"):
-        OPS.serving_choose_hot(counts.long(), 20)
+        OPS.serving_choose_hot(counts.long(), None, 20)
     with pytest.raises(ValueError, match="wanted is -1, but must not be negative"):
-        OPS.serving_choose_hot(counts, -1)
+        OPS.serving_choose_hot(counts, None, -1)
+    with pytest.raises(ValueError, match=r"before must be contiguous and of shape \[3, 2\]"):
+        OPS.serving_choose_hot(counts, words[:2], 20)
     with pytest.raises(ValueError, match="at most 2\\^32 - 1 rows"):
-        OPS.serving_choose_hot(counts, 1 << 32)
+        OPS.serving_choose_hot(counts, None, 1 << 32)
     with pytest.raises(ValueError, match=r"words must be contiguous and of shape \[3, 2\]"):
         OPS.serving_copy_hot(words[:2], rows, rows[:20].clone())
     with pytest.raises(ValueError, match="out has 19 rows, but 20 are hot"):

@@ -117,7 +117,7 @@ class Placement:
         else:
             counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
         words, hot = _empty(entries, min(limit // row_bytes, _MOST_HOT), row_bytes, self.device)
-        _choose(rows, counts.cpu(), words, hot)
+        _choose(rows, counts.cpu(), None, words, hot)
         its = HotRows(words, hot, counts, host_lookups)
         return dataclasses.replace(table, index=index, rows=rows, hot=its)
 
@@ -187,7 +187,7 @@ def chosen_again(table: ReadOnlyTable) -> HotRows:
     with torch.cuda.stream(side):
         counts = before.counts.cpu()
         before.counts.bitwise_right_shift_(1)
-        _choose(table.rows, counts, words, hot)
+        _choose(table.rows, counts, before.words.cpu(), words, hot)
     side.synchronize()
     return dataclasses.replace(before, words=words, rows=hot)
 
@@ -197,9 +197,11 @@ def _empty(entries: int, hot: int, row_bytes: int, device: torch.device) -> tupl
     return words, torch.empty(hot, row_bytes, dtype=torch.uint8, device=device)
 
 
-def _choose(rows: Tensor, counts: Tensor, words: Tensor, hot: Tensor) -> None:
+def _choose(
+    rows: Tensor, counts: Tensor, before: Tensor | None, words: Tensor, hot: Tensor
+) -> None:
     """Chooses rows by counts in host memory, and copies them to HBM."""
-    words.copy_(_ops.serving_choose_hot(counts, hot.shape[0]))
+    words.copy_(_ops.serving_choose_hot(counts, before, hot.shape[0]))
     _ops.serving_copy_hot(words, rows, hot)
 
 
