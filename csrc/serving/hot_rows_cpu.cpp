@@ -1,8 +1,9 @@
-// Choosing the hot rows of read-only tables on the CPU.
+// The hot rows of read-only tables, on the CPU.
 #include <cstring>
 #include <vector>
 
 #include "common/parallel.h"
+#include "serving/find_cpu.h"
 #include "serving/kernels_cpu.h"
 
 namespace torchrec_hkv::serving::cpu {
@@ -39,22 +40,33 @@ Cut cut_of(const uint32_t* counts, int64_t n, int64_t wanted) {
 
 }  // namespace
 
-void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, HotWord* words) {
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
+                     HotWord* words) {
   Cut cut{0, 0};
   if (wanted > 0 && n > 0) cut = cut_of(counts, n, wanted < n ? wanted : n);
   const bool none = cut.rows == 0;
-  uint32_t before = 0;
+  const auto was_hot = [&](int64_t row) {
+    return before != nullptr && hot_place(before[row / kHotWordRows], row) >= 0;
+  };
+  // Of the rows with the count of the cut, those that were hot come first.
+  int64_t stay = 0;
+  for (int64_t row = 0; row < n && before != nullptr; ++row) {
+    stay += counts[row] == cut.count && was_hot(row);
+  }
+  stay = stay < cut.rows ? stay : cut.rows;
+  int64_t come = cut.rows - stay;
+  uint32_t hot = 0;
   for (int64_t first = 0; first < n; first += kHotWordRows) {
     const int64_t here = n - first < kHotWordRows ? n - first : kHotWordRows;
     uint32_t mask = 0;
     for (int64_t k = 0; k < here && !none; ++k) {
       const uint32_t count = counts[first + k];
-      const bool ties = count == cut.count && cut.rows > 0;
-      cut.rows -= ties;
-      mask |= static_cast<uint32_t>(ties || count > cut.count) << k;
+      bool is_hot = count > cut.count;
+      if (count == cut.count) is_hot = (was_hot(first + k) ? stay : come)-- > 0;
+      mask |= static_cast<uint32_t>(is_hot) << k;
     }
-    words[first / kHotWordRows] = {mask, before};
-    before += bits_of(mask);
+    words[first / kHotWordRows] = {mask, hot};
+    hot += bits_of(mask);
   }
 }
 
@@ -65,6 +77,23 @@ void copy_hot_rows(const HotCopy& its, int threads) {
       if (place < 0) continue;
       std::memcpy(its.to + place * its.row_bytes, its.from + row * its.row_bytes,
                   static_cast<size_t>(its.row_bytes));
+    }
+  });
+}
+
+void find_row_numbers(const RowNumbers& its, int threads) {
+  const Layer& layer = its.layer;
+  const auto number_in = [&](int64_t bucket, int64_t id) {
+    const Bucket& in = layer.buckets[bucket];
+    const int position = position_of(in, id);
+    const bool is_there = position >= 0 && !is_erased(in.header, position);
+    return is_there ? first_row_of(in.header) + position : int64_t{-1};
+  };
+  parallel_for(its.n, 1 << 12, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Choice choice = choose(its.ids[i], layer.geometry);
+      its.rows[i] = number_in(choice.first, its.ids[i]);
+      if (its.rows[i] < 0) its.rows[i] = number_in(choice.second, its.ids[i]);
     }
   });
 }

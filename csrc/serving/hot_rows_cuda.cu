@@ -1,6 +1,7 @@
-// Copies the hot rows of read-only tables to a GPU's memory.
+// Copies the hot rows of read-only tables to a GPU's memory, and finds the numbers of rows.
 
 #include "common/cuda_check.h"
+#include "serving/find.cuh"
 #include "serving/kernels_cuda.h"
 
 namespace torchrec_hkv::serving::cuda {
@@ -30,7 +31,22 @@ __global__ void __launch_bounds__(kCopyThreads) copy_hot_rows_kernel(HotCopy cal
   }
 }
 
+__global__ void __launch_bounds__(kCopyThreads) find_row_numbers_kernel(RowNumbers call) {
+  const int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
+  if (i >= call.n) return;
+  int64_t row = -1;
+  const InBucket found = find_in_layer(call.layer, call.ids[i], &row);
+  call.rows[i] = found == InBucket::kFound ? row : -1;
+}
+
 }  // namespace
+
+void find_row_numbers(const RowNumbers& call, cudaStream_t stream) {
+  if (call.n == 0) return;
+  const auto blocks = static_cast<unsigned>((call.n + kCopyThreads - 1) / kCopyThreads);
+  find_row_numbers_kernel<<<blocks, kCopyThreads, 0, stream>>>(call);
+  HKV_CUDA_CHECK_LAUNCH();
+}
 
 void copy_hot_rows(const HotCopy& call, cudaStream_t stream) {
   if (call.rows == 0) return;

@@ -68,10 +68,14 @@ void gather(const Gathered& its, int threads);
 // numbers. counts: out, [parts].
 void split(const int64_t* ids, int64_t n, uint32_t parts, int64_t* order, int64_t* counts);
 
-// Makes those rows hot that have the largest counts, and of equal counts the first ones: `wanted`,
-// or all. words: out, for each 32 rows.
-void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, HotWord* words);
+// Makes those rows hot that have the largest counts: `wanted`, or all. Of equal counts these are
+// the rows that were hot before (null: none were), then the first ones. words: out, for each 32
+// rows.
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
+                     HotWord* words);
 
 void copy_hot_rows(const HotCopy& its, int threads);
+
+void find_row_numbers(const RowNumbers& its, int threads);
 
 }  // namespace torchrec_hkv::serving::cpu

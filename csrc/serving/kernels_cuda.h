@@ -62,4 +62,6 @@ void pool(const PoolCall& call, cudaStream_t stream);
 // Copies the hot rows of a table from memory that the GPU reads.
 void copy_hot_rows(const HotCopy& call, cudaStream_t stream);
 
+void find_row_numbers(const RowNumbers& call, cudaStream_t stream);
+
 }  // namespace torchrec_hkv::serving::cuda

@@ -107,6 +107,15 @@ struct Layer {
   const char* rows;
 };
 
+// Ids whose rows are wanted: rows[i] = the number of the row of ids[i], or -1 where the layer has
+// none.
+struct RowNumbers {
+  Layer layer;
+  const int64_t* ids;
+  int64_t n;
+  int64_t* rows;
+};
+
 // A table: what a delta changed, which counts first, and the base.
 struct Table {
   Layer base;

@@ -15,6 +15,8 @@ from tests.serving.test_gpu import IDS, on_gpu, table
 from tests.support.served import batch_of, make_served, outputs_of, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving import ops, row_formats
+from torchrec_hkv.serving.lookup_counts import counts_of, read_codes
+from torchrec_hkv.serving.manifest import Manifest
 from torchrec_hkv.serving.placement import Placement, chosen_again
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -254,9 +256,35 @@ def test_choice_while_calls_run(tmp_path):
     assert model.counters()[LARGE]["host_lookups"] - before < 8 * 4000 * 0.3
 
 
+def trained(rank, world_size, device, folder) -> None:
+    model = make_served(world_size, device)
+    train(model, 4)
+    serving.export(model, folder, inputs=batch_of(0, device=device), lookup_counts=True)
+
+
+@pytest.mark.parametrize("device_type", ["cuda"])
+def test_counts_of_training(run_ranks, tmp_path, device_type):
+    """The rows that were looked up most in training are hot from the start."""
+    run_ranks(1, trained, tmp_path / "model")
+    model = serving.load(tmp_path / "model", "cuda", hbm_bytes={"item": 320, "country": 800})
+    records = {its.name: its for its in Manifest.read(tmp_path / "model").tables}
+    for its in model._version.tables.tables:
+        if its.hot is None:
+            continue
+        counts = torch.zeros(its.rows.shape[0], dtype=torch.int32)  # a stock table counts none
+        record = records[its.name]
+        if record.counts is not None:
+            counts = counts_of(read_codes(tmp_path / "model", record.counts, len(counts)))
+        assert (counts.max() > 0) == its.name.endswith("item")
+        assert its.hot.rows.shape[0] == 10
+        assert torch.equal(its.hot.words.cpu(), OPS.serving_choose_hot(counts, None, 10))
+        assert torch.equal(its.hot.counts.cpu(), counts)
+
+
 def followed(rank, world_size, device, folder, process) -> None:
     """Deltas, a new base and a rollback, with hot rows that are chosen in between."""
     model = make_served(world_size, device)
+    train(model, 2, seed=7)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
     inputs = batch_of(0, device=device)
@@ -280,6 +308,9 @@ def followed(rank, world_size, device, folder, process) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         for key, value in outputs_of(model, 5, 4).items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
+        if step == 2:  # a new base: counts are taken over, by id
+            counted = [its for its in parts._version.tables.tables if its.hot is not None]
+            assert all(int(its.hot.counts.sum()) > 0 for its in counted)
         if step == 2:  # else the rows may all be in the layer of changes
             assert parts.counters()["ebc.embedding_bags.item"]["host_lookups"] > host
         parts.choose_hot_rows()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,18 +12,21 @@ from torch import Tensor
 
 from tests.support.served import batch_of
 from torchrec_hkv import serving
-from torchrec_hkv.serving.placement import Placement, shares
-from torchrec_hkv.serving.row_formats import to_bytes
+from torchrec_hkv.serving.placement import Placement, carried_counts, numbered_ids, shares
+from torchrec_hkv.serving.row_formats import from_bytes, to_bytes
 from torchrec_hkv.serving.table_file import build_layer
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables
 
 OPS = torch.ops.torchrec_hkv
+IDS = torch.arange(70)
 SIZES = [1, 31, 32, 33, 64, 1000, 4099]
 
 
-def largest(counts: Tensor, wanted: int) -> np.ndarray:
-    """Whether each row has one of the largest counts; the first rows of equal counts come first."""
-    order = np.argsort(-counts.numpy().astype(np.int64), kind="stable")
+def largest(counts: Tensor, wanted: int, was_hot: np.ndarray | None = None) -> np.ndarray:
+    """Whether each row has one of the largest counts; of equal counts, rows that were hot come
+    first, then the first rows."""
+    was_hot = np.zeros(counts.numel(), dtype=bool) if was_hot is None else was_hot
+    order = np.argsort(-(2 * counts.numpy().astype(np.int64) + was_hot), kind="stable")
     is_hot = np.zeros(counts.numel(), dtype=bool)
     is_hot[order[:wanted]] = True
     return is_hot
@@ -36,9 +42,12 @@ def drawn(n: int, most: int, seed: int) -> Tensor:
 def test_choice(n, most):
     counts = drawn(n, most, n)
     counts[n // 2 :: 7] = most
-    for wanted in {0, 1, n // 10, n // 2, n - 1, n, n + 5}:
-        words = OPS.serving_choose_hot(counts, wanted).numpy().view(np.uint32)
-        is_hot = largest(counts, wanted)
+    earlier = drawn(n, 3, n + 1)
+    previous, was_hot = OPS.serving_choose_hot(earlier, None, n // 3), largest(earlier, n // 3)
+    for wanted, again in itertools.product({0, 1, n // 10, n // 2, n - 1, n, n + 5}, (False, True)):
+        words = OPS.serving_choose_hot(counts, previous if again else None, wanted)
+        words = words.numpy().view(np.uint32)
+        is_hot = largest(counts, wanted, was_hot if again else None)
         padded = np.resize(np.append(is_hot, np.zeros(-n % 32, dtype=bool)), (len(words), 32))
         masks = np.packbits(padded, axis=1, bitorder="little").view("<u4")[:, 0]
         before = np.cumsum(padded.sum(1)) - padded.sum(1)
@@ -51,37 +60,89 @@ def test_copy(n, row_bytes):
     """A row is at the place that its mask and the count before it give."""
     counts, wanted = drawn(n, 3, n), n // 3
     rows = drawn(n * row_bytes, 255, n + 1).to(torch.uint8).view(n, row_bytes)
-    words = OPS.serving_choose_hot(counts, wanted)
+    words = OPS.serving_choose_hot(counts, None, wanted)
     out = torch.empty(wanted, row_bytes, dtype=torch.uint8)
     OPS.serving_copy_hot(words, rows, out)
     assert torch.equal(out, rows[torch.from_numpy(largest(counts, wanted))])
 
 
+def a_table(ids: Tensor, name: str = "t") -> ReadOnlyTable:
+    return ReadOnlyTable(
+        name, 2, "fp32", *build_layer(ids, to_bytes(torch.randn(len(ids), 2), "fp32"))
+    )
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000, 60_000])
+def test_row_numbers(n):
+    """The row of an id has the number that the index says."""
+    ids = drawn(2 * n, (1 << 31) - 2, n).long().unique()[:n] * -7919
+    erased = torch.arange(len(ids)) % 3 == 1
+    index, rows = build_layer(ids, to_bytes(torch.stack([ids, ids], 1).float(), "fp32"), erased)
+    values = from_bytes(rows, "fp32", 2)[:, 0]
+    found = OPS.serving_row_numbers(index, torch.cat([ids, ids + 1]))
+    assert bool((found[len(ids) :] == -1).all())
+    assert torch.equal(found[: len(ids)] == -1, erased)
+    assert torch.equal(values[found[: len(ids)][~erased]], ids[~erased].float())
+    numbered = {}
+    for batch, numbers in numbered_ids(index):
+        numbered.update(zip(batch.tolist(), numbers.tolist(), strict=True))
+    assert sorted(numbered) == ids.tolist()[::-1]
+    assert sorted(numbered.values()) == list(range(len(ids)))
+    assert [numbered[number] for number in ids[~erased].tolist()] == found[: len(ids)][
+        ~erased
+    ].tolist()
+
+
+def test_carried_counts():
+    """By id, to a new base. An id that a delta has changed has at least the mean of hot rows."""
+    before = a_table(torch.arange(900))
+    counts = drawn(900, 50, 1)
+    words = OPS.serving_choose_hot(counts, None, 90)
+    hot = HotRows(words, torch.empty(90, 8, dtype=torch.uint8), counts)
+    changed, _ = build_layer(torch.arange(0, 2000, 10), torch.empty(200, 8, dtype=torch.uint8))
+    before = dataclasses.replace(before, hot=hot, changed_index=changed)
+    index = a_table(torch.arange(450, 1500)).index
+    got = carried_counts(index, 1050, before)
+    numbers = OPS.serving_row_numbers(before.index, torch.arange(900))
+    mean = 1 + int(counts.sum()) // 90
+    for ids, rows in numbered_ids(index):
+        for id_, row in zip(ids.tolist(), rows.tolist(), strict=True):
+            want = int(counts[numbers[id_]]) if id_ < 900 else 0
+            assert got[row] == (max(want, mean) if id_ % 10 == 0 else want)
+
+
 def test_opcheck():
     counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
-    words = OPS.serving_choose_hot(counts, 20)
-    torch.library.opcheck(OPS.serving_choose_hot, (counts, 20))
+    words = OPS.serving_choose_hot(counts, None, 20)
+    torch.library.opcheck(OPS.serving_choose_hot, (counts, words, 20))
     torch.library.opcheck(OPS.serving_copy_hot, (words, rows, rows[:20].clone()))
+    torch.library.opcheck(OPS.serving_row_numbers, (a_table(IDS).index, IDS))
 
 
 def test_ops_refuse():
     counts, rows = drawn(70, 5, 0), torch.ones(70, 8, dtype=torch.uint8)
-    words = OPS.serving_choose_hot(counts, 20)
+    words = OPS.serving_choose_hot(counts, None, 20)
     with pytest.raises(TypeError, match="counts must be of dtype Int"):
-        OPS.serving_choose_hot(counts.long(), 20)
+        OPS.serving_choose_hot(counts.long(), None, 20)
     with pytest.raises(ValueError, match="wanted is -1, but must not be negative"):
-        OPS.serving_choose_hot(counts, -1)
+        OPS.serving_choose_hot(counts, None, -1)
+    with pytest.raises(ValueError, match=r"before must be contiguous and of shape \[3, 2\]"):
+        OPS.serving_choose_hot(counts, words[:2], 20)
     with pytest.raises(ValueError, match="at most 2\\^32 - 1 rows"):
-        OPS.serving_choose_hot(counts, 1 << 32)
+        OPS.serving_choose_hot(counts, None, 1 << 32)
     with pytest.raises(ValueError, match=r"words must be contiguous and of shape \[3, 2\]"):
         OPS.serving_copy_hot(words[:2], rows, rows[:20].clone())
     with pytest.raises(ValueError, match="out has 19 rows, but 20 are hot"):
         OPS.serving_copy_hot(words, rows, rows[:19].clone())
     with pytest.raises(ValueError, match="device is cpu, but must be a CUDA GPU"):
         OPS.serving_pinned(rows, torch.device("cpu"))
-    layer = build_layer(torch.arange(70), to_bytes(torch.randn(70, 2), "fp32"))
+    on_cpu = dataclasses.replace(a_table(IDS), hot=HotRows(words, rows[:20]))
     with pytest.raises(ValueError, match="table 0 has hot rows, but is on cpu"):
-        ReadOnlyTables([ReadOnlyTable("t", 2, "fp32", *layer, hot=HotRows(words, rows[:20]))])
+        ReadOnlyTables([on_cpu])
+    with pytest.raises(ValueError, match=r"index must be contiguous, .* but has shape \[3\]"):
+        OPS.serving_row_numbers(IDS[:3], IDS)
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        OPS.serving_row_numbers(a_table(IDS).index, IDS.int())
 
 
 def test_shares():

@@ -55,7 +55,7 @@ def export_rows(
         held = part.ids(first, batch) if first.is_here else iter(())
         while True:
             given = next(held, None) if first.is_here else None
-            ids = _broadcast_ids(given, first.rank, device, part.group)
+            ids = _broadcast_vector(given, first.rank, device, part.group)
             if ids is None:
                 break
             columns = [
@@ -69,6 +69,27 @@ def export_rows(
                 for shard in shards
             ]
             yield ids, torch.cat(columns, dim=1)
+
+
+def export_scores(
+    model: nn.Module, table: str, *, batch: int = BATCH
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields all ids and scores of a hash table that keeps scores, as :func:`export_rows` does.
+
+    Yields:
+        Ids, int64 ``[n]``, and scores, int64 ``[n]``, in host memory.
+    """
+    part = _agreed(model, table, batch=batch)
+    device = _wire_device()
+    for first, *_ in part.rows:
+        held = part.ids(first, batch) if first.is_here else iter(())
+        while True:
+            given = next(held, None) if first.is_here else None
+            ids = _broadcast_vector(given, first.rank, device, part.group)
+            if ids is None:
+                break
+            scores = part.scores_of(first, ids) if first.is_here else None
+            yield ids, _broadcast_vector(scores, first.rank, device, part.group)
 
 
 def import_rows(
@@ -143,6 +164,7 @@ class _Part:
     ids: Callable[[_Shard, int], Iterator[Tensor]]
     rows_of: Callable[[_Shard, Tensor], Tensor]
     put_rows: Callable[[_Shard, Iterable[tuple[Tensor, Tensor]]], int]
+    scores_of: Callable[[_Shard, Tensor], Tensor] | None = None  # of hash tables
     group: dist.ProcessGroup | None = None  # the ranks that hold the shards; None: all
 
 
@@ -210,6 +232,7 @@ def _of_backend(found: FoundTable) -> _Part:
         lambda shard, batches: lookups[shard.place.key].put_rows(
             shard.place.key, batches, state.owners(shard.place)
         ),
+        lambda shard, ids: lookups[shard.place.key].entries_of(shard.place.key, ids)["scores"],
         found.collection.sharding_group,
     )
 
@@ -283,10 +306,11 @@ def _broadcast(
     return sent.cpu()
 
 
-def _broadcast_ids(
+def _broadcast_vector(
     ids: Tensor | None, rank: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor | None:
-    """Broadcasts ids from the rank that holds them. Returns None if it has no more."""
+    """Broadcasts ids, or their scores, from the rank that holds them. Returns None if it has no
+    more."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ids
     count = torch.tensor([-1 if ids is None else ids.numel()], device=device)

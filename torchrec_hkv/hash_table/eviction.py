@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from torch import Tensor
+
 from torchrec_hkv import _C
 
 
@@ -103,6 +105,11 @@ def keeps_scores(eviction: EvictionPolicy | str) -> bool:
 def sums_scores(eviction: EvictionPolicy | str) -> bool:
     """Whether the score of an id is, or includes, a sum of its lookups."""
     return name_of(eviction) in ("lfu", "aged_lfu", "epoch_lfu")  # type: ignore[arg-type]
+
+
+def counts_in(scores: Tensor, name: str) -> Tensor:
+    """Numbers of lookups in scores, int64, of a policy named as in files that sums them."""
+    return scores & 0xFFFFFFFF if name == "epoch_lfu" else scores
 
 
 def reads_files_of(own: str, saved: str) -> bool:

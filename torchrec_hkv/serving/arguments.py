@@ -46,6 +46,7 @@ class Arguments:
         deltas: folder of a chain that has just been written, or None.
         memory_bytes: memory for ids and rows of a table, in bytes.
         package: whether to compile a package for C++.
+        lookup_counts: whether to write how often rows were looked up.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Arguments:
     deltas: str | os.PathLike[str] | None
     memory_bytes: int
     package: bool
+    lookup_counts: bool
 
 
 @dataclasses.dataclass(frozen=True)

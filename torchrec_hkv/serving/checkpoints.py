@@ -16,6 +16,7 @@ from torchrec_hkv.checkpoint.chain import Link
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.reader import CheckedReader
 from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardRecord
+from torchrec_hkv.hash_table.eviction import counts_in, sums_scores
 from torchrec_hkv.hash_table.files.changes import read_left, verify_left
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.manifest_parts import Shard
@@ -127,6 +128,17 @@ class Checkpoint:
             rows[:, part.begin : part.begin + part.rows.shape[1]] = part.rows[at]
         yield first.ids, rows
 
+    def counts(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields ids of a whole table with files of its own, and how often each was looked up in
+        training; nothing if the table did not count that. Arguments and errors are those of
+        :meth:`entries`."""
+        shards = self._by_owner(table)
+        for shard in shards:
+            name = self._manifest(shard).table["eviction"]
+            if shard.columns[0] == min(its.columns[0] for its in shards) and sums_scores(name):
+                for batch in self._read(shard):
+                    yield batch["ids"].clone(), counts_in(batch["scores"], name).clone()
+
     def columns(self, table: str) -> list[list[Columns]]:
         """Entries of a table in memory, for each range of columns."""
         by_begin: dict[int, list[Columns]] = {}
@@ -172,6 +184,11 @@ class Checkpoint:
 
     def _batches(self, shard: TableShardRecord) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids and rows of a shard; rows are valid until the next batch."""
+        for batch in self._read(shard):
+            yield batch["ids"].clone(), dequantised(batch)["rows"].float()
+
+    def _read(self, shard: TableShardRecord) -> Iterator[dict[str, Tensor]]:
+        """Entries of a shard; they are valid until the next batch."""
         manifest = self._manifest(shard)
         folder, fields = self._folder / shard.folder, manifest_fields(manifest)
         size = max([_batch(file, fields) for file in manifest.shards], default=1)
@@ -184,8 +201,7 @@ class Checkpoint:
                     yield from reader.verified(read_ahead(reader.batches(*stagings)))
                 stagings.rotate(file.entries // -size)  # the last batch may still be used
 
-        for batch in read_ahead(verified()):
-            yield batch["ids"].clone(), dequantised(batch)["rows"].float()
+        yield from read_ahead(verified())
 
     # -- tensors ----------------------------------------------------------------------------------
 

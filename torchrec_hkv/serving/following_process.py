@@ -162,7 +162,9 @@ class ProcessFollower(Follower):
             return tables
         if message["base"] is None:
             manifest = Manifest.read(model.folder)
-            return open_tables(model.folder, manifest, model._placement)
+            return open_tables(
+                model.folder, manifest, model._placement, before=before.tables.tables
+            )
         folder = Path(message["base_folder"])
         for number, fields in enumerate(message["base_files"]):
             file = TableFile(**{**fields, "crc32": tuple(fields["crc32"])})
@@ -178,7 +180,7 @@ class ProcessFollower(Follower):
                 changed_rows=None,
                 changes=None,
             )
-        return model._placement.place(tables)
+        return model._placement.place(tables, before.tables.tables)
 
 
 def _changed(table: ReadOnlyTable, its: Any, held: _Held) -> ReadOnlyTable:

@@ -105,12 +105,14 @@ class TableRecord:
         rows: file of the table.
         initial: initial rows, which unknown ids get.
         default_row: the row of all unknown ids instead, or None.
+        counts: file of how often the rows were looked up in training, or None.
     """
 
     name: str
     rows: TableFile
     initial: Initial
     default_row: Sequence[float] | None
+    counts: FileRecord | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +249,10 @@ _TABLE = Fields(
         "rows": _TABLE_FILE,
         "initial": _INITIAL,
         "default_row": OrNull(Items(Number())),
+        "counts": OrNull(_FILE),
     },
     TableRecord,
+    optional=("counts",),
 )
 _SHAPE = Fields(
     {

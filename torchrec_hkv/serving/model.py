@@ -297,10 +297,11 @@ def load(
             are always compared.
         hbm_bytes: bytes of HBM for rows, of all tables together, which share it equally, or by
             table. Tables whose rows fit are in HBM. Of others, HBM holds the rows that
-            :meth:`ServingModel.choose_hot_rows` chooses, at first the first ones; all their rows
-            are in pinned host memory, which the GPU reads in place. The index of a table, and
-            changes of deltas, are in HBM beside these bytes. None, and tables that are not named:
-            all rows are in HBM.
+            :meth:`ServingModel.choose_hot_rows` chooses, at first those that were looked up most in
+            training (``export(lookup_counts=True)``), or the first ones. All their rows are in
+            pinned host memory, which the GPU reads in place. The index of a table, counts of
+            lookups, and changes of deltas are in HBM beside these bytes. None, and tables that are
+            not named: all rows are in HBM.
 
     Raises:
         ValueError: a file is missing, damaged or of another export, there is no such device, or

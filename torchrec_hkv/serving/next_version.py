@@ -53,7 +53,7 @@ class NextVersion:
                 self._whole(table, folder, f"{n}.table")
                 for n, table in enumerate(before.tables.tables)
             ]
-            tables = self._placement.place(tables)
+            tables = self._placement.place(tables, before.tables.tables)
         cores = [(group, self._cores(group, its)) for group, its in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv.serving.lookup_counts import read_codes
 from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
@@ -20,11 +22,27 @@ def open_tables(
     manifest: Manifest,
     placement: Placement,
     verify: bool = False,
+    before: Sequence[ReadOnlyTable] = (),
 ) -> list[ReadOnlyTable]:
-    """Opens the tables of an exported model; ``verify`` is that of :func:`load`."""
+    """Opens the tables of an exported model.
+
+    Args:
+        folder: folder of the model.
+        manifest: its manifest.
+        placement: where the tables are to be.
+        verify: as for :func:`torchrec_hkv.serving.load`.
+        before: the version before, as for :meth:`Placement.place`.
+    """
     records = manifest.tables
     tables = [_open_table(folder, record, placement, verify) for record in records]
-    tables = placement.place(tables)
+    counts = {}
+    if verify or placement.hbm_bytes is not None:
+        counts = {
+            its.name: read_codes(folder, its.counts, its.rows.entries)
+            for its in records
+            if its.counts is not None
+        }
+    tables = placement.place(tables, before, counts)
     if placement.device.type == "cpu" and not placement.resident:
         warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
     return tables

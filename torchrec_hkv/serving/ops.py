@@ -98,8 +98,13 @@ def _(data: Tensor, order: Tensor, out: Tensor) -> None:
 
 
 @torch.library.register_fake("torchrec_hkv::serving_choose_hot")
-def _(counts: Tensor, wanted: int) -> Tensor:
+def _(counts: Tensor, before: Tensor | None, wanted: int) -> Tensor:
     return counts.new_empty(-(-counts.shape[0] // 32), 2)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_row_numbers")
+def _(index: Tensor, ids: Tensor) -> Tensor:
+    return torch.empty_like(ids)
 
 
 @torch.library.register_fake("torchrec_hkv::serving_copy_hot")

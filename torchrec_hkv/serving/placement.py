@@ -7,21 +7,24 @@ HBM. ``csrc/serving/hot_rows.h`` describes the hot rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import ops
+from torchrec_hkv.serving.lookup_counts import counts_of
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable
 from torchrec_hkv.table_names import find_name
 
-__all__ = ["HbmBytes", "Placement", "chosen_again", "ops", "shares"]
+__all__ = ["HbmBytes", "Placement", "carried_counts", "chosen_again", "ops", "shares"]
 
 _ops = torch.ops.torchrec_hkv
 #: Bytes of HBM for rows, of all tables together or by table.
 HbmBytes = int | Mapping[str, int]
 _MOST_HOT = (1 << 32) - 1
+_BUCKET_IDS = 7
+_BATCH_BUCKETS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,30 +74,50 @@ class Placement:
         }
         return cls(device, resident, by_name)
 
-    def place(self, tables: Sequence[ReadOnlyTable]) -> list[ReadOnlyTable]:
+    def place(
+        self,
+        tables: Sequence[ReadOnlyTable],
+        before: Sequence[ReadOnlyTable] = (),
+        codes: Mapping[str, Tensor] | None = None,
+    ) -> list[ReadOnlyTable]:
         """Moves tables to the device.
 
         Args:
             tables: all tables of a model, without changes, with index and rows in host memory.
-                ``hot`` is that of the version before, if there is one.
+            before: the version before, whose counts of lookups are taken over, by id.
+            codes: counts of lookups in training by name of a table, as in its file, for tables
+                whose version before did not count.
         """
         limits = shares({table.name: table.rows.numel() for table in tables}, self.hbm_bytes)
-        return [self._placed(table, limits[table.name]) for table in tables]
+        known = {table.name: table for table in before if table.hot is not None}
+        codes = codes or {}
+        return [
+            self._placed(its, limits[its.name], known.get(its.name), codes.get(its.name))
+            for its in tables
+        ]
 
-    def _placed(self, table: ReadOnlyTable, limit: int) -> ReadOnlyTable:
+    def _placed(
+        self,
+        table: ReadOnlyTable,
+        limit: int,
+        before: ReadOnlyTable | None,
+        codes: Tensor | None,
+    ) -> ReadOnlyTable:
         index = table.index.to(self.device)
         if table.rows.numel() <= limit:
             rows = table.rows.to(self.device)
             return dataclasses.replace(table, index=index, rows=rows, hot=None)
         entries, row_bytes = table.rows.shape
         rows = _ops.serving_pinned(table.rows, self.device)
-        counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
-        words, hot = _empty(entries, min(limit // row_bytes, _MOST_HOT), row_bytes, self.device)
-        _choose(rows, counts.cpu(), words, hot)
-        if table.hot is None:
-            host_lookups = torch.zeros(1, dtype=torch.int64, device=self.device)
+        host_lookups = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if before is not None:
+            counts, host_lookups = carried_counts(index, entries, before), before.hot.host_lookups
+        elif codes is not None:
+            counts = counts_of(codes.to(self.device))
         else:
-            host_lookups = table.hot.host_lookups
+            counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
+        words, hot = _empty(entries, min(limit // row_bytes, _MOST_HOT), row_bytes, self.device)
+        _choose(rows, counts.cpu(), None, words, hot)
         its = HotRows(words, hot, counts, host_lookups)
         return dataclasses.replace(table, index=index, rows=rows, hot=its)
 
@@ -118,6 +141,39 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
     return made
 
 
+def carried_counts(index: Tensor, entries: int, before: ReadOnlyTable) -> Tensor:
+    """Counts of lookups, int32 ``[entries]``, from those of the version before.
+
+    Lookups of ids that deltas have changed are not counted. Such an id has at least the mean count
+    of the hot rows.
+
+    Args:
+        index: index of the table, on the device of the version before.
+        entries: number of its rows.
+        before: the table in the version before.
+    """
+    counts = torch.zeros(entries, dtype=torch.int32, device=index.device)
+    of_hot = int(before.hot.counts.sum(dtype=torch.int64)) // max(1, before.hot.rows.shape[0])
+    for ids, rows in numbered_ids(index):
+        found = _ops.serving_row_numbers(before.index, ids)
+        is_known = found >= 0
+        counts[rows[is_known]] = before.hot.counts[found[is_known]]
+        if before.changed_index is not None:
+            is_changed = _ops.serving_row_numbers(before.changed_index, ids) >= 0
+            counts[rows[is_changed]] = counts[rows[is_changed]].clamp_(min=1 + of_hot)
+    return counts
+
+
+def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids of an index and the numbers of their rows, in batches."""
+    places = torch.arange(_BUCKET_IDS, device=index.device)
+    for buckets in index.view(-1, 1 + _BUCKET_IDS).split(_BATCH_BUCKETS):
+        headers, ids = buckets[:, 0], buckets[:, 1:]
+        is_there = places < (headers >> 40 & 7)[:, None]
+        first = headers & ((1 << 40) - 1)
+        yield ids[is_there], (first[:, None] + places)[is_there]
+
+
 def chosen_again(table: ReadOnlyTable) -> HotRows:
     """As many hot rows as a table has, chosen by its counts, which are then halved.
 
@@ -131,7 +187,7 @@ def chosen_again(table: ReadOnlyTable) -> HotRows:
     with torch.cuda.stream(side):
         counts = before.counts.cpu()
         before.counts.bitwise_right_shift_(1)
-        _choose(table.rows, counts, words, hot)
+        _choose(table.rows, counts, before.words.cpu(), words, hot)
     side.synchronize()
     return dataclasses.replace(before, words=words, rows=hot)
 
@@ -141,9 +197,11 @@ def _empty(entries: int, hot: int, row_bytes: int, device: torch.device) -> tupl
     return words, torch.empty(hot, row_bytes, dtype=torch.uint8, device=device)
 
 
-def _choose(rows: Tensor, counts: Tensor, words: Tensor, hot: Tensor) -> None:
+def _choose(
+    rows: Tensor, counts: Tensor, before: Tensor | None, words: Tensor, hot: Tensor
+) -> None:
     """Chooses rows by counts in host memory, and copies them to HBM."""
-    words.copy_(_ops.serving_choose_hot(counts, hot.shape[0]))
+    words.copy_(_ops.serving_choose_hot(counts, before, hot.shape[0]))
     _ops.serving_copy_hot(words, rows, hot)
 
 

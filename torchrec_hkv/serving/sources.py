@@ -16,7 +16,8 @@ from torchrec_hkv.backends.tt.table import options_of as tt_options_of
 from torchrec_hkv.backends.tt.table import shape_of
 from torchrec_hkv.checkpoint.chain import NEWEST, digest_of
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.rows import export_rows
+from torchrec_hkv.checkpoint.rows import export_rows, export_scores
+from torchrec_hkv.hash_table.eviction import counts_in, name_of, sums_scores
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import initializer_from_fields, op_arguments
 from torchrec_hkv.serving.checkpoints import Checkpoint
@@ -54,6 +55,10 @@ class Source(Protocol):
 
     def batches(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields ids and float32 rows of a table, the same on every rank."""
+
+    def counts(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields ids of a table and how often each was looked up in training, int64, the same on
+        every rank; nothing if that is unknown."""
 
     def order(self, table: ModelTable) -> Order:
         """The order of the batches."""
@@ -106,6 +111,14 @@ class TrainedModel:
                 yield from _by_number(weight)
                 return
         yield from export_rows(self._model, table.name)
+
+    def counts(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.backend(table) != "hkv":
+            return
+        eviction = table.found.planned.shards[0].options.table_eviction
+        if sums_scores(eviction):
+            for ids, scores in export_scores(self._model, table.name):
+                yield ids, counts_in(scores, name_of(eviction))
 
     def order(self, table: ModelTable) -> Order:
         return ()
@@ -215,6 +228,10 @@ class SavedModel:
                 yield torch.arange(first, first + rows.shape[0]), rows
         else:
             yield from _by_number(self._tensor(f"{name}.weight"))
+
+    def counts(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._checkpoint.has_files(table.name):
+            yield from self._checkpoint.counts(table.name)
 
     def order(self, table: ModelTable) -> Order:
         has_files = self._checkpoint.has_files(table.name)

@@ -18,6 +18,7 @@ from torch import nn
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.serving.arguments import Arguments, Choices, Rows, Unknown
 from torchrec_hkv.serving.export_folder import ExportFolder
+from torchrec_hkv.serving.lookup_counts import CountsWriter
 from torchrec_hkv.serving.manifest import (
     FileRecord,
     Initial,
@@ -62,6 +63,7 @@ def export(
     deltas: str | os.PathLike[str] | None = None,
     memory_bytes: int = MEMORY_BYTES,
     package: bool = False,
+    lookup_counts: bool = False,
 ) -> None:
     """Writes a model for serving. This is a collective call if the model is sharded.
 
@@ -94,6 +96,10 @@ def export(
         package: whether to also compile the program for the CPU, as an AOTInductor package for C++
             programs (``package.pt2``). This needs a C++ compiler and about a minute, and supports
             no tables that are written as cores.
+        lookup_counts: whether to also write how often each row was looked up in training, a byte a
+            row, for hash tables whose eviction counts lookups (``"adaptive"``, ``"lfu"``,
+            ``"epoch_lfu"`` and ``AgedLFU``). ``load(hbm_bytes=)`` then begins with the rows that
+            were looked up most.
 
     Raises:
         TypeError: ``inputs`` contain anything but tensors, ``KeyedJaggedTensor``, numbers, strings
@@ -105,8 +111,9 @@ def export(
     """
     target = Path(folder)
     given = Arguments(
-        model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes, package
-    )
+        model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes, package,
+        lookup_counts,
+    )  # fmt: skip
     tables = find_tables(model)
     checked: list[Choices] = []
     on_every_rank(lambda: checked.append(Choices.of(given, tables)))
@@ -148,37 +155,52 @@ class _Writer:
         """Writes a table. ``largest``: its largest value, as far as it is known."""
         row_format, memory = self._choices.rows[table.name], self._choices.memory_bytes
         order = self._source.order(table)
-        with TableBuilder(table.dim, row_format, self._folder, memory, largest, order) as builder:
-            failure = self._feed(builder, table)
+        with (
+            TableBuilder(table.dim, row_format, self._folder, memory, largest, order) as builder,
+            CountsWriter(self._folder) as counts,
+        ):
+            failure = self._feed(builder, counts, table)
             again = on_leader(lambda: None if failure else builder.again)
             if again is None:
-                return on_leader(lambda: self._finished(builder, table, number, failure))
+                return on_leader(lambda: self._finished(builder, counts, table, number, failure))
         return self._rows(table, number, again)  # every rank gives all rows again
 
-    def _feed(self, builder: TableBuilder, table: ModelTable) -> Exception | None:
+    def _feed(
+        self, builder: TableBuilder, counts: CountsWriter, table: ModelTable
+    ) -> Exception | None:
         """Gives all rows of a table to the builder. Returns its error: every rank iterates to the
         end, because batches are collective calls."""
         failure: Exception | None = None
-        for ids, rows in self._source.batches(table):
-            if _is_writer() and failure is None:
-                try:
-                    builder.add(ids, rows)
-                except (OSError, ValueError) as error:
-                    failure = error
+        given = [(builder.add, self._source.batches(table))]
+        if self._given.lookup_counts:
+            given.append((counts.add, self._source.counts(table)))
+        for add, batches in given:
+            for ids, its in batches:
+                if _is_writer() and failure is None:
+                    try:
+                        add(ids, its)
+                    except (OSError, ValueError) as error:
+                        failure = error
         return failure
 
     def _finished(
-        self, builder: TableBuilder, table: ModelTable, number: int, failure: Exception | None
+        self,
+        builder: TableBuilder,
+        counts: CountsWriter,
+        table: ModelTable,
+        number: int,
+        failure: Exception | None,
     ) -> TableRecord:
         if failure is not None:
             raise _named(table, failure)
         try:
             written = builder.finish(self._folder / f"rows-{number:04d}.table")
+            of_counts = counts.finish(self._folder / f"counts-{number:04d}.bin", written)
         except ValueError as error:
             raise _named(table, error) from None
         unknown = self._choices.unknown[table.name]
         row = unknown if isinstance(unknown, list) else None
-        return TableRecord(table.name, written, self._initial(table, unknown), row)
+        return TableRecord(table.name, written, self._initial(table, unknown), row, of_counts)
 
     def _initial(self, table: ModelTable, unknown: str | list[float]) -> Initial:
         seed, start = self._source.start(table) if unknown == "initial" else ZEROS

@@ -25,6 +25,18 @@ int64_t hot_words_for(int64_t rows) {
   return (rows + serving::kHotWordRows - 1) / serving::kHotWordRows;
 }
 
+void check_words(const at::Tensor& words, const char* name, int64_t rows) {
+  check_dtype(words, name, at::kInt);
+  TORCH_CHECK_VALUE(words.is_contiguous() && words.dim() == 2 &&
+                        words.size(0) == hot_words_for(rows) && words.size(1) == 2,
+                    name, " must be contiguous and of shape [", hot_words_for(rows),
+                    ", 2], but have shape ", words.sizes(), ".");
+}
+
+const HotWord* words_of(const at::Tensor& words) {
+  return reinterpret_cast<const HotWord*>(words.const_data_ptr<int32_t>());
+}
+
 // A copy in host memory that a GPU reads in place. It is in huge pages if the system grants them.
 at::Tensor serving_pinned(const at::Tensor& data, at::Device device) {
   check_dtype(data, "data", at::kByte);
@@ -50,7 +62,8 @@ at::Tensor serving_pinned(const at::Tensor& data, at::Device device) {
 #endif
 }
 
-at::Tensor serving_choose_hot(const at::Tensor& counts, int64_t wanted) {
+at::Tensor serving_choose_hot(const at::Tensor& counts, const std::optional<at::Tensor>& before,
+                              int64_t wanted) {
   check_dtype(counts, "counts", at::kInt);
   check_vector(counts, "counts");
   TORCH_CHECK_VALUE(wanted >= 0, "wanted is ", wanted, ", but must not be negative.");
@@ -58,8 +71,9 @@ at::Tensor serving_choose_hot(const at::Tensor& counts, int64_t wanted) {
                     ", but at most 2^32 - 1 rows of a table can be hot.");
   const at::Tensor in = counts.contiguous();
   at::Tensor words = at::empty({hot_words_for(in.numel()), 2}, in.options());
+  if (before) check_words(*before, "before", in.numel());
   serving::cpu::choose_hot_rows(reinterpret_cast<const uint32_t*>(in.const_data_ptr<int32_t>()),
-                                in.numel(), wanted,
+                                in.numel(), wanted, before ? words_of(*before) : nullptr,
                                 reinterpret_cast<HotWord*>(words.data_ptr<int32_t>()));
   return words;
 }
@@ -70,17 +84,13 @@ void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tenso
   TORCH_CHECK_VALUE(rows.dim() == 2 && rows.is_contiguous() && rows.is_cpu(),
                     "rows must be contiguous, in host memory and of shape [rows, bytes], but have ",
                     "shape ", rows.sizes(), " on ", rows.device(), ".");
-  check_dtype(words, "words", at::kInt);
-  TORCH_CHECK_VALUE(words.is_contiguous() && words.dim() == 2 &&
-                        words.size(0) == hot_words_for(rows.size(0)) && words.size(1) == 2,
-                    "words must be contiguous and of shape [", hot_words_for(rows.size(0)),
-                    ", 2], but have shape ", words.sizes(), ".");
+  check_words(words, "words", rows.size(0));
   check_dtype(out, "out", at::kByte);
   check_device(out, "out", words.device());
   TORCH_CHECK_VALUE(out.dim() == 2 && out.is_contiguous() && out.size(1) == rows.size(1),
                     "out must be contiguous and of shape [hot rows, ", rows.size(1),
                     "], but has shape ", out.sizes(), ".");
-  const auto* const its = reinterpret_cast<const HotWord*>(words.const_data_ptr<int32_t>());
+  const HotWord* const its = words_of(words);
   if (words.is_cpu()) {
     const HotWord last = words.numel() == 0 ? HotWord{} : its[words.size(0) - 1];
     const int64_t hot = int64_t{last.before} + serving::bits_of(last.mask);
@@ -93,21 +103,50 @@ void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tenso
                 serving::cuda::copy_hot_rows(call, stream));
 }
 
+at::Tensor serving_row_numbers(const at::Tensor& index, const at::Tensor& ids) {
+  check_dtype(index, "index", at::kLong);
+  TORCH_CHECK_VALUE(index.dim() == 3 && index.size(2) == 8 && index.is_contiguous() &&
+                        index.numel() > 0 &&
+                        reinterpret_cast<uintptr_t>(index.const_data_ptr()) % 64 == 0,
+                    "index must be contiguous, aligned to 64 bytes and of shape [blocks, buckets, ",
+                    "8], but has shape ", index.sizes(), ".");
+  check_dtype(ids, "ids", at::kLong);
+  check_vector(ids, "ids");
+  check_device(ids, "ids", index.device());
+  const at::Tensor in = ids.contiguous();
+  at::Tensor rows = at::empty_like(in);
+  const serving::RowNumbers call{
+      {reinterpret_cast<const serving::Bucket*>(index.const_data_ptr<int64_t>()),
+       {static_cast<uint32_t>(index.size(0)), static_cast<uint32_t>(index.size(1))},
+       nullptr},
+      in.const_data_ptr<int64_t>(),
+      in.numel(),
+      rows.data_ptr<int64_t>()};
+  HKV_ON_DEVICE(index.device(), serving::cpu::find_row_numbers(call, threads),
+                serving::cuda::find_row_numbers(call, stream));
+  return rows;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_pinned(Tensor data, Device device) -> Tensor", &serving_pinned);
-  m.def("serving_choose_hot(Tensor counts, int wanted) -> Tensor");
+  m.def("serving_choose_hot(Tensor counts, Tensor? before, int wanted) -> Tensor");
+  m.def("serving_row_numbers(Tensor index, Tensor ids) -> Tensor");
   m.def("serving_copy_hot(Tensor words, Tensor rows, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("serving_choose_hot", &serving_choose_hot);
+  m.impl("serving_row_numbers", &serving_row_numbers);
   m.impl("serving_copy_hot", &serving_copy_hot);
 }
 
 #ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { m.impl("serving_copy_hot", &serving_copy_hot); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  m.impl("serving_row_numbers", &serving_row_numbers);
+  m.impl("serving_copy_hot", &serving_copy_hot);
+}
 #endif
 
 }  // namespace torchrec_hkv::bindings
