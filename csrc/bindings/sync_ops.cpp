@@ -312,20 +312,6 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
   });
 }
 
-// (distinct ids in the order of first occurrence, the index of each id in them).
-std::tuple<at::Tensor, at::Tensor> distinct_ids(const at::Tensor& ids) {
-  check_dtype(ids, "ids", at::kLong);
-  check_device(ids, "ids", at::kCPU);
-  check_vector(ids, "ids");
-  TORCH_CHECK_VALUE(ids.is_contiguous(), "ids must be contiguous.");
-  const int64_t n = ids.numel();
-  TORCH_CHECK_VALUE(n < UINT32_MAX, "there are ", n, " ids, but must be less than 2^32 - 1.");
-  at::Tensor distinct = at::empty_like(ids), places = at::empty_like(ids);
-  const int64_t number = hash_table::cpu::distinct_ids(
-      ids.const_data_ptr<int64_t>(), n, distinct.data_ptr<int64_t>(), places.data_ptr<int64_t>());
-  return {distinct.slice(0, 0, number).clone(), places};
-}
-
 void add_sync_ops(torch::Library& m) {
   m.impl("slot_changes", &slot_changes);
   m.impl("exchange_contents", &exchange_contents);
@@ -360,7 +346,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "merge_records(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
       "Tensor known, Tensor(b!) records, Tensor theirs, Tensor scores, bool states, "
       "int highest_column) -> ()");
-  m.def("distinct_ids(Tensor ids) -> (Tensor, Tensor)");
 }
 
 HKV_REGISTER_ON_DEVICES(add_sync_ops)
@@ -369,7 +354,6 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("compare_slots", &compare_slots);
   m.impl("pack_records", &pack_records);
   m.impl("merge_records", &merge_records);
-  m.impl("distinct_ids", &distinct_ids);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -143,9 +143,14 @@ void TableGroup::split_some(const std::vector<int64_t>& sizes) {
     Growth& growth = growth_[t];
     // The number of misses is an upper bound of the number of new entries: not every id is
     // admitted, and an id may be missed several times. If a user has reset the counters, the host
-    // counts the entries in time, because it keeps a bound of its own.
-    growth.misses = std::min(growth.misses, misses(t));
-    const int64_t entries = sizes.empty() ? growth.counted + misses(t) - growth.misses : sizes[t];
+    // counts the entries in time, because it keeps a bound of its own. This call is taken to miss
+    // as many as the last, so that calls that count entries and others split as many buckets.
+    const int64_t missed = misses(t);
+    growth.misses = std::min(growth.misses, missed);
+    const int64_t of_last_call = std::max<int64_t>(0, missed - growth.misses_before_last);
+    growth.misses_before_last = missed;
+    const int64_t entries =
+        sizes.empty() ? growth.counted + missed - growth.misses + of_last_call : sizes[t];
     const int64_t begin = split_begin(memory.split_slots());
     const int64_t span = std::max<int64_t>(1, split_end(memory.split_slots()) - begin);
     const int64_t come = std::clamp<int64_t>(entries - begin, 0, span);

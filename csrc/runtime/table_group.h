@@ -295,10 +295,11 @@ class TableGroup {
 
   // The host's knowledge of a growing table. Changed in turns of order().
   struct Growth {
-    int64_t most_entries = 0;  // upper bound of its entries
-    int64_t looks = 0;         // consecutive calls that read its size
-    int64_t counted = 0;       // its entries when they were counted last
-    int64_t misses = 0;        // its counter of misses then
+    int64_t most_entries = 0;        // upper bound of its entries
+    int64_t looks = 0;               // consecutive calls that read its size
+    int64_t counted = 0;             // its entries when they were counted last
+    int64_t misses = 0;              // its counter of misses then
+    int64_t misses_before_last = 0;  // the counter before the last call, while the table splits
   };
   std::vector<Growth> growth_;
   std::atomic<bool> growing_ = false;  // whether a table is below its full capacity

@@ -113,6 +113,25 @@ def test_it_takes_several_calls():
     check_found(table, counts)
 
 
+def test_calls_with_as_many_new_ids_split_as_many_buckets():
+    table = make("cpu", 400_000, 2, initial_capacity=200_000)
+    slots, ids = table.num_slots, distinct_ids(200_000, "cpu")
+    begin = slots * 7 // 8 - 100
+    table.insert_or_assign(ids[:begin], rows_of(ids[:begin]))
+    lowest = []  # of the upper half, which is filled from its end on
+    for new in ids[begin:].split(400):
+        batch = torch.cat([new, ids[torch.randint(begin, (600,))]])
+        table.insert_or_assign(batch, rows_of(batch))
+        taken = table._group.select_slots(0)
+        lowest.append(int(taken[taken >= slots].amin()))
+        if lowest[-1] < slots + 64 * 64:
+            break
+    assert len(lowest) > 10
+    # A call splits buckets for 400 ids of a sixteenth of the slots. The first has none before it.
+    split = -torch.tensor(lowest[1:-1]).diff() / 64
+    assert (split - 2 * slots / 64 * 400 / (slots / 16)).abs().amax() < 40
+
+
 def test_large_batches_end_it_at_once():
     table, counts = half_split()
     slots = table.num_slots

@@ -167,14 +167,40 @@ def group_initial(table, ids: torch.Tensor) -> torch.Tensor:
     ).double()
 
 
-def test_distinct_ids():
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_merge_ids(replicas, left):
     generator = random.Random(torch.initial_seed())
     for n in (0, 1, 7, 1000):
-        pool = [generator.randrange(-(2**63), 2**63) for _ in range(max(1, n // 2))] + [0, -1]
-        ids = [generator.choice(pool) for _ in range(n)]
-        distinct, places = ops.distinct_ids(torch.tensor(ids, dtype=torch.int64))
-        assert distinct.tolist() == list(dict.fromkeys(ids))
-        assert [distinct.tolist()[place] for place in places.tolist()] == ids
+        pool = [generator.randrange(-(2**63), 2**63) for _ in range(2 * n)] + [0, -1]
+        kinds = []
+        for _ in range(replicas):
+            some = generator.sample(pool, n)
+            cuts = sorted(generator.randrange(n + 1) for _ in range(2))
+            kinds.append([some[: cuts[0]], some[cuts[0] : cuts[1]], some[cuts[1] :] * left])
+        touched = dict.fromkeys(id_ for new, old, _ in kinds for id_ in new + old)
+        known = {id_ for _, old, gone in kinds for id_ in old + gone}
+        gone = dict.fromkeys(id_ for *_, ids in kinds for id_ in ids if id_ not in touched)
+        sizes = [len(ids) for its in kinds for ids in its]
+        joined = torch.tensor([id_ for its in kinds for ids in its for id_ in ids]).long()
+        for own, (new, old, _) in enumerate(kinds):
+            found = [part.tolist() for part in ops.merge_ids(joined, sizes, own)]
+            order = [id_ for its in kinds for ids in its for id_ in ids]
+            assert found[0] == [id_ for id_ in dict.fromkeys(order) if id_ in touched]
+            assert found[1] == [id_ in known for id_ in found[0]]
+            assert sorted(found[2]) == sorted(gone)
+            assert [found[0][place] for place in found[3]] == new + old
+
+
+def test_place_own():
+    for n, own, new in ((0, 0, 0), (5, 0, 0), (6, 6, 6), (100, 40, 13)):
+        places, slots = torch.randperm(n)[:own], torch.randint(1 << 40, (own,))
+        touched, is_new, all_slots, others = ops.place_own(places, slots, new, n)
+        wanted = dict(zip(places.tolist(), slots.tolist(), strict=True))
+        assert touched.tolist() == [i in wanted for i in range(n)]
+        assert is_new.tolist() == [i in places[:new].tolist() for i in range(n)]
+        assert all_slots.tolist() == [wanted.get(i, -1) for i in range(n)]
+        assert others.tolist() == [i for i in range(n) if i not in wanted]
 
 
 def test_schemas(table):
@@ -187,7 +213,8 @@ def test_schemas(table):
     ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
     args = (*place(table), slots, ids, marks(9), records, records.clone(), scores, True, -1)
     torch.library.opcheck(ops.merge_records, args)
-    torch.library.opcheck(ops.distinct_ids, (ids,))
+    torch.library.opcheck(ops.merge_ids, (ids, [2, 3, 0, 1, 2, 1], 1))
+    torch.library.opcheck(ops.place_own, (torch.arange(9), slots, 4, 12))
 
 
 def test_bad_input(table):
@@ -210,4 +237,15 @@ def test_bad_input(table):
     with pytest.raises(ValueError, match=f"slots has {most}, but the table has {most}"):
         ops.merge_records(*place(table), slots, *args, -1)
     with pytest.raises(TypeError, match="ids must be of dtype Long"):
-        ops.distinct_ids(ids.int())
+        ops.merge_ids(ids.int(), [9, 0, 0], 0)
+    with pytest.raises(ValueError, match="sizes has 2 elements, but must have three"):
+        ops.merge_ids(ids, [9, 0], 0)
+    for sizes in ([4, 4, 0], [10, -1, 0]):
+        with pytest.raises(ValueError, match="must not be negative, and add up to the 9 ids"):
+            ops.merge_ids(ids, sizes, 0)
+    with pytest.raises(ValueError, match="own is 1, but must be one of 1 replicas"):
+        ops.merge_ids(ids, [9, 0, 0], 1)
+    with pytest.raises(ValueError, match="there are 10 new ids among 9 of 9"):
+        ops.place_own(torch.arange(9), slots, 10, 9)
+    with pytest.raises(ValueError, match="places has 9, but must be below 9"):
+        ops.place_own(torch.arange(1, 10), slots, 1, 9)

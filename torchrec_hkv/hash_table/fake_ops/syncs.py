@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -103,7 +105,16 @@ def _(
     return None
 
 
-@torch.library.register_fake("torchrec_hkv::distinct_ids")
-def _(ids: Tensor) -> tuple[Tensor, Tensor]:
-    distinct = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    return distinct, torch.empty_like(ids)
+@torch.library.register_fake("torchrec_hkv::merge_ids")
+def _(ids: Tensor, sizes: Sequence[int], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    touched = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
+    left = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
+    mine = ids.new_empty((sizes[3 * own] + sizes[3 * own + 1],))
+    return touched, torch.empty_like(touched, dtype=torch.bool), left, mine
+
+
+@torch.library.register_fake("torchrec_hkv::place_own")
+def _(places: Tensor, slots: Tensor, num_new: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    others = places.new_empty((torch.library.get_ctx().new_dynamic_size(),))
+    touched = places.new_empty((n,), dtype=torch.bool)
+    return touched, torch.empty_like(touched), places.new_empty((n,)), others

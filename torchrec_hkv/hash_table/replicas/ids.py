@@ -38,14 +38,19 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
         own: index of this replica.
     """
     parts = [ids for of_replica in kinds for ids in of_replica]
-    ids, places = _distinct(torch.cat(parts))
-    places_of = places.split([part.numel() for part in parts])
+    joined, sizes = torch.cat(parts), [part.numel() for part in parts]
+    if joined.device.type == "cpu" and joined.numel() <= _MOST_HASHED:
+        # In the order in which they come first. Replicas give their ids in the order of slots, so
+        # that tables are read in order.
+        return MergedIds(*torch.ops.torchrec_hkv.merge_ids(joined, sizes, own))
+    ids, places = _distinct(joined)
+    places_of = places.split(sizes)
     known = torch.zeros_like(ids, dtype=torch.bool)
     for kind in (1, 2):
         for places in places_of[kind::3]:
             known.index_fill_(0, places, True)
     mine = torch.cat(places_of[3 * own : 3 * own + 2])
-    if not any(part.numel() for part in parts[2::3]):
+    if not any(sizes[2::3]):
         return MergedIds(ids, known, ids[:0], mine)
     touched = torch.zeros_like(known)
     for kind in (0, 1):
@@ -55,13 +60,7 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids, and of each id its place among them.
-
-    On a CPU they are in the order in which they come first. Replicas give their ids in the order of
-    slots, so that tables are read in order.
-    """
-    if ids.device.type == "cpu" and ids.numel() <= _MOST_HASHED:
-        return torch.ops.torchrec_hkv.distinct_ids(ids)
+    """Distinct ids, ascending, and of each id its place among them."""
     values, order = ids.sort()
     begins = torch.ones_like(values, dtype=torch.bool)
     torch.ne(values[1:], values[:-1], out=begins[1:])

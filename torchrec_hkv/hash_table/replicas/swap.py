@@ -7,7 +7,6 @@ merged, and each row is written once, directly to the table.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,10 +17,33 @@ from torchrec_hkv.hash_table.replicas.sync_part import SyncPart, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
-#: Messages in flight while one is merged.
-AHEAD = 1
-#: Their bytes: enough to be worth a call, and few enough to stay in a CPU's caches.
+#: Messages that are sent before the first is expected. Gloo writes a message to its socket when the
+#: other replica expects it: in its own thread if the message is sent by then, else in the thread
+#: that sends it, and its own thread polls meanwhile.
+_SENT_AHEAD = 1
+#: Messages that are expected while one is merged.
+_EXPECTED_AHEAD = 1
+#: Messages that are in memory at once: this replica's and the other's.
+_IN_MEMORY = (_SENT_AHEAD + 1 + _EXPECTED_AHEAD) + (_EXPECTED_AHEAD + 1)
+#: Bytes of a message: enough to be worth a call, and few enough to stay in a CPU's caches.
 _MESSAGE_BYTES = 3 << 20
+
+
+class _Buffers:
+    """Memory of messages, which those that are merged leave to others."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """Int64 of this number."""
+        for place, buffer in enumerate(self._free):
+            if buffer.numel() >= size:
+                return self._free.pop(place)[:size]
+        return torch.empty(size, dtype=torch.int64)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
 
 
 class _PartOfMessage:
@@ -29,59 +51,76 @@ class _PartOfMessage:
 
     Args:
         part: the ids.
-        own: this replica's message.
-        theirs: the other's, as large.
         begin: where the part begins.
     """
 
-    def __init__(self, part: SyncPart, own: Tensor, theirs: Tensor, begin: int) -> None:
-        self.part = part
+    def __init__(self, part: SyncPart, begin: int) -> None:
+        self._part = part
         record = part.n * part.of.record_columns
-        end = begin + (record + 1) // 2
-        self.own, self.theirs = (
-            message[begin:end].view(torch.float32)[:record].view(part.n, -1)
-            for message in (own, theirs)
-        )
-        self._numbers = [
-            message[end : end + part.n * part.of.numbers].view(part.of.numbers, part.n)
-            for message in (own, theirs)
-        ]
-        own_numbers = self._numbers[0]
-        part.pack(self.own, *own_numbers)
+        self._begin, self._record = begin, record
+        self._middle = begin + (record + 1) // 2
 
-    def merge(self) -> None:
-        numbers: list[Tensor] = []
-        if self.part.of.numbers:
-            own, theirs = self._numbers
-            torch.maximum(own[0], theirs[0], out=own[0])
-            own[1:] += theirs[1:]
-            numbers = list(own)
-        self.part.merge(self.own, self.theirs, *numbers)
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Records, float32 ``[n, record_columns]``, and numbers, int64 ``[numbers, n]``."""
+        part = self._part
+        records = message[self._begin : self._middle].view(torch.float32)[: self._record]
+        numbers = message[self._middle : self._middle + part.n * part.of.numbers]
+        return records.view(part.n, -1), numbers.view(part.of.numbers, part.n)
+
+    def pack(self, own: Tensor) -> None:
+        """Writes this replica's records and numbers to its message."""
+        records, numbers = self._split(own)
+        self._part.pack(records, *numbers)
+
+    def merge(self, own: Tensor, theirs: Tensor) -> None:
+        """Merges those of both messages; overwrites this replica's."""
+        (records, numbers), (their_records, their_numbers) = self._split(own), self._split(theirs)
+        if len(numbers):
+            torch.maximum(numbers[0], their_numbers[0], out=numbers[0])
+            numbers[1:] += their_numbers[1:]
+        self._part.merge(records, their_records, *numbers)
 
 
 class _Message:
-    """Parts that travel together, both ways."""
+    """Parts that travel together, both ways.
 
-    def __init__(self, parts: Sequence[SyncPart], wire: Wire, number: int) -> None:
-        self._given, self._wire, self._number = parts, wire, number
-        size = sum(part.words for part in parts)
-        self._own = torch.empty(size, dtype=torch.int64)
-        self._theirs = torch.empty_like(self._own)
-        self._arrival = wire.receive(self._theirs, number)
+    Args:
+        parts: what is in it.
+        wire: to the other replica.
+        number: its number.
+        buffers: where its memory comes from.
+    """
+
+    def __init__(
+        self, parts: Sequence[SyncPart], wire: Wire, number: int, buffers: _Buffers
+    ) -> None:
+        self._wire, self._number, self._buffers = wire, number, buffers
+        self._parts: list[_PartOfMessage] = []
+        self._size = 0
+        for part in parts:
+            self._parts.append(_PartOfMessage(part, self._size))
+            self._size += part.words
 
     def send(self) -> None:
-        begin = 0
-        self._parts: list[_PartOfMessage] = []
-        for part in self._given:
-            self._parts.append(_PartOfMessage(part, self._own, self._theirs, begin))
-            begin += part.words
+        """Begins to send this replica's."""
+        self._own = self._buffers.take(self._size)
+        for part in self._parts:
+            part.pack(self._own)
         self._departure = self._wire.send(self._own, self._number)
 
+    def expect(self) -> None:
+        """Begins to receive the other's."""
+        self._theirs = self._buffers.take(self._size)
+        self._arrival = self._wire.receive(self._theirs, self._number)
+
     def merge(self) -> None:
+        """Waits for both, and merges them."""
         self._arrival.wait()
         self._departure.wait()  # the records are overwritten
         for part in self._parts:
-            part.merge()
+            part.merge(self._own, self._theirs)
+        self._buffers.give_back(self._own)
+        self._buffers.give_back(self._theirs)
 
 
 def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
@@ -90,18 +129,25 @@ def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
     Args:
         tables: the same ids in both replicas.
         wire: to the other replica.
-        most_bytes: maximal bytes of rows in flight.
+        most_bytes: maximal bytes of this replica's rows in flight, and of the other's.
     """
-    most = min(_MESSAGE_BYTES, most_bytes // (AHEAD + 1))
-    messages = (
-        _Message(parts, wire, number) for number, parts in enumerate(rounds(tables, most), start=1)
-    )
-    expected = deque(itertools.islice(messages, AHEAD + 1))
+    most = min(_MESSAGE_BYTES, 2 * most_bytes // _IN_MEMORY)
+    buffers = _Buffers()
     sent: deque[_Message] = deque()
-    while expected or sent:
-        if expected and len(sent) <= AHEAD:
-            expected[0].send()
-            sent.append(expected.popleft())
-            continue
-        sent.popleft().merge()
-        expected.extend(itertools.islice(messages, 1))
+    expected: deque[_Message] = deque()
+
+    def expect() -> None:
+        expected.append(sent.popleft())
+        expected[-1].expect()
+
+    for number, parts in enumerate(rounds(tables, most), start=1):
+        sent.append(_Message(parts, wire, number, buffers))
+        sent[-1].send()
+        if len(sent) > _SENT_AHEAD:
+            expect()
+        if len(expected) > _EXPECTED_AHEAD:
+            expected.popleft().merge()
+    while sent:
+        expect()
+    while expected:
+        expected.popleft().merge()

@@ -25,7 +25,7 @@ BATCH_BYTES = 64 << 20
 # Copies of a batch that are alive at once: what is sent, what comes of it, what is inserted.
 _COPIES = 4
 #: Ids that the message with clocks and sizes may have room for.
-_MOST_ROOM = 1 << 14
+_MOST_ROOM = 1 << 17
 
 
 def id_sync_bytes(

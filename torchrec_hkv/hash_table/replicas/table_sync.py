@@ -91,12 +91,11 @@ class TableSync:
         self.known = ids.known
         self._absent: list[dict[str, Tensor]] = []
         self._erased = self._erase(ids.left)
-        n, device = self.ids.numel(), group.device
-        self.is_new, self.is_touched = torch.zeros((2, n), dtype=torch.bool, device=device)
-        self.is_touched.index_fill_(0, ids.own, True)
-        self.is_new.index_fill_(0, ids.own[: look.num_new], True)
-        self.slots = self._find(look.slots, ids.own)
-        self.all_here = not n or bool((self.slots >= 0).all())
+        n = self.ids.numel()
+        self.is_touched, self.is_new, self.slots, others = _placed(look, ids.own, n)
+        found = find_slots(group, table, self.ids.index_select(0, others))
+        self.slots.index_copy_(0, others, found)
+        self.all_here = not others.numel() or bool((found >= 0).all())
         self.before: Tensor | None = None
         if look.old_scores is not None:
             self.before = torch.zeros_like(self.ids)
@@ -113,16 +112,6 @@ class TableSync:
         _ops.erase_slots(group.counter_tensor, group.handle, slots + first)
         self.changes.erased(slots)
         return slots.numel()
-
-    def _find(self, own_slots: Tensor, own: Tensor) -> Tensor:
-        """Slots of the merged ids, -1 where an id is not here."""
-        slots = torch.empty_like(self.ids)
-        slots.index_copy_(0, own, own_slots)
-        others = (~self.is_touched).nonzero().flatten()
-        if others.numel():
-            found = find_slots(self.group, self.table, self.ids.index_select(0, others))
-            slots.index_copy_(0, others, found)
-        return slots
 
     def keep(self, entries: dict[str, Tensor]) -> None:
         """Entries that are not here and will be inserted."""
@@ -149,3 +138,25 @@ class TableSync:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
         return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
+
+
+def _placed(look: Changed, own: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where merged ids are that this replica touched.
+
+    Args:
+        look: what changed here.
+        own: int64, of each touched id its place among the merged ones.
+        n: number of merged ids.
+
+    Returns:
+        Whether each is touched here; whether it is new here; its slot, -1 if it is not touched
+        here; places of those that are not.
+    """
+    if own.device.type == "cpu":
+        return _ops.place_own(own, look.slots, look.num_new, n)
+    is_new, is_touched = torch.zeros((2, n), dtype=torch.bool, device=own.device)
+    is_touched.index_fill_(0, own, True)
+    is_new.index_fill_(0, own[: look.num_new], True)
+    slots = own.new_full((n,), -1)
+    slots.index_copy_(0, own, look.slots)
+    return is_touched, is_new, slots, (~is_touched).nonzero().flatten()

@@ -91,8 +91,8 @@ class Wire:
         return self._send(tensor, number)
 
     def receive(self, tensor: Tensor, number: int) -> Transfer:
-        """Begins to receive a message from the other of two replicas. The sooner the better: it is
-        not sent before.
+        """Begins to receive a message from the other of two replicas, which is not written to the
+        network before.
 
         Args:
             tensor: contiguous, of the message's size.
