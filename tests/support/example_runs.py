@@ -32,13 +32,16 @@ def run_example(
     if device == "cpu":
         command = [str(ROOT / "examples" / name), "--device", device, *map(str, arguments)]
         return run_python(command, _environment(), processes)
-    return subprocess.run(
-        _command(name, arguments, processes, device),
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    return _run_new(_command(name, arguments, processes, device))
+
+
+def run_torchrun(name: str, processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """As :func:`run_example` on a CPU, by torchrun itself: for what that prints or decides."""
+    return _run_new(_command(name, arguments, processes, "cpu"))
+
+
+def _run_new(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=280)
 
 
 def start_example(

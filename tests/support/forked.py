@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -34,9 +35,10 @@ def run_python(
     processes: int | None = None,
     timeout: float = 280.0,
     folder: Path | None = None,
+    missing: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, or ``torchrun COMMAND`` with several processes, without the time to
-    import TorchRec.
+    import TorchRec. Functions of :mod:`atexit` are called at the end.
 
     Args:
         command: a script, or ``"-m"`` and a module, and their arguments.
@@ -44,6 +46,7 @@ def run_python(
         processes: number of ranks; None: without variables of ranks.
         timeout: in seconds, until the processes are killed.
         folder: working directory; None: the present one.
+        missing: packages that can't be imported.
 
     Returns:
         Exit code, as torchrun gives it if there are ranks, and output of all processes.
@@ -57,7 +60,7 @@ def run_python(
         running: list[BaseProcess] = []
         for variables in _rank_variables(processes):
             its = {**environment, **variables}
-            arguments = (list(command), its, output, errors, folder or Path.cwd())
+            arguments = (list(command), its, output, errors, folder or Path.cwd(), missing)
             process = context.Process(target=_run, args=arguments)
             process.start()
             running.append(process)
@@ -110,7 +113,12 @@ def _wait(running: list[BaseProcess], command: Sequence[str], timeout: float) ->
 
 
 def _run(
-    command: list[str], environment: dict[str, str], output: Path, errors: Path, folder: Path
+    command: list[str],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    folder: Path,
+    missing: Sequence[str],
 ) -> None:
     for path, stream in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -121,6 +129,7 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     sys.orig_argv = [sys.executable, *command]
+    sys.modules.update(dict.fromkeys(missing))  # None: an import raises ImportError
     is_module = command[0] == "-m"
     sys.argv = command[is_module:]
     code = 0
@@ -137,4 +146,5 @@ def _run(
     except BaseException:  # as the interpreter does
         traceback.print_exc()
         code = 1
+    atexit._run_exitfuncs()  # a forked process does not
     sys.exit(code)
