@@ -65,6 +65,8 @@ def test_a_sentence_is_the_last_that_is_said(package, option, name, processes, t
     assert lines[0].startswith("error: ")
     assert needed in lines[0]
     assert lines[0].endswith(way)
+    # Once by the example and, under torchrun, once in the summary that torchrun ends with.
+    assert sum(needed in line for line in lines) == (2 if processes else 1)
     assert lines[-1].endswith(lines[0])
     # No traceback of the example; torchrun prints its own, whatever a process fails with.
     assert f'{name}", line' not in done.stderr

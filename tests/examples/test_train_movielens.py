@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.support.example_runs import refusal, run_example, run_torchrun
+from tests.support.example_runs import refusal, run_example
 
 SCRIPT = "train_movielens.py"
 RUNS = ["stock", "hkv", "hkv-quarter", "hashed-quarter"]
@@ -96,14 +96,3 @@ def test_bad_input_is_refused_in_one_sentence(clicks):
     """As a process; test_bad_input.py has all kinds of bad input."""
     message = refusal(SCRIPT, "--data", clicks, "--limit", 100, "--batch-size", 81)
     assert message == "error: A batch of 81 rows is more than the 80 rows to train on."
-
-
-@pytest.mark.slow
-def test_error_under_torchrun_is_said_once(tmp_path):
-    done = run_torchrun(SCRIPT, 2, "--data", tmp_path / "nothing.dat")
-    assert done.returncode != 0
-    # Once by the example, and once in the summary that torchrun ends with.
-    lines = [line for line in done.stderr.splitlines() if "There is no data file" in line]
-    assert [line.split(":")[0].strip() for line in lines] == ["error", "traceback"]
-    assert done.stderr.rstrip().splitlines()[-2] == lines[1]
-    assert 'train_movielens.py", line' not in done.stderr

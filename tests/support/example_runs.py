@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.forked import run_python
+from tests.support.forked import run_python, running
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ROOT.parent / "shared" / "data"
@@ -32,47 +32,23 @@ def run_example(
     if device == "cpu":
         command = [str(ROOT / "examples" / name), "--device", device, *map(str, arguments)]
         return run_python(command, _environment(), processes)
-    return _run_new(_command(name, arguments, processes, device))
-
-
-def run_torchrun(name: str, processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """As :func:`run_example` on a CPU, by torchrun itself: for what that prints or decides."""
-    return _run_new(_command(name, arguments, processes, "cpu"))
-
-
-def _run_new(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=280)
-
-
-def start_example(
-    name: str, *arguments: object, processes: int | None = None, device: str = "cpu"
-) -> subprocess.Popen[bytes]:
-    """An example that runs, for :func:`kill_example`; arguments as above."""
-    return subprocess.Popen(
+    return subprocess.run(
         _command(name, arguments, processes, device),
         env=_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
 
 
-def kill_example(running: subprocess.Popen[bytes]) -> None:
-    """Ends an example and its ranks at once, by SIGKILL."""
-    ranks = [
-        int(stat.parent.name)
-        for stat in Path("/proc").glob("[0-9]*/stat")
-        if _parent(stat) == running.pid
-    ]
-    for process in (running.pid, *ranks):
-        os.kill(process, signal.SIGKILL)
-    running.wait()
-
-
-def _parent(stat: Path) -> int | None:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return None
+def kill_example(name: str, *arguments: object, processes: int, once: Path) -> None:
+    """Starts an example on CPUs, and kills its ranks by SIGKILL as soon as there is a file."""
+    command = [str(ROOT / "examples" / name), "--device", "cpu", *map(str, arguments)]
+    nowhere = Path(os.devnull)
+    with running(command, _environment(), processes, nowhere, nowhere) as ranks:
+        while not once.exists():
+            assert all(process.is_alive() for process in ranks)
+            time.sleep(0.01)
 
 
 def _command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,25 +55,47 @@ def run_python(
     Raises:
         subprocess.TimeoutExpired: a process did not end in time.
     """
-    context = fork_context()
     with tempfile.TemporaryDirectory() as told:
         output, errors = Path(told, "output"), Path(told, "errors")
-        running: list[BaseProcess] = []
+        started = running(command, environment, processes, output, errors, folder, missing)
+        with started as ranks:
+            _wait(ranks, command, timeout)
+        codes = [process.exitcode for process in ranks]
+        code = codes[0] if processes is None else int(any(codes))
+        return subprocess.CompletedProcess([*command], code, output.read_text(), errors.read_text())
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    processes: int | None,
+    output: Path,
+    errors: Path,
+    folder: Path | None = None,
+    missing: Sequence[str] = (),
+) -> Iterator[list[BaseProcess]]:
+    """The processes of :func:`run_python` while they run; at the end they are killed.
+
+    Args:
+        output: file for what they print.
+        errors: likewise, of errors.
+    """
+    context = fork_context()
+    ranks: list[BaseProcess] = []
+    try:
         for variables in _rank_variables(processes):
             its = {**environment, **variables}
             arguments = (list(command), its, output, errors, folder or Path.cwd(), missing)
             process = context.Process(target=_run, args=arguments)
             process.start()
-            running.append(process)
-        try:
-            _wait(running, command, timeout)
-        finally:
-            for process in running:
-                process.kill()
-                process.join()
-        codes = [process.exitcode for process in running]
-        code = codes[0] if processes is None else int(any(codes))
-        return subprocess.CompletedProcess([*command], code, output.read_text(), errors.read_text())
+            ranks.append(process)
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.join()
 
 
 def _rank_variables(processes: int | None) -> list[dict[str, str]]:
