@@ -107,7 +107,7 @@ def killed(ratings, tmp_path_factory):
     """Arguments of a run, the AUC by period of one that goes on, and a killed one's chain."""
     folder = tmp_path_factory.mktemp("killed")
     chain, figures = folder / "chain", folder / "figures.json"
-    arguments = ["--data", ratings, "--days", 1, "--batch-size", 8, "--expire-after", 2]
+    arguments = ["--data", ratings, "--days", 1, "--batch-size", 16, "--expire-after", 2]
     whole = run_example("train_online.py", *arguments, "--json", figures, processes=2)
     assert whole.returncode == 0, whole.stderr
     wanted = _auc_by_period(json.loads(figures.read_text()))
