@@ -18,6 +18,7 @@ take_share(os.environ)
 os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 
 _GROUPS: dict[tuple[int, str, int], Ranks] = {}
+_RESULTS: dict[tuple[Any, ...], list[Any]] = {}
 
 
 def pytest_collection_finish() -> None:
@@ -66,6 +67,21 @@ def run_ranks(device_type: str) -> Callable[..., list[Any]]:
         if key not in _GROUPS or not _GROUPS[key].is_alive:
             _GROUPS[key] = Ranks(world_size, device_type, host_size)
         return _GROUPS[key].run(function, *args, **kwargs)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks_once(
+    run_ranks: Callable[..., list[Any]], device_type: str
+) -> Callable[..., list[Any]]:
+    """As ``run_ranks``, for what gives equal results each time: several tests compare with them."""
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        key = (device_type, world_size, function, args)
+        if key not in _RESULTS:
+            _RESULTS[key] = run_ranks(world_size, function, *args)
+        return _RESULTS[key]
 
     return run
 

@@ -1,17 +1,18 @@
 """``python -m benchmarks`` lists the benchmarks and runs one by its name."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import run_python
 
 FOLDER = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    return run_python(["-m", "benchmarks", *arguments], os.environ, folder=FOLDER)
 
 
 def test_the_list_has_every_benchmark_and_what_it_measures():

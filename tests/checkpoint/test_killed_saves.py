@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,15 +124,11 @@ print(lines, old, new)
 """
 
 
-def _run(folder, kills, seed):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(kills), str(seed)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+def _run(tmp_path, kills, seed):
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    (folder := tmp_path / "saved").mkdir()
+    command = [str(script), str(folder), str(kills), str(seed)]
+    done = run_python(command, {**os.environ, "OMP_NUM_THREADS": "1"}, folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return [int(number) for number in done.stdout.split()]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.test_code_blocks import END_OF_RANK, run
+from tests.docs.test_code_blocks import END_OF_RANK, environment_of
 from tests.support.code_blocks import code_blocks, matches
+from tests.support.forked import run_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "tutorial.md"
 MARK = "-- end of block"
@@ -23,7 +23,7 @@ def test_tutorial(tmp_path):
     )
     script = tmp_path / "tutorial.py"
     script.write_text(code + END_OF_RANK)
-    done = run([sys.executable, str(script)], tmp_path, tmp_path)
+    done = run_python([str(script)], environment_of(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
     printed = iter(done.stdout.split(f"{MARK}\n"))

@@ -26,6 +26,14 @@ def compressed(ratings, tmp_path, *arguments, processes=None, device="cpu"):
     return done.stdout, json.loads(figures.read_text())["stages"]
 
 
+@pytest.fixture(scope="module")
+def whole(ratings, tmp_path_factory):
+    """Output and stages of a run, and where it saved its dense model: other runs begin there."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = ("--rank", 4, "--tune-steps", 150, "--save", folder / "saved")
+    return *compressed(ratings, folder, *arguments), ("--resume", folder / "saved")
+
+
 def check_stages(output, stages):
     dense, cut, tuned = stages
     assert dense["table_bytes"] > cut["table_bytes"] == tuned["table_bytes"]
@@ -38,19 +46,25 @@ def check_stages(output, stages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [None, 2])
-def test_tables_are_compressed_by_rank_and_trained_on(processes, ratings, tmp_path):
-    arguments = ("--rank", 4, "--tune-steps", 150)
-    output, stages = compressed(ratings, tmp_path, *arguments, processes=processes)
+def test_tables_are_compressed_by_rank_and_trained_on(whole):
+    output, stages, _ = whole
     check_stages(output, stages)
     assert stages[2]["auc"] > stages[1]["auc"]  # much was cut away
 
 
 @pytest.mark.slow
-def test_tables_are_compressed_to_an_error(ratings, tmp_path, device_type):
-    _, stages = compressed(
-        ratings, tmp_path, "--error", 0.05, "--tune-steps", 1, device=device_type
-    )
+def test_two_processes(whole, ratings, tmp_path):
+    """Which train two more epochs, too."""
+    arguments = ("--rank", 4, "--tune-steps", 150, "--epochs", 8, *whole[2])
+    output, stages = compressed(ratings, tmp_path, *arguments, processes=2)
+    check_stages(output, stages)
+    assert stages[2]["auc"] > stages[1]["auc"]
+
+
+@pytest.mark.slow
+def test_tables_are_compressed_to_an_error(whole, ratings, tmp_path, device_type):
+    arguments = ("--error", 0.05, "--tune-steps", 1, *whole[2])
+    _, stages = compressed(ratings, tmp_path, *arguments, device=device_type)
     dense, cut, _ = stages
     assert cut["error"] <= 0.05
     # So little is cut away that predictions stay, which are those of all other parts of the model.
@@ -88,13 +102,13 @@ def test_a_log_without_large_columns(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 7])
-def test_the_state_of_the_highest_validation_auc_is_kept(every, ratings, tmp_path):
+def test_the_state_of_the_highest_validation_auc_is_kept(every, whole, ratings, tmp_path):
     """A rate that ruins the tables does not make the model worse."""
     output, stages = compressed(
         ratings,
         tmp_path,
         *("--rank", 4, "--tune-steps", 40, "--tune-rate", 1, "--tune-dense-rate", 1),
-        *("--validate-every", every, "--validation-share", 0.2),
+        *("--validate-every", every, "--validation-share", 0.2, *whole[2]),
     )
     kept = re.search(
         r"kept the state after (\d+) of (\d+) steps: validation AUC (\S+) before, (\S+) then",
@@ -111,9 +125,10 @@ def test_the_state_of_the_highest_validation_auc_is_kept(every, ratings, tmp_pat
 
 
 @pytest.mark.slow
-def test_without_validation_rows_the_last_state_is_kept(ratings, tmp_path):
+def test_without_validation_rows_the_last_state_is_kept(whole, ratings, tmp_path):
     ruin = ("--rank", 4, "--tune-steps", 40, "--tune-rate", 1, "--tune-dense-rate", 1)
-    output, stages = compressed(ratings, tmp_path, *ruin, "--validation-share", 0)
+    arguments = (*ruin, "--validation-share", 0, *whole[2])
+    output, stages = compressed(ratings, tmp_path, *arguments)
     assert "kept the state" not in output
     assert stages[2]["auc"] != stages[1]["auc"]
 

@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guide" / "moving_over.md").read_text()
@@ -46,14 +46,8 @@ def test_both_versions_run_on_two_processes(which, tmp_path):
     script = tmp_path / "training.py"
     script.write_text((block("python") if which == "before" else moved_over()) + END)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc_per_node", "2", str(script)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = run_python([str(script)], environment, processes=2)
     assert done.returncode == 0, done.stderr
     assert ("hkv" in done.stdout) == (which == "after")
 

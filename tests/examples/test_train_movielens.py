@@ -1,17 +1,13 @@
 """The example as a user runs it: its table, its JSON file, and its answers to bad input."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "examples" / "train_movielens.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+from tests.support.example_runs import refusal, run_example
+
+SCRIPT = "train_movielens.py"
 RUNS = ["stock", "hkv", "hkv-quarter", "hashed-quarter"]
 ROWS, USERS, MOVIES = 4000, 120, 80
 
@@ -31,23 +27,12 @@ def clicks(tmp_path_factory):
     return path
 
 
-def example(*arguments, processes=None):
-    launcher = [*TORCHRUN, str(processes)] if processes else []
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, *launcher, SCRIPT, "--device", "cpu", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 @pytest.fixture(scope="module", params=[None, 2], ids=["1 process", "2 processes"])
 def trained(request, clicks, tmp_path_factory):
     """What the whole example printed, and what it wrote."""
     path = tmp_path_factory.mktemp("json") / "figures.json"
-    done = example(
+    done = run_example(
+        SCRIPT,
         *("--data", clicks, "--json", path, "--batch-size", 64, "--epochs", 1),
         processes=request.param,
     )
@@ -106,41 +91,8 @@ def test_plan_progress_and_table_are_printed(trained):
         assert line.count("AUC") == 2
 
 
-def refused(*arguments):
-    done = example(*arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    return done.stderr.strip().splitlines()[-1]
-
-
 @pytest.mark.slow
-def test_missing_file_is_refused_in_one_sentence(tmp_path):
-    assert "There is no data file" in refused("--data", tmp_path / "nothing.dat")
-
-
-@pytest.mark.slow
-def test_batch_larger_than_the_data_is_refused(clicks):
-    message = refused("--data", clicks, "--limit", 100, "--batch-size", 81)
+def test_bad_input_is_refused_in_one_sentence(clicks):
+    """As a process; test_bad_input.py has all kinds of bad input."""
+    message = refusal(SCRIPT, "--data", clicks, "--limit", 100, "--batch-size", 81)
     assert message == "error: A batch of 81 rows is more than the 80 rows to train on."
-
-
-@pytest.mark.slow
-def test_folder_that_does_not_exist_is_refused_before_training(clicks, tmp_path):
-    message = refused("--data", clicks, "--json", tmp_path / "none" / "figures.json")
-    assert "There is no folder" in message
-
-
-@pytest.mark.slow
-def test_batch_size_of_zero_is_refused(clicks):
-    assert "'0' is not a positive number" in refused("--data", clicks, "--batch-size", 0)
-
-
-@pytest.mark.slow
-def test_error_under_torchrun_is_said_once(tmp_path):
-    done = example("--data", tmp_path / "nothing.dat", processes=2)
-    assert done.returncode != 0
-    # Once by the example, and once in the summary that torchrun ends with.
-    lines = [line for line in done.stderr.splitlines() if "There is no data file" in line]
-    assert [line.split(":")[0].strip() for line in lines] == ["error", "traceback"]
-    assert done.stderr.rstrip().splitlines()[-2] == lines[1]
-    assert 'train_movielens.py", line' not in done.stderr

@@ -1,7 +1,7 @@
 """Online learning over a stream with arriving and expiring ids, as a user runs it."""
 
 import json
-import time
+import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from tests.support.example_runs import (
     refusal,
     run_example,
     shared_file,
-    start_example,
     write_ratings,
 )
 
@@ -103,24 +102,30 @@ def _auc_by_period(content):
     return {period["number"]: period["auc"] for period in content["periods"]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [None, 2])
-def test_a_killed_run_goes_on(processes, ratings, tmp_path):
-    """Its AUC by period is that of a run that was not killed, also with fewer processes."""
-    chain, figures = tmp_path / "chain", tmp_path / "figures.json"
-    arguments = ["--data", ratings, "--days", 1, "--batch-size", 8, "--expire-after", 2]
-    arguments += ["--json", figures]
-    whole = run_example("train_online.py", *arguments, processes=2)
+@pytest.fixture(scope="module")
+def killed(ratings, tmp_path_factory):
+    """Arguments of a run, the AUC by period of one that goes on, and a killed one's chain."""
+    folder = tmp_path_factory.mktemp("killed")
+    chain, figures = folder / "chain", folder / "figures.json"
+    arguments = ["--data", ratings, "--days", 1, "--batch-size", 16, "--expire-after", 2]
+    whole = run_example("train_online.py", *arguments, "--json", figures, processes=2)
     assert whole.returncode == 0, whole.stderr
     wanted = _auc_by_period(json.loads(figures.read_text()))
     figures.unlink()
-    arguments += ["--deltas", chain]
-    with start_example("train_online.py", *arguments, processes=2) as running:
-        while not (chain / "delta-000012").exists():
-            assert running.poll() is None
-            time.sleep(0.01)
-        kill_example(running)
+    its = [*arguments, "--json", figures, "--deltas", chain]
+    kill_example("train_online.py", *its, processes=2, once=chain / "delta-000012")
     assert not figures.exists()
+    return arguments, wanted, chain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_killed_run_goes_on(processes, killed, tmp_path):
+    """Its AUC by period is that of a run that was not killed, also with fewer processes."""
+    arguments, wanted, left = killed
+    chain, figures = tmp_path / "chain", tmp_path / "figures.json"
+    shutil.copytree(left, chain)
+    arguments = [*arguments, "--json", figures, "--deltas", chain]
     done = run_example("train_online.py", *arguments, processes=processes)
     assert done.returncode == 0, done.stderr
     found = _auc_by_period(json.loads(figures.read_text()))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, random_ids, rows_by_id
+from tests.support.pairwise import pairwise
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 #: Whole vectors of a CPU, parts of one, and what several passes over a row cover.
@@ -12,11 +13,14 @@ WIDTHS = (1, 3, 4, 7, 8, 12, 16, 20, 32, 36, 56, 60, 64, 68, 100, 128, 132, 192,
 ROWS, BATCH = 60, 37
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted", "weighted mean"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str
+    ("dim", "dtype", "reduction"),
+    pairwise(
+        WIDTHS,
+        [torch.float32, torch.float16, torch.bfloat16, torch.int8],
+        ["sum", "mean", "weighted", "weighted mean"],
+    ),
 )
-@pytest.mark.parametrize("dim", WIDTHS)
 def test_equal_to_float64(device_type, dim, dtype, reduction):
     torch.manual_seed(dim)
     names = random_ids(ROWS).unique()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forked import run_python
 from tests.support.served import SEEDS, ServedModel, batch_of, make_served, outputs_of, train
 from torchrec_hkv import checkpoint, serving
 
@@ -59,8 +59,10 @@ def assert_served(model, want, near: float = 0.0):
 )
 def test_exported(sharding, ranks, near, run_ranks, tmp_path):
     want = run_ranks(ranks, saved, tmp_path, sharding)[0]
+    (script := tmp_path / "export.py").write_text(EXPORT)
     paths = [str(tmp_path / "checkpoint"), str(tmp_path / "model")]
-    subprocess.run([sys.executable, "-c", EXPORT, *paths], check=True)
+    done = run_python([str(script), *paths], os.environ)
+    assert done.returncode == 0, done.stderr
     model = serving.load(tmp_path / "model", verify=True)
     assert_served(model, want, near)
     assert model.counters()["ebc.embedding_bags.user"]["unknown"] > 0

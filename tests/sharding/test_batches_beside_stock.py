@@ -7,6 +7,7 @@ import torch
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import Scenario, train_beside_stock
+from tests.support.pairwise import pairwise
 from tests.support.stock_lacks import skip_what_stock_lacks
 
 pytestmark = pytest.mark.compat
@@ -32,10 +33,10 @@ def _check(outcomes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
-@pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "pooling", "sharding_type", "world_size"),
+    pairwise(BACKENDS, ["sum", "mean", "weighted"], ["row_wise", "table_wise"], [1, 2]),
+)
 def test_batch_sizes_of_features(
     run_ranks, device_type, backend, pooling, sharding_type, world_size
 ):

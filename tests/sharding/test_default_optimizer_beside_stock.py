@@ -10,6 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import Scenario, train_beside_stock
 from tests.support.dense_tables import dense_model, train_dense
+from tests.support.pairwise import pairwise
 from tests.support.sequences import SequenceScenario, train_sequences
 
 pytestmark = pytest.mark.compat
@@ -50,9 +51,10 @@ def test_pooled(run_ranks, told):
     _check(run_ranks(2, train_beside_stock, scenario))
 
 
-@pytest.mark.parametrize("told", ["nothing", "learning rate"])
-@pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "sharding_type", "told"),
+    pairwise(BACKENDS, ["table_wise", "column_wise"], ["nothing", "learning rate"]),
+)
 def test_sharding_types(run_ranks, backend, sharding_type, told):
     scenario = Scenario(backend, sharding_type, "mean", "none", fused_params=FUSED_PARAMS[told])
     _check(run_ranks(2, train_beside_stock, scenario))

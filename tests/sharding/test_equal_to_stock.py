@@ -18,7 +18,7 @@ from tests.support.pairwise import pairwise
     ),
 )
 def test_equal_to_stock(run_ranks, backend, optimizer, pooling, sharding_type, world_size):
-    scenario = Scenario(backend, sharding_type, pooling, optimizer)
+    scenario = Scenario(backend, sharding_type, pooling, optimizer, steps=20)
     for outcome in run_ranks(world_size, train_beside_stock, scenario):
         stock, ours = outcome.losses.unbind(1)
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)

@@ -7,8 +7,9 @@ import torch
 from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_configs import DataType
 
-from tests.support.beside_stock import Scenario, train_beside_stock
+from tests.support.beside_stock import STEPS, Scenario, train_beside_stock
 from tests.support.models import local_tables, make_model, shard_model
+from tests.support.pairwise import pairwise
 from tests.support.stock_lacks import skip_what_stock_lacks
 from torchrec_hkv import ParameterConstraints
 
@@ -16,29 +17,33 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise", "column_wise"])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_fp16_as_with_stock_tables(run_ranks, pooling, sharding_type, optimizer):
+@pytest.mark.parametrize(
+    ("pooling", "sharding_type", "optimizer"),
+    pairwise(
+        ["sum", "mean"], ["row_wise", "table_wise", "column_wise"], ["sgd", "rowwise_adagrad"]
+    ),
+)
+def test_fp16_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type, optimizer):
     """Stock tables have fp16 rows; those of bf16 FBGEMM's CPU kernels don't train."""
     scenario = Scenario("hkv", sharding_type, pooling, optimizer, rows="fp16", stock_rows="fp16")
     with skip_what_stock_lacks():
         narrow = run_ranks(2, train_beside_stock, scenario)
-        exact = run_ranks(2, train_beside_stock, Scenario("hkv", sharding_type, pooling, optimizer))
+        scenario = Scenario("hkv", sharding_type, pooling, optimizer)
+        exact = run_ranks_once(2, train_beside_stock, scenario)
     stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
     assert (ours - full_ours).abs().max() > 0
-    # 20 steps, each of which rounds rows to one of two neighbours.
-    torch.testing.assert_close(ours, stock, rtol=20 * 2.0**-11, atol=20 * 2.0**-11)
+    # Each step rounds rows to one of two neighbours.
+    torch.testing.assert_close(ours, stock, rtol=STEPS * 2.0**-11, atol=STEPS * 2.0**-11)
     for outcome in narrow:
         for table in ("t0", "t1"):
             stock_rows, our_rows = outcome.rows[table]
             if pooling == "sum":  # TorchRec divides a mean over ranks by something near 1
                 assert torch.equal(our_rows, our_rows.half().float())
             # Of values below 1.
-            torch.testing.assert_close(our_rows, stock_rows, rtol=0, atol=20 * 2.0**-11)
+            torch.testing.assert_close(our_rows, stock_rows, rtol=0, atol=STEPS * 2.0**-11)
 
 
 @pytest.mark.parametrize("rows", ["fp16", "bf16"])
@@ -49,13 +54,13 @@ def test_near_rows_of_32_bits(run_ranks, pooling, rows):
     step = {"fp16": 2.0**-11, "bf16": 2.0**-8}[rows]
     for outcome in run_ranks(2, train_beside_stock, scenario):
         stock_losses, our_losses = outcome.losses.unbind(1)
-        torch.testing.assert_close(our_losses, stock_losses, rtol=20 * step, atol=20 * step)
+        torch.testing.assert_close(our_losses, stock_losses, rtol=STEPS * step, atol=STEPS * step)
         assert not torch.equal(our_losses, stock_losses)
         for table in ("t0", "t1"):
             full, ours = outcome.rows[table]
             assert torch.equal(ours, ours.to(DTYPES[rows]).float())
             assert not torch.equal(ours, full)
-            torch.testing.assert_close(ours, full, rtol=0, atol=20 * step)
+            torch.testing.assert_close(ours, full, rtol=0, atol=STEPS * step)
 
 
 def _bytes(rank, world_size, device, rows):

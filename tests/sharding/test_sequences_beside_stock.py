@@ -45,11 +45,11 @@ def test_ids_are_given_back_raw(run_ranks, sharding_type, dedup):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_ids_sent_once_train_alike_and_are_looked_up_less(run_ranks, sharding_type, optimizer):
+def test_ids_sent_once_train_alike_and_are_looked_up_less(run_ranks_once, sharding_type, optimizer):
     lookups = []
     for dedup in (False, True):
         scenario = SequenceScenario("hkv", sharding_type, optimizer, dedup=dedup)
-        outcomes = run_ranks(2, train_sequences, scenario)
+        outcomes = run_ranks_once(2, train_sequences, scenario)
         for outcome in outcomes:
             _check(outcome)
         lookups.append(sum(outcome.lookups for outcome in outcomes))
@@ -67,9 +67,9 @@ def test_batch_sizes_of_features(run_ranks, sharding_type, dedup):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-def test_narrow_exchange(run_ranks, sharding_type, wire):
+def test_narrow_exchange(run_ranks_once, sharding_type, wire):
     exact, narrow = (
-        run_ranks(2, train_sequences, SequenceScenario("hkv", sharding_type, wire=chosen))
+        run_ranks_once(2, train_sequences, SequenceScenario("hkv", sharding_type, wire=chosen))
         for chosen in (None, wire)
     )
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)

@@ -33,7 +33,7 @@ CAPACITY = 16 * IDS
 KEYS = ["f0", "f1", "f2", "g"]
 OUTPUTS = {None: torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BATCH = 6
-STEPS = 20
+STEPS = 12
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02}),
@@ -90,6 +90,7 @@ class Scenario:
         rows: ``"fp16"`` or ``"bf16"``, of the backend's tables; None for float32.
         stock_rows: likewise, of stock tables.
         fused_params: of the sharder, beside the dtype of the output.
+        steps: how many.
     """
 
     backend: str
@@ -105,6 +106,7 @@ class Scenario:
     rows: str | None = None
     stock_rows: str | None = None
     fused_params: Mapping[str, Any] | None = None
+    steps: int = STEPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +319,7 @@ def train_beside_stock(
     vectors = torch.Generator().manual_seed(17)
     projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
     losses = []
-    for step in range(STEPS):
+    for step in range(scenario.steps):
         batch = _Batch.draw(scenario, rank, step, generator)
         ids = batch.ids
         used_weights = batch.weights if scenario.pooling == "weighted" else None

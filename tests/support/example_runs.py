@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.forked import run_python
+from tests.support.forked import run_python, running
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ROOT.parent / "shared" / "data"
@@ -41,35 +41,14 @@ def run_example(
     )
 
 
-def start_example(
-    name: str, *arguments: object, processes: int | None = None, device: str = "cpu"
-) -> subprocess.Popen[bytes]:
-    """An example that runs, for :func:`kill_example`; arguments as above."""
-    return subprocess.Popen(
-        _command(name, arguments, processes, device),
-        env=_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def kill_example(running: subprocess.Popen[bytes]) -> None:
-    """Ends an example and its ranks at once, by SIGKILL."""
-    ranks = [
-        int(stat.parent.name)
-        for stat in Path("/proc").glob("[0-9]*/stat")
-        if _parent(stat) == running.pid
-    ]
-    for process in (running.pid, *ranks):
-        os.kill(process, signal.SIGKILL)
-    running.wait()
-
-
-def _parent(stat: Path) -> int | None:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return None
+def kill_example(name: str, *arguments: object, processes: int, once: Path) -> None:
+    """Starts an example on CPUs, and kills its ranks by SIGKILL as soon as there is a file."""
+    command = [str(ROOT / "examples" / name), "--device", "cpu", *map(str, arguments)]
+    nowhere = Path(os.devnull)
+    with running(command, _environment(), processes, nowhere, nowhere) as ranks:
+        while not once.exists():
+            assert all(process.is_alive() for process in ranks)
+            time.sleep(0.01)
 
 
 def _command(

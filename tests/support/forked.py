@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,9 +36,10 @@ def run_python(
     processes: int | None = None,
     timeout: float = 280.0,
     folder: Path | None = None,
+    missing: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, or ``torchrun COMMAND`` with several processes, without the time to
-    import TorchRec.
+    import TorchRec. Functions of :mod:`atexit` are called at the end.
 
     Args:
         command: a script, or ``"-m"`` and a module, and their arguments.
@@ -44,6 +47,7 @@ def run_python(
         processes: number of ranks; None: without variables of ranks.
         timeout: in seconds, until the processes are killed.
         folder: working directory; None: the present one.
+        missing: packages that can't be imported.
 
     Returns:
         Exit code, as torchrun gives it if there are ranks, and output of all processes.
@@ -51,25 +55,47 @@ def run_python(
     Raises:
         subprocess.TimeoutExpired: a process did not end in time.
     """
-    context = fork_context()
     with tempfile.TemporaryDirectory() as told:
         output, errors = Path(told, "output"), Path(told, "errors")
-        running: list[BaseProcess] = []
-        for variables in _rank_variables(processes):
-            its = {**environment, **variables}
-            arguments = (list(command), its, output, errors, folder or Path.cwd())
-            process = context.Process(target=_run, args=arguments)
-            process.start()
-            running.append(process)
-        try:
-            _wait(running, command, timeout)
-        finally:
-            for process in running:
-                process.kill()
-                process.join()
-        codes = [process.exitcode for process in running]
+        started = running(command, environment, processes, output, errors, folder, missing)
+        with started as ranks:
+            _wait(ranks, command, timeout)
+        codes = [process.exitcode for process in ranks]
         code = codes[0] if processes is None else int(any(codes))
         return subprocess.CompletedProcess([*command], code, output.read_text(), errors.read_text())
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    processes: int | None,
+    output: Path,
+    errors: Path,
+    folder: Path | None = None,
+    missing: Sequence[str] = (),
+) -> Iterator[list[BaseProcess]]:
+    """The processes of :func:`run_python` while they run; at the end they are killed.
+
+    Args:
+        output: file for what they print.
+        errors: likewise, of errors.
+    """
+    context = fork_context()
+    ranks: list[BaseProcess] = []
+    try:
+        for variables in _rank_variables(processes):
+            its = {**environment, **variables}
+            arguments = (list(command), its, output, errors, folder or Path.cwd(), missing)
+            process = context.Process(target=_run, args=arguments)
+            process.start()
+            ranks.append(process)
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.join()
 
 
 def _rank_variables(processes: int | None) -> list[dict[str, str]]:
@@ -110,7 +136,12 @@ def _wait(running: list[BaseProcess], command: Sequence[str], timeout: float) ->
 
 
 def _run(
-    command: list[str], environment: dict[str, str], output: Path, errors: Path, folder: Path
+    command: list[str],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    folder: Path,
+    missing: Sequence[str],
 ) -> None:
     for path, stream in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -121,6 +152,7 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     sys.orig_argv = [sys.executable, *command]
+    sys.modules.update(dict.fromkeys(missing))  # None: an import raises ImportError
     is_module = command[0] == "-m"
     sys.argv = command[is_module:]
     code = 0
@@ -137,4 +169,5 @@ def _run(
     except BaseException:  # as the interpreter does
         traceback.print_exc()
         code = 1
+    atexit._run_exitfuncs()  # a forked process does not
     sys.exit(code)

@@ -55,6 +55,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
+def _bytes_of_rows(matrix: Tensor) -> list[bytes]:
+    """The bits of each row."""
+    bits = _bits(matrix)
+    width, data = bits.shape[1], bytes(bits.flatten().tolist())
+    return [data[at * width : (at + 1) * width] for at in range(len(bits))]
+
+
 def snapshot(table: HashTable) -> dict[str, Tensor]:
     """All of a table, bit for bit, by slot."""
     state = vars(table._group.export_table(0))
@@ -78,10 +85,10 @@ def entries(table: HashTable) -> dict[int, tuple[bytes, int, int, bytes]]:
     scores = state.scores.cpu() if state.scores.numel() else torch.zeros(n, dtype=torch.int64)
     columns = (
         state.ids.cpu()[at].tolist(),
-        [bytes(_bits(row).tolist()) for row in rows[at]],
+        _bytes_of_rows(rows[at]),
         (state.last_steps.cpu()[at].long() % 2**32).tolist(),
         [score_of(score, table.eviction) for score in scores[at].tolist()],
-        [bytes(_bits(state).tolist()) for state in states[at]],
+        _bytes_of_rows(states[at]),
     )
     return {id_: tuple(rest) for id_, *rest in zip(*columns, strict=True)}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -188,14 +188,10 @@ def test_killed_at_any_line(tmp_path, what):
     # TORCHREC_HKV_KILLS=50 takes some minutes.
     kills = int(os.environ.get("TORCHREC_HKV_KILLS", "6"))
     seed = random.randrange(1 << 30)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), str(kills), str(seed), what],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
-        check=False,
-    )
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    (folder := tmp_path / "saved").mkdir()
+    command = [str(script), str(folder), str(kills), str(seed), what]
+    done = run_python(command, {**os.environ, "OMP_NUM_THREADS": "1"}, folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     held, lines, old, new = map(int, done.stdout.split())
     # A base, two deltas, and the name of the newest; or the parts of a checkpoint.

@@ -25,47 +25,69 @@ SETTINGS = settings(
 )
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("table") / "t"
-    table = filled("cpu", **KINDS[request.param])
+def saved_kind(kind):
+    table = filled("cpu", **KINDS[kind])
     if table._group.tables[0].admission is not None:  # takes what comes twice
         ids = distinct_ids(450, "cpu")
         for _ in range(2):
             table.insert_or_assign(ids, random_rows(table, 450))
+    return table
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("table") / "t"
+    table = saved_kind(request.param)
     files.save(table._group, 0, folder, epoch=table.epoch, shard_bytes=6000)
     content = json.loads((folder / "manifest.json").read_text())
     assert len(content["shards"]) > 1
-    return folder, table, content, KINDS[request.param]
+    return folder, entries(table), content, KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def targets(saved):
+    """Tables with ids of their own that nothing has been loaded into: one, or none."""
+    return []
+
+
+def test_as_it_is_written(saved):
+    folder, content_of_table, content, options = saved
+    write(folder / "manifest.json", content)
+    table = filled("cpu", 40, **options)
+    table.load(folder)
+    assert entries(table) == content_of_table
 
 
 @pytest.mark.slow
 @SETTINGS
 @given(data=st.data())
-def test_load(saved, data):
-    folder, table, content, options = saved
+def test_load(saved, targets, data):
+    folder, content_of_table, content, options = saved
     path, value = data.draw(mutations(content))
     write(folder / "manifest.json", mutated(content, path, value))
-    target = filled("cpu", 40, **options)
-    before = snapshot(target)
-    message = refusal(lambda: target.load(folder))
+    if not targets:
+        targets.append(filled("cpu", 40, **options))
+    table = targets[0]
+    before = snapshot(table)
+    message = refusal(lambda: table.load(folder))
     if message is None:
-        assert entries(target) == entries(table)
+        targets.clear()
+        assert entries(table) == content_of_table
     else:
         assert str(folder) in message
-        assert_same(before, snapshot(target))
+        assert_same(before, snapshot(table))
 
 
 @SETTINGS
 @given(data=st.data())
 def test_from_file(saved, data):
-    folder, table, content, _ = saved
+    folder, content_of_table, content, _ = saved
     path, value = data.draw(mutations(content))
     write(folder / "manifest.json", mutated(content, path, value))
     loaded = []
     message = refusal(lambda: loaded.append(HashTable.from_file(folder)))
     if message is None:
-        assert entries(loaded[0]) == entries(table)
+        assert entries(loaded[0]) == content_of_table
     else:
         assert str(folder) in message
 
@@ -123,6 +145,30 @@ def test_the_error_names_file_key_value_and_what_is_allowed(tmp_path, key, value
     shown = ".".join(str(part) for part in path).replace(".0", "[0]").replace(".1", "[1]")
     assert message.removeprefix(f"{file}: ").startswith(f"{shown} is ")
     assert f"but must be {allowed}" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        (("counts", "cell_bits"), lambda _: 8, "cell_bits is 8, but must be 128 for cells"),
+        (("counts", "bytes"), lambda size: size + 1, "bytes is .*, but must be a multiple of 128"),
+        (
+            ("shards", 1, "file"),
+            lambda name: name.replace("00001", "00000"),
+            "file is .*, but must be the name of no other shard",
+        ),
+    ],
+)
+def test_values_that_contradict_others(tmp_path, path, change, message):
+    table = saved_kind("counting")
+    files.save(table._group, 0, tmp_path, shard_bytes=6000)
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    value = content
+    for part in path:
+        value = value[part]
+    write(tmp_path / "manifest.json", mutated(content, path, change(value)))
+    with pytest.raises(ValueError, match=message):
+        HashTable.from_file(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["clock", "save", "table", "shards", "capacity", "counts"])

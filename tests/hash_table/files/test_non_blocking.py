@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forked import run_python
 from tests.support.saved_tables import entries, filled, like
 from tests.support.tables import distinct_ids, random_rows
 from torchrec_hkv.hash_table import HashTable, files
@@ -223,16 +221,8 @@ def test_killed_in_between(tmp_path):
     table = HashTable(3, 700)
     table.insert_or_assign(torch.arange(500), torch.randint(0, 99, (500, 3)).float())
     table.save(tmp_path / "t")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
-        "OMP_NUM_THREADS": "1",  # so that it can fork
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path / "t")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    (script := tmp_path / "script.py").write_text(_KILLED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that it can fork
+    done = run_python([str(script), str(tmp_path / "t")], environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10  # kills, at every job of the thread

@@ -5,6 +5,7 @@ import torch
 
 from tests.support.batches import Bags, lookup, random_ids
 from tests.support.optimizer_cases import OPTIMIZERS
+from tests.support.pairwise import pairwise
 from tests.support.row_training import exact_gradients, make_group, read_rows
 
 STEPS = 10
@@ -26,11 +27,13 @@ def assert_within_a_unit(rows, before, exact, dtype):
     assert float(units.mean()) == pytest.approx(0, abs=5 / units.numel() ** 0.5)
 
 
-@pytest.mark.parametrize("dim", [7, 64, 260])
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=pytest.mark.slow if d != torch.int8 else ()) for d in DTYPES]
+    ("case", "dtype", "dim"),
+    [
+        pytest.param(*values, marks=pytest.mark.slow if values[1] != torch.int8 else ())
+        for values in pairwise(OPTIMIZERS, DTYPES, [7, 64, 260])
+    ],
 )
-@pytest.mark.parametrize("case", OPTIMIZERS)
 def test_rounded_rows(device_type, case, dtype, dim):
     names = random_ids(200).unique()
     narrow, wide = (

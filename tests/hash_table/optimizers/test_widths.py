@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup, random_ids
+from tests.support.pairwise import pairwise
 from tests.support.row_training import exact_gradients, make_group, read_rows
 from torchrec_hkv.hash_table import Adagrad
 
@@ -31,9 +32,10 @@ def skewed_batch(names: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", WIDTHS)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "decay"),
+    pairwise(WIDTHS, [torch.float32, torch.float16, torch.bfloat16], [0.0, 0.1]),
+)
 def test_equal_to_float64(device_type, dim, dtype, decay):
     names = random_ids(150).unique()
     group = make_group(Adagrad(EPS, weight_decay=decay), dim, device_type, 2000, dtype)

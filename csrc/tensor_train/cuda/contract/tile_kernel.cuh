@@ -172,10 +172,14 @@ void run_fixed_point(const TileRun& run, const TileInput& in) {
 }
 
 // Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and
-// FewBackward and ManyBackward.
+// FewBackward and ManyBackward. Without Few, the kernels of many ids run all batches: those of
+// large ranks take so long for a prefix that reading its ids counts for nothing.
 template <typename Shapes>
 void run_shapes(const TileRun& run, const TileInput& in) {
-  if (run.backward) {
+  if constexpr (!requires { typename Shapes::Few; }) {
+    return run.backward ? launch_tiles<typename Shapes::ManyBackward, true, false>(run, in)
+                        : launch_tiles<typename Shapes::Many, false, false>(run, in);
+  } else if (run.backward) {
     if (run.few) {
       launch_tiles<typename Shapes::FewBackward, true, true>(run, in);
     } else {

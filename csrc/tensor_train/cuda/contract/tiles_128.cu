@@ -6,10 +6,8 @@ namespace {
 
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes128 {
-  using Few = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, 1>;
-  using FewBackward = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, kFit == Fit::kAny ? 1 : 2>;
-  using Many = Few;
-  using ManyBackward = FewBackward;
+  using Many = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, 1>;
+  using ManyBackward = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, kFit == Fit::kAny ? 1 : 2>;
 };
 
 template <int kProducts>

@@ -7,10 +7,8 @@ namespace {
 // Four prefixes fill a multiprocessor. All kernels read the table's shape at run time.
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes256 {
-  using Few = TileConfig<256, 32, 4, 8, kProducts, Fit::kAny, RowType::kFloat32, 1>;
-  using FewBackward = Few;
-  using Many = Few;
-  using ManyBackward = Few;
+  using Many = TileConfig<256, 32, 4, 8, kProducts, Fit::kAny, RowType::kFloat32, 1>;
+  using ManyBackward = Many;
 };
 
 template <int kProducts>
