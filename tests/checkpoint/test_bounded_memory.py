@@ -104,6 +104,6 @@ def test_host_memory(tmp_path):
     grown = [blocking, behind, *loads]
     print(f"MiB beyond the tables: {grown}; saved {saved} MiB")
     assert saved > 0.8 * size / 2**20
-    # 96 MiB for batches, and what is scanned, allocators and threads take.
-    assert max(blocking, *loads) < 250, grown
-    assert behind < 250 + 64, grown  # and copies
+    # 256 MiB for batches, and what is scanned, allocators and threads take.
+    assert max(blocking, *loads) < 256 + 154, grown
+    assert behind < 256 + 154 + 64, grown  # and copies

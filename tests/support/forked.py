@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import runpy
 import socket
@@ -19,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -27,6 +29,11 @@ def fork_context() -> ForkServerContext:
     process that has initialized CUDA can't fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.rank_imports"])
+    # The server imports packages that look for GPUs, after which its processes can't use CUDA. They
+    # find no GPU.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
