@@ -11,7 +11,7 @@
 
 #include "common/dtypes.h"
 
-#ifdef __F16C__
+#ifdef __SSE4_1__
 #include <immintrin.h>
 #endif
 
@@ -100,6 +100,22 @@ void narrow_float16(const Vector& columns, char* to) {
 // The integers alone.
 template <typename Vector>
 void widen_int8(const char* from, Vector& columns) {
+  // GCC 12 converts these vectors byte by byte.
+#ifdef __AVX2__
+  if constexpr (sizeof(Vector) == 32) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    columns = (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    return;
+  }
+#endif
+#ifdef __SSE4_1__
+  if constexpr (sizeof(Vector) == 16) {
+    int32_t word;
+    std::memcpy(&word, from, sizeof(word));
+    columns = (Vector)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word)));
+    return;
+  }
+#endif
   typename Integers<Vector>::Byte bytes;
   std::memcpy(&bytes, from, sizeof(bytes));
   columns = __builtin_convertvector(
