@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.files.block_files import host_memory
 
 
 def test_equal_to_zlib():
-    """Of all short lengths, and of longer ones, at any address and continued from any value."""
+    """Data of any length and alignment gives the checksum of zlib, from any initial value."""
     data = random.randbytes(5000)
     for size in [*range(300), *(random.randrange(300, 4900) for _ in range(100))]:
         begin, value = random.randrange(64), random.getrandbits(32)

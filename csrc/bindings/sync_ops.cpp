@@ -87,9 +87,9 @@ void check_slots(const at::Tensor& slots, at::Device device) {
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
 }
 
-// Replaces what a snapshot in host memory has at `slots`, of which none occurs twice, and returns
-// the ids before. snapshot_ids and snapshot_occupied: of all slots, pinned if the others are on a
-// GPU.
+// Replaces the entries of a snapshot in host memory at distinct `slots`, and returns the previous
+// ids. snapshot_ids and snapshot_occupied: of all slots; pinned if the other tensors are on a GPU,
+// which does not check that slots are in range.
 at::Tensor exchange_contents(at::Tensor snapshot_ids, at::Tensor snapshot_occupied,
                              const at::Tensor& slots, const at::Tensor& ids,
                              const at::Tensor& occupied) {
@@ -108,11 +108,17 @@ at::Tensor exchange_contents(at::Tensor snapshot_ids, at::Tensor snapshot_occupi
   TORCH_CHECK_VALUE(slots.is_cpu() || (snapshot_ids.is_pinned() && snapshot_occupied.is_pinned()),
                     "the snapshot must be pinned, because slots are on ", slots.device(), ".");
   const hash_table::SlotContents contents{snapshot_ids.data_ptr<int64_t>(),
-                                          snapshot_occupied.data_ptr<bool>(), all};
+                                          snapshot_occupied.data_ptr<bool>()};
   at::Tensor previous = at::empty_like(ids);
   const auto* const at = slots.const_data_ptr<int64_t>();
   const auto* const present = ids.const_data_ptr<int64_t>();
   const bool* const is_there = occupied.const_data_ptr<bool>();
+  if (slots.is_cpu()) {
+    for (int64_t i = 0; i < n; ++i) {
+      TORCH_CHECK_VALUE(at[i] >= 0 && at[i] < all, "slots has ", at[i], ", but the snapshot has ",
+                        all, " slots.");
+    }
+  }
   HKV_ON_DEVICE(slots.device(),
                 hash_table::cpu::exchange_contents(contents, at, present, is_there, n,
                                                    previous.data_ptr<int64_t>()),

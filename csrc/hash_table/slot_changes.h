@@ -39,7 +39,6 @@ struct SlotChanges {
 struct SlotContents {
   int64_t* ids;
   bool* occupied;
-  int64_t n;
 };
 
 // The contents of some consecutive slots at an earlier time, for comparison with the present ones.

@@ -48,7 +48,7 @@ void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const Ho
   const auto was_hot = [&](int64_t row) {
     return before != nullptr && hot_place(before[row / kHotWordRows], row) >= 0;
   };
-  // Of the rows with the count of the cut, those that were hot come first.
+  // Among rows whose count is that of the cut, rows that were hot before are chosen first.
   int64_t stay = 0;
   for (int64_t row = 0; row < n && before != nullptr; ++row) {
     stay += counts[row] == cut.count && was_hot(row);

@@ -127,7 +127,7 @@ struct Table {
   // What an unknown id gets: this row, or where it is null the row that training starts from.
   const float* default_row;
   InitialRows initial_rows;
-  // Of a table on a GPU whose base has its rows in host memory.
+  // The hot rows, if the table is on a GPU and the rows of its base are in host memory.
   HotRows hot;
 };
 

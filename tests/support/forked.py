@@ -85,8 +85,8 @@ def running(
     """The processes of :func:`run_python` while they run; at the end they are killed.
 
     Args:
-        output: file for what they print.
-        errors: likewise, of errors.
+        output: file for their standard output.
+        errors: file for their standard error.
     """
     context = fork_context()
     ranks: list[BaseProcess] = []

@@ -119,7 +119,7 @@ def test_values_written(table, states):
 
 @pytest.mark.parametrize("n", [0, 1, 700])
 def test_exchanged_contents(device_type, n):
-    """Of a snapshot in host memory, which a GPU reads and writes in place."""
+    """The op updates a snapshot in host memory, also from a GPU, and returns the previous ids."""
     pin = device_type == "cuda"
     ids, occupied = torch.randint(-(2**63), 2**63 - 1, (1000,)), torch.rand(1000) < 0.5
     slots = torch.randperm(1000)[:n]
@@ -144,7 +144,11 @@ def test_exchanged_contents_of_bad_tensors(device_type):
         ops.exchange_contents(ids, occupied, slots, slots, there[:2])
     with pytest.raises(TypeError, match="snapshot_ids must be of dtype Long"):
         ops.exchange_contents(ids.int(), occupied, slots, slots, there)
-    if device_type == "cuda":
+    if device_type == "cpu":
+        with pytest.raises(ValueError, match="slots has 9, but the snapshot has 9 slots"):
+            ops.exchange_contents(ids, occupied, slots + 7, slots, there)
+        assert not ids.any()
+    else:
         with pytest.raises(ValueError, match="the snapshot must be pinned"):
             ops.exchange_contents(ids, occupied, slots, slots, there)
 

@@ -105,6 +105,19 @@ void launch_segments(const SegmentCall& call) {
                  listed ? call.row_class : kAllRowClasses, call.first);
 }
 
+// Calls visit.operator()<kKind>() with the kind whose RowUpdater serves an optimizer.
+template <typename Visit>
+void with_updater_kind(const OptimizerConfig& optimizer, const Visit& visit) {
+  switch (optimizer.kind) {
+    case Optimizer::kAdagrad:
+      return visit.template operator()<Optimizer::kAdagrad>();
+    case Optimizer::kAdam:
+      return visit.template operator()<Optimizer::kAdam>();
+    default:
+      return visit.template operator()<Optimizer::kSgd>();
+  }
+}
+
 // Rows of 8 bits (segments_int8.cu).
 void update_int8_segments(const SegmentCall& call);
 

@@ -43,14 +43,7 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
     }
   };
   if (row_class >= first_row_class(RowType::kInt8)) return update_int8_segments(call);
-  switch (update.optimizer.kind) {
-    case Optimizer::kAdagrad:
-      return choose_width.template operator()<Optimizer::kAdagrad>();
-    case Optimizer::kAdam:
-      return choose_width.template operator()<Optimizer::kAdam>();
-    default:
-      return choose_width.template operator()<Optimizer::kSgd>();
-  }
+  with_updater_kind(update.optimizer, choose_width);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -23,14 +23,7 @@ void update_int8_segments(const SegmentCall& call) {
         return;
     }
   };
-  switch (call.update.optimizer.kind) {
-    case Optimizer::kAdagrad:
-      return choose_width.template operator()<Optimizer::kAdagrad>();
-    case Optimizer::kAdam:
-      return choose_width.template operator()<Optimizer::kAdam>();
-    default:
-      return choose_width.template operator()<Optimizer::kSgd>();
-  }
+  with_updater_kind(call.update.optimizer, choose_width);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda
