@@ -26,6 +26,7 @@ struct HotRows {
   // How often lookups that were sampled read each row, at most kMostHotCount; null: not counted.
   uint32_t* counts;
   unsigned long long* host_lookups;  // lookups that read a row in host memory; null: not counted
+  int64_t bytes_before;              // of the rows in host memory of the tables before this one
 };
 
 // Further lookups of a row don't change its count.

@@ -9,6 +9,17 @@
 
 namespace torchrec_hkv::serving::cuda {
 
+// Where the rows of a lookup are, and scratch memory to copy rows from host memory to.
+struct Staging {
+  const char** found;  // scratch [num_found]
+  int64_t num_found;
+  int64_t row_bytes;   // of the widest row in host memory
+  int64_t host_bytes;  // of all rows in host memory of the tables; 0: there are none
+  char* memory;        // staging_bytes() bytes, aligned to 16
+};
+// Bytes of `memory`, which need not be set yet.
+size_t staging_bytes(const Staging& staging);
+
 // Writes out the row of each id; unknown ids get their initial or default row and are counted.
 struct RowsCall {
   const Table* table;  // in device memory
@@ -21,7 +32,7 @@ struct RowsCall {
   RowType type;       // of the output
   char* out;          // [n, dim]
   int64_t* counters;  // [2]: adds the number of ids, and of unknown ones
-  bool tiered;        // whether the table has rows in host memory
+  Staging staging;    // if the table has rows in host memory; otherwise found is null
   uint32_t phase;     // of is_sampled, another in each call
 };
 void look_up_rows(const RowsCall& call, cudaStream_t stream);
@@ -52,10 +63,9 @@ struct PoolCall {
   RowType type;          // of the output
   char* out;             // [batch_size, columns]
   int64_t columns;
-  const char** found;  // scratch [layers * n]
-  int64_t* counters;   // [tables, 2]
-  bool tiered;         // whether one of the tables has rows in host memory
-  uint32_t phase;      // of is_sampled, another in each call
+  Staging staging;    // found: [layers * n]
+  int64_t* counters;  // [tables, 2]
+  uint32_t phase;     // of is_sampled, another in each call
 };
 void pool(const PoolCall& call, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 
 #include "common/cuda_check.h"
 #include "serving/find.cuh"
+#include "serving/host_rows.cuh"
 #include "serving/kernels_cuda.h"
 #include "serving/row_reader.cuh"
 
@@ -10,10 +11,21 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
+constexpr int64_t kMostFindBlocks = 2048;
 
 __device__ void count_host_lookups(const Table& table, int lookups) {
   if (lookups > 0 && table.hot.host_lookups != nullptr) {
     atomicAdd(table.hot.host_lookups, static_cast<unsigned long long>(lookups));
+  }
+}
+
+// Adds to the numbers of ids that were looked up in a table, and of unknown ones. number: is added
+// by the first thread of the block.
+__device__ __forceinline__ void count_lookups(int64_t* of_table, int unknown, int64_t number) {
+  auto* const counters = reinterpret_cast<unsigned long long*>(of_table);
+  if (unknown > 0) atomicAdd(counters + 1, static_cast<unsigned long long>(unknown));
+  if (number > 0 && threadIdx.x == 0) {
+    atomicAdd(counters, static_cast<unsigned long long>(number));
   }
 }
 
@@ -22,29 +34,21 @@ __device__ void count_host_lookups(const Table& table, int lookups) {
 constexpr int kRowsThreads = 128, kAhead = 8;
 
 // A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
-// at a time. kOut: the output's type, or kAnyType. kTiered: the table has rows in host memory.
+// at a time. kOut: the output's type, or kAnyType. kFound: rows have been found.
 constexpr int kAnyType = -1;
-template <RowFormat kFormat, int kColumns, int kOut, bool kTiered>
+template <RowFormat kFormat, int kColumns, int kOut, bool kFound>
 __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   const int lane = threadIdx.x & 31;
   const int64_t first = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / 32 * 32;
   if (first >= call.n) return;
   const int here = static_cast<int>(call.n - first < 32 ? call.n - first : 32);
   const char* row = nullptr;
-  bool is_in_host_memory = false;
-  if (lane < here) {
-    const bool sampled = kTiered && is_sampled(first + lane, call.phase);
-    row = find_row<kTiered>(*call.table, call.ids[first + lane], sampled, &is_in_host_memory);
-  }
-  if constexpr (kTiered) {
-    const int from_host = __popc(__ballot_sync(kAll, is_in_host_memory));
-    count_host_lookups(*call.table, lane == 0 ? from_host : 0);
-  }
-  const int unknown = __popc(__ballot_sync(kAll, lane < here && row == nullptr));
-  auto* const counters = reinterpret_cast<unsigned long long*>(call.counters);
-  if (unknown > 0 && lane == 0) atomicAdd(counters + 1, static_cast<unsigned long long>(unknown));
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    atomicAdd(counters, static_cast<unsigned long long>(call.n));
+  if constexpr (kFound) {
+    if (lane < here) row = call.staging.found[first + lane];
+  } else {
+    if (lane < here) row = find_row(*call.table, call.ids[first + lane]);
+    const int unknown = __popc(__ballot_sync(kAll, lane < here && row == nullptr));
+    count_lookups(call.counters, lane == 0 ? unknown : 0, blockIdx.x == 0 ? call.n : 0);
   }
 
   // Fields of the table are read before the loop: the compiler would read them again after each
@@ -91,38 +95,56 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   }
 }
 
-// found[layer * n + i] = the row of id i in the table of each output, or null; counts.
+// found[i] = the row of the id at position i of [begin, end), or null; counts. rows: lists those in
+// host memory; their places are counted from `first_place`. Called by all threads of blocks of a
+// row of the grid.
 template <bool kTiered>
-__global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call) {
-  const PooledOutput output = call.outputs[blockIdx.y];
-  const Table& table = call.tables[output.table];
-  const int64_t* const of = call.offsets + output.feature * call.batch_size;
-  const int64_t begin = max(of[0], int64_t{0}), end = min(of[call.batch_size], call.n);
-  int64_t* const counters = call.counters + 2 * output.table;
-  const char** const found = call.found + output.layer * call.n;
+__device__ __forceinline__ void find_rows(const Table& table, const int64_t* ids, int64_t begin,
+                                          int64_t end, uint32_t phase, const HostRows& rows,
+                                          const char** found, int64_t first_place,
+                                          int64_t* counters) {
   const int64_t stride = int64_t{gridDim.x} * kThreads;
+  const int lane = threadIdx.x % 32;
   int unknown = 0, from_host = 0;
-  for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += stride) {
+  const int64_t of_warp = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x - lane;
+  for (int64_t first = of_warp; first < end; first += stride) {
+    const int64_t i = first + lane;
     bool is_in_host_memory = false;
-    const bool sampled = kTiered && is_sampled(i, call.phase);
-    const char* const row = find_row<kTiered>(table, call.ids[i], sampled, &is_in_host_memory);
-    found[i] = row;
-    unknown += row == nullptr;
-    from_host += is_in_host_memory;
+    const char* row = nullptr;
+    if (i < end) {
+      const bool sampled = kTiered && is_sampled(i, phase);
+      row = find_row<kTiered>(table, ids[i], sampled, &is_in_host_memory);
+      found[i] = row;
+      unknown += row == nullptr;
+      from_host += is_in_host_memory;
+    }
+    if constexpr (kTiered) {
+      rows.list(table, row, is_in_host_memory, static_cast<uint32_t>(first_place + i));
+    }
   }
   if constexpr (kTiered) {
     from_host = __reduce_add_sync(kAll, from_host);
-    count_host_lookups(table, threadIdx.x % 32 == 0 ? from_host : 0);
+    count_host_lookups(table, lane == 0 ? from_host : 0);
   }
   unknown = __reduce_add_sync(kAll, unknown);
-  if (unknown > 0 && threadIdx.x % 32 == 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(counters + 1),
-              static_cast<unsigned long long>(unknown));
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && end > begin) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(counters),
-              static_cast<unsigned long long>(end - begin));
-  }
+  count_lookups(counters, lane == 0 ? unknown : 0,
+                blockIdx.x == 0 && end > begin ? end - begin : 0);
+}
+
+__global__ void __launch_bounds__(kThreads) find_rows_kernel(RowsCall call, HostRows rows) {
+  find_rows<true>(*call.table, call.ids, 0, call.n, call.phase, rows, rows.found, 0, call.counters);
+}
+
+// found[layer * n + i] = the row of id i in the table of each output, or null; counts.
+template <bool kTiered>
+__global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call, HostRows rows) {
+  const PooledOutput output = call.outputs[blockIdx.y];
+  const int64_t* const of = call.offsets + output.feature * call.batch_size;
+  const int64_t begin = max(of[0], int64_t{0}), end = min(of[call.batch_size], call.n);
+  const int64_t first_place = output.layer * call.n;
+  find_rows<kTiered>(call.tables[output.table], call.ids, begin, end, call.phase, rows,
+                     call.staging.found + first_place, first_place,
+                     call.counters + 2 * output.table);
 }
 
 // The bags of one output: kColumns columns a lane, as many lanes a bag as that takes.
@@ -138,7 +160,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
   const int64_t* const of = call.offsets + output.feature * call.batch_size + bag;
   const int64_t begin = max(of[0], int64_t{0}), end = min(of[1], call.n);
   const int64_t length = end - begin;
-  const char* const* const found = call.found + output.layer * call.n;
+  const char* const* const found = call.staging.found + output.layer * call.n;
   const float row_scale = output.mean == Mean::kScaledRows ? 1.0f / length : 1.0f;
   const int64_t out_bytes = element_size(call.type);
   // As on a CPU: only rows in the types of tables that train.
@@ -222,10 +244,10 @@ void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cud
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-template <RowFormat kFormat, int kColumns, int kOut, bool kTiered = false>
+template <RowFormat kFormat, int kColumns, int kOut, bool kFound = false>
 void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((call.n + kRowsThreads - 1) / kRowsThreads);
-  rows_kernel<kFormat, kColumns, kOut, kTiered><<<blocks, kRowsThreads, 0, stream>>>(call);
+  rows_kernel<kFormat, kColumns, kOut, kFound><<<blocks, kRowsThreads, 0, stream>>>(call);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
@@ -236,7 +258,7 @@ void launch_rows(const RowsCall& call, cudaStream_t stream) {
   constexpr int kColumns = kIsQuantized ? 8 : 4;
   const bool in_wide_pieces =
       call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
-  if (call.tiered) {  // the way to host memory takes longer than looking at the output's type
+  if (call.staging.found != nullptr) {
     return in_wide_pieces ? launch_rows_of<kFormat, kColumns, kAnyType, true>(call, stream)
                           : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
   }
@@ -261,6 +283,15 @@ void launch_rows(const RowsCall& call, cudaStream_t stream) {
 
 void look_up_rows(const RowsCall& call, cudaStream_t stream) {
   if (call.n == 0) return;
+  if (call.staging.found != nullptr) {
+    size_t bytes = 0;
+    const HostRows rows = HostRows::in(call.staging, &bytes);
+    begin_list(rows, stream);
+    const int64_t blocks = min((call.n + kThreads - 1) / kThreads, kMostFindBlocks);
+    find_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call, rows);
+    HKV_CUDA_CHECK_LAUNCH();
+    copy_listed(rows, stream);
+  }
   switch (call.format) {
     case RowFormat::kFloat32:
       return launch_rows<RowFormat::kFloat32>(call, stream);
@@ -278,16 +309,19 @@ void look_up_rows(const RowsCall& call, cudaStream_t stream) {
 void pool(const PoolCall& call, cudaStream_t stream) {
   if (call.num_outputs == 0 || call.batch_size == 0) return;
   if (call.n > 0) {
-    constexpr int64_t kMostBlocks = 2048;
     const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
-    const dim3 grid(static_cast<unsigned>(min(wanted, kMostBlocks)),
+    const dim3 grid(static_cast<unsigned>(min(wanted, kMostFindBlocks)),
                     static_cast<unsigned>(call.num_outputs));
-    if (call.tiered) {
-      find_kernel<true><<<grid, kThreads, 0, stream>>>(call);
+    size_t bytes = 0;
+    const HostRows rows = HostRows::in(call.staging, &bytes);
+    begin_list(rows, stream);
+    if (call.staging.host_bytes > 0) {
+      find_kernel<true><<<grid, kThreads, 0, stream>>>(call, rows);
     } else {
-      find_kernel<false><<<grid, kThreads, 0, stream>>>(call);
+      find_kernel<false><<<grid, kThreads, 0, stream>>>(call, rows);
     }
     HKV_CUDA_CHECK_LAUNCH();
+    copy_listed(rows, stream);
   }
   launch_pool<4>(call, 0, call.num_in_fours, call.widest_in_fours, stream);
   launch_pool<1>(call, call.num_in_fours, call.num_outputs - call.num_in_fours, call.widest_other,

@@ -5,6 +5,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 #include <unordered_map>
 
@@ -145,7 +146,9 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
     if (tiered) {
       table.hot = hot_rows_of(hot_words[t], hot_rows[t], lookup_counts[t], host_lookups[t], rows[t],
                               t, made->device);
-      made->tiered = true;
+      table.hot.bytes_before = made->host_bytes;
+      made->host_bytes += rows[t].numel();
+      made->host_row_bytes = std::max(made->host_row_bytes, table.row_bytes);
     }
     if (default_rows[t].numel() > 0) {
       check_dtype(default_rows[t], "default_rows", at::kFloat);

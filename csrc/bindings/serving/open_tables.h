@@ -25,7 +25,8 @@ struct ServingTables {
   std::vector<std::vector<at::Tensor>> tt_cores;
   // On a GPU, bytes of `tables` there, and of the outputs of each pooled lookup that was made.
   at::Tensor on_device;
-  bool tiered = false;                     // whether a table has rows in host memory
+  int64_t host_bytes = 0;      // of the rows that are in host memory though tables are on a GPU
+  int64_t host_row_bytes = 0;  // of the widest of these rows
   mutable std::atomic<uint32_t> calls{0};  // lookups in these tables: see phase_of_call
   mutable std::mutex mutex;
   mutable std::map<std::vector<int64_t>, at::Tensor> outputs;

@@ -11,7 +11,7 @@
 #include "serving/kernels_cpu.h"
 
 #ifdef TORCHREC_HKV_CUDA
-#include "serving/kernels_cuda.h"
+#include "bindings/serving/staging.h"
 #endif
 
 namespace torchrec_hkv::bindings {
@@ -60,7 +60,7 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
     }
     on_device = kept;
   }
-  const at::Tensor found = at::empty({layers * batch.ids.numel()}, batch.ids.options());
+  const StagingMemory staging(open, layers * batch.ids.numel(), batch.ids.options());
   call.tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
   call.outputs = static_cast<const serving::cuda::PooledOutput*>(on_device.const_data_ptr());
   call.num_outputs = static_cast<int32_t>(outputs.size());
@@ -72,9 +72,8 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
   call.type = type;
   call.out = static_cast<char*>(out.data_ptr());
   call.columns = column;
-  call.found = reinterpret_cast<const char**>(found.data_ptr<int64_t>());
+  call.staging = staging.its;
   call.counters = open.counters.data_ptr<int64_t>();
-  call.tiered = open.tiered;
   call.phase = phase_of_call(open);
   const c10::OptionalDeviceGuard guard(open.device);
   serving::cuda::pool(call, c10::cuda::getCurrentCUDAStream(open.device.index()));

@@ -11,7 +11,7 @@
 #include "serving/kernels_cpu.h"
 
 #ifdef TORCHREC_HKV_CUDA
-#include "serving/kernels_cuda.h"
+#include "bindings/serving/staging.h"
 #endif
 
 namespace torchrec_hkv::bindings {
@@ -35,10 +35,11 @@ at::Tensor rows_of(const ServingTables& open, const at::Tensor& ids, int64_t fir
     const auto* const tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
     const serving::Table& its = *made.table;
     const c10::OptionalDeviceGuard guard(open.device);
+    const bool tiered = its.hot.words != nullptr;
+    const StagingMemory staging(open, tiered ? count : 0, ids.options());
     serving::cuda::look_up_rows(
         {tables + table, its.format, its.dim, its.row_bytes, made.ids, count, type, made.out,
-         open.counters.data_ptr<int64_t>() + 2 * table, its.hot.words != nullptr,
-         phase_of_call(open)},
+         open.counters.data_ptr<int64_t>() + 2 * table, staging.its, phase_of_call(open)},
         c10::cuda::getCurrentCUDAStream(open.device.index()));
     return out;
   }

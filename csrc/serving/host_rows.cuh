@@ -1,0 +1,61 @@
+// The rows in host memory that a lookup reads. A GPU reads random pages of host memory at less than
+// half of the link's rate. So these rows are listed, and copied to the GPU's memory in the order of
+// their addresses (host_rows_cuda.cu).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "serving/kernels_cuda.h"
+
+namespace torchrec_hkv::serving::cuda {
+
+// Neighbouring rows form a stretch. Rows are ordered by stretches only.
+constexpr uint32_t kMostStretches = 1 << 15;
+
+struct HostRow {
+  const char* row;
+  uint32_t place;  // found[place] is this row
+  uint32_t bytes;
+};
+
+struct HostRows {
+  HostRow* listed;      // [capacity]
+  HostRow* ordered;     // [capacity]
+  char* copies;         // [capacity, slot_bytes]
+  uint32_t* counts;     // rows of each stretch; later the place of its next row
+  uint32_t* number;     // of the rows that were listed, some of which found no room
+  uint16_t* stretches;  // [capacity] of each listed row
+  const char** found;   // the rows of a lookup
+  int64_t slot_bytes;   // a multiple of 16
+  uint32_t capacity;    // further rows are read in place; 0: all are
+  int32_t shift;        // from a byte of the tables' rows to its stretch
+
+  // Where these are in `memory`, and whose size it must have: `bytes`.
+  static HostRows in(const Staging& staging, size_t* bytes);
+
+  // Lists a row of this table if it is in host memory. Called by all lanes of a warp.
+  __device__ __forceinline__ void list(const Table& table, const char* row, bool is_in_host_memory,
+                                       uint32_t place) const {
+    if (capacity == 0) return;
+    const unsigned lanes = __ballot_sync(0xffffffffu, is_in_host_memory);
+    if (lanes == 0) return;
+    const unsigned lane = threadIdx.x % 32;
+    uint32_t at = 0;
+    if (lane == 0) at = atomicAdd(number, static_cast<uint32_t>(__popc(lanes)));
+    at = __shfl_sync(0xffffffffu, at, 0) + __popc(lanes & ((1u << lane) - 1));
+    if (!is_in_host_memory || at >= capacity) return;
+    const int64_t byte = table.hot.bytes_before + (row - table.base.rows);
+    const auto stretch = static_cast<uint32_t>(byte >> shift);
+    listed[at] = {row, place, static_cast<uint32_t>(table.row_bytes)};
+    stretches[at] = static_cast<uint16_t>(stretch);
+    atomicAdd(&counts[stretch], 1u);
+  }
+};
+
+// Before rows are listed.
+void begin_list(const HostRows& rows, cudaStream_t stream);
+// Copies the listed rows, and lets found[] refer to the copies.
+void copy_listed(const HostRows& rows, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::serving::cuda
