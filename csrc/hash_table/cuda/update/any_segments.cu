@@ -251,78 +251,6 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
   }
 }
 
-constexpr int32_t kPieceColumns = kWarp * 4;  // of a column tile
-constexpr int kPieceThreads = 128;
-
-// A warp adds up a column tile of a piece of a long segment.
-template <int kWidth>
-__global__ void __launch_bounds__(kPieceThreads, 8)
-    piece_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                 const __grid_constant__ Scratch scratch, int32_t columns, int row_class) {
-  constexpr int kVectors = kPieceColumns / (kWarp * kWidth);
-  constexpr int kAhead = 4;
-  using Lanes = Tile<kWarp>;
-  if (is_refused(update.batch)) return;
-  const LongSegments& longs = scratch.long_segments;
-  const Pairs& sorted = scratch.pairs.pairs;
-  const RowType type = update.grad.type;
-  const int lane = Lanes::lane();
-  const int32_t tiles = (columns + kPieceColumns - 1) / kPieceColumns;
-  const int64_t parts = static_cast<int64_t>(*longs.pieces) * tiles;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kPieceThreads / kWarp);
-  for (int64_t part = (static_cast<int64_t>(blockIdx.x) * kPieceThreads + threadIdx.x) / kWarp;
-       part < parts; part += warps) {
-    const int64_t piece = part / tiles;
-    const auto first = static_cast<int32_t>(part % tiles) * kPieceColumns;
-    const LongSegment& segment = longs.segments[longs.segment_of[piece]];
-    const int64_t skipped = (piece - segment.first_piece) * kPieceSize;
-    const int64_t begin = segment.first + skipped;
-    const auto length = static_cast<int32_t>(min(kPieceSize, segment.length - skipped));
-    const auto share_at = [&](int32_t i) {
-      return i < length ? share_of(update, scratch.bags, sorted.value(begin + i)) : Share{};
-    };
-    Share share = share_at(lane);
-    const TableView& table = tables[Lanes::of_lane(share.table, 0)];
-    const int32_t dim = table.dim();
-    if (first >= dim) continue;
-    if (!is_of_class(table, row_class)) continue;
-    const auto column_of = [&](int v) { return first + (lane + v * kWarp) * kWidth; };
-    Columns<kWidth> sum[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) sum[v] = Columns<kWidth>::zero();
-    for (int32_t chunk = 0; chunk < length; chunk += kWarp) {
-      const Share next = share_at(chunk + kWarp + lane);  // loaded meanwhile
-      const int count = min(kWarp, length - chunk);
-      for (int group = 0; group < count; group += kAhead) {
-        Columns<kWidth> gradient[kAhead][kVectors];
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          if (group + k >= count) break;
-          const char* const from = update.grad.at(Lanes::of_lane(share.gradient, group + k));
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            gradient[k][v] = column_of(v) < dim ? Columns<kWidth>::load(type, from, column_of(v))
-                                                : Columns<kWidth>::zero();
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          if (group + k >= count) break;
-          const float scale = Lanes::of_lane(share.scale, group + k);
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) sum[v].add(scale, gradient[k][v]);
-        }
-      }
-      share = next;
-    }
-    float* const to = longs.sums + piece * longs.widest;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column_of(v) < dim) sum[v].store(to + column_of(v));
-    }
-  }
-}
-
 }  // namespace
 
 void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
@@ -334,12 +262,6 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
           ? shape.widest
           : min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
   const auto launch = [&]<int kWidth>() {
-    if (n > kLongest) {
-      const int64_t parts = (n / kLongest + 1) * ((columns + kPieceColumns - 1) / kPieceColumns);
-      piece_kernel<kWidth><<<resident_grid(16, parts * kWarp), kPieceThreads, 0, stream>>>(
-          tables, update, scratch, columns, row_class);
-      HKV_CUDA_CHECK_LAUNCH();
-    }
     constexpr int kDepth = 2;
     const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
     const auto kernel = shape.int8_rows ? (states > 0 ? segment_kernel<kWidth, true, kDepth, true>

@@ -1,5 +1,4 @@
-// The work of a tile of lanes in segments.cu: it sums pieces of long segments, and updates the rows
-// of other segments.
+// The work of a tile of lanes in segments.cu: it updates the rows of segments that are not long.
 //
 // Gradients and rows of several positions are copied to shared memory asynchronously, which holds
 // no registers. Each lane copies the columns that it updates, so that lanes do not wait for each
@@ -14,13 +13,10 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// The data of one position, or of several positions of a piece with the same gradient.
+// The data of one position.
 struct alignas(16) Item {
   const char* gradient;
-  union {
-    char* row;       // at the end of a segment
-    uint64_t times;  // in a piece: number of times that the gradient is added
-  };
+  char* row;  // at the end of a segment
 };
 
 // The layout of a tile's shared memory, in bytes. kInt8: rows have 8 bits.
@@ -33,25 +29,17 @@ struct TileMemory {
   static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
   static constexpr int32_t kRowScales = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
   static constexpr int32_t kRoundings = kRowScales + (kInt8 ? kLanes * sizeof(float) : 0);
-  static constexpr int32_t kOfSegments = kRoundings + (kInt8 ? kLanes * sizeof(uint64_t) : 0);
-  // Arrays with a value for each position of a piece; they share the memory of those above.
-  static constexpr int32_t kChunk = kLanes < 16 ? 16 : kLanes;  // positions looked up at once
-  static constexpr int32_t kPieceScales = 2 * kChunk * sizeof(Item);
-  static constexpr int32_t kOfPiece = kPieceScales + 2 * kChunk * sizeof(float);
-  static constexpr int32_t kPlaces =
-      ((kOfSegments > kOfPiece ? kOfSegments : kOfPiece) + 15) / 16 * 16;
+  static constexpr int32_t kArrays = kRoundings + (kInt8 ? kLanes * sizeof(uint64_t) : 0);
+  static constexpr int32_t kPlaces = (kArrays + 15) / 16 * 16;
 
-  int32_t row;          // offset of the row in a place, after the gradient
-  int32_t states;       // offset of the states, after the row
-  int32_t of_state;     // distance of two column states; size of a gradient
-  int32_t of_gradient;  // size of a piece's gradient, of which a part is summed at a time
-  int32_t of_place;     // size of a place
+  int32_t row;       // offset of the row in a place, after the gradient
+  int32_t states;    // offset of the states, after the row
+  int32_t of_state;  // distance of two column states; size of a gradient
+  int32_t of_place;  // size of a place
   int32_t of_tile;
 
-  // columns: of the widest row. places: number of positions in flight. gradients: of a piece, in
-  // flight, with piece_columns columns each.
-  TileMemory(int32_t columns, int32_t element_bytes, int places, int gradients,
-             int32_t piece_columns) {
+  // columns: of the widest row. places: number of positions in flight.
+  TileMemory(int32_t columns, int32_t element_bytes, int places) {
     const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
     const int32_t of_row = aligned(columns * element_bytes);
     // Vectors of 16-bit rows may extend beyond the last columns.
@@ -59,22 +47,9 @@ struct TileMemory {
     if (element_bytes == sizeof(float)) of_state = of_row;
     row = of_state;
     states = row + of_row;
-    of_gradient = min(of_state, piece_columns * static_cast<int32_t>(sizeof(float)));
     of_place = states + kStates * of_state;
-    of_tile = kPlaces + max(places * of_place, gradients * of_gradient);
+    of_tile = kPlaces + places * of_place;
   }
-};
-
-// How a tile of lanes sums a piece. Of wide rows it sums a part of the columns at a time, so that
-// the gradients of all samples stay in L2 while pieces of these columns are summed.
-template <typename Element, int kVectors, int kDepth>
-struct PieceParts {
-  static constexpr int kOfPart = kVectors < 2 ? kVectors : 2;  // vectors of a lane
-  static constexpr int kParts = kVectors / kOfPart;
-  // In flight, in about the memory of kDepth positions.
-  static constexpr int kGradients = kParts > 1                         ? 8
-                                    : sizeof(Element) == sizeof(float) ? 2 * kDepth
-                                                                       : kDepth + kDepth / 2;
 };
 
 // kDepth: positions in flight.
@@ -84,8 +59,6 @@ struct SegmentTile {
   using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
   using Own = typename Updater::Own;
   using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8>;
-  using Parts = PieceParts<Element, kVectors, kDepth>;
-  using PieceSummer = RowUpdater<kKind, Element, kLanes, Parts::kOfPart>;
 
   // Positions of a warp at which the segments begin that it takes at a time. Wide rows take longer,
   // and fewer of them distribute them more evenly.
@@ -131,84 +104,8 @@ struct SegmentTile {
     updater.begin(tables[table], update.optimizer, rate);
   }
 
-  // Sums a part of a piece's columns; long_segments.cu then updates the row. Neighbouring positions
-  // with the same gradient, such as those of an id that a bag has several times, read it once.
-  __device__ __forceinline__ void add_piece(uint32_t piece, uint32_t part) {
-    constexpr int kGradients = Parts::kGradients;  // under way
-    constexpr int kBatches = Memory::kChunk / kLanes;
-    char* const last_place = places + (kGradients - 1) * memory.of_gradient;
-    const LongSegments& longs = scratch.long_segments;
-    const LongSegment segment = longs.segments[longs.segment_of[piece]];
-    uint32_t chunk =
-        segment.first + (piece - segment.first_piece) * static_cast<uint32_t>(kPieceSize);
-    const uint32_t end =
-        min(segment.first + segment.length, chunk + static_cast<uint32_t>(kPieceSize));
-    Item* const its_items = items();
-    float* const scales = floats(Memory::kPieceScales);
-    Share shares[kBatches];  // of the chunk's positions
-    const auto look = [&] {
-#pragma unroll
-      for (int b = 0; b < kBatches; ++b) {
-        const uint32_t at = chunk + b * kLanes + lane;
-        shares[b] =
-            at < end ? share_of(update, scratch.bags, scratch.pairs.pairs.value(at)) : Share{};
-      }
-    };
-    look();
-    const uint32_t table = Lanes::of_lane(shares[0].table, 0);
-    if (!is_of_class(tables[table], row_class)) return;
-    const auto first_column = static_cast<int32_t>(part) * PieceSummer::kColumns;
-    PieceSummer summer;
-    if (!summer.begin_part(tables[table], first_column)) return;
-    const int32_t gradient_offset = first_column * element_size(gradient_type);
-    // Items are written to a ring of two chunks: those of the next chunk when all others are in
-    // flight.
-    constexpr uint32_t kItemMask = 2 * Memory::kChunk - 1;
-    static_assert(kGradients + Memory::kChunk <= 2 * Memory::kChunk);
-    uint32_t written = 0, begun = 0;
-    const auto write_items = [&] {
-      __syncwarp(Lanes::mask());  // all lanes have read the previous items
-#pragma unroll
-      for (int b = 0; b < kBatches; ++b) {
-        written += write_batch(shares[b], chunk + b * kLanes + lane < end, written, kItemMask);
-      }
-      __syncwarp(Lanes::mask());
-      chunk += Memory::kChunk;
-      look();
-    };
-    const auto begin = [&](char* to) {
-      if (begun == written && chunk < end) write_items();
-      if (begun < written) {
-        summer.copy_gradient(to, its_items[begun++ & kItemMask].gradient + gradient_offset,
-                             gradient_type);
-      }
-      end_copies();
-    };
-    typename PieceSummer::Own sum;
-    sum.clear();
-    char* arrived = places;
-#pragma unroll 1
-    for (int k = 0; k < kGradients; ++k) {
-      begin(arrived);
-      arrived = arrived == last_place ? places : arrived + memory.of_gradient;
-    }
-#pragma unroll 1
-    for (uint32_t i = 0; i < written; ++i) {
-      wait_for_copies<kGradients - 1>();
-      const typename PieceSummer::Own gradient = summer.load(gradient_type, arrived);
-      const float scale = scaled ? scales[i & kItemMask] : 1.0f;
-      const auto times = static_cast<int>(its_items[i & kItemMask].times);
-      begin(arrived);
-#pragma unroll 1
-      for (int k = 0; k < times; ++k) sum.add(scale, gradient);
-      arrived = arrived == last_place ? places : arrived + memory.of_gradient;
-    }
-    summer.store(longs.sums + static_cast<int64_t>(piece) * longs.widest + first_column, sum);
-  }
-
-  // Updates the rows of the segments that begin at kSpan positions from `first` on. n: number of
-  // positions.
-  __device__ __forceinline__ void update_segments(uint32_t first, uint32_t n) {
+  // Updates the rows of the segments that begin at positions [first, last). n: number of positions.
+  __device__ __forceinline__ void update_segments(uint32_t first, uint32_t last, uint32_t n) {
     const Pairs& sorted = scratch.short_pairs;
     SortedPlace place = SortedPlace::load(sorted, first + lane, n);
     Own sum;
@@ -216,36 +113,17 @@ struct SegmentTile {
     bool carried = false;
     uint32_t at = first;
     do {
-      const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, first + kSpan, n, carried,
+      const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, last, n, carried,
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;
-      if (carried) place = SortedPlace::load(sorted, at + lane, n);  // loaded meanwhile
+      // Loaded meanwhile.
+      if (carried || at < last) place = SortedPlace::load(sorted, at + lane, n);
       update_chunk(chunk, &sum);
-    } while (carried);
+    } while (carried || at < last);
   }
 
  private:
-  // Writes an item for each run of equal gradients among the positions of the lanes. Returns the
-  // number of items.
-  __device__ __forceinline__ uint32_t write_batch(const Share& share, bool there, uint32_t written,
-                                                  uint32_t item_mask) const {
-    const int64_t before = __shfl_up_sync(Lanes::mask(), share.gradient, 1, kLanes);
-    const float scale_before = __shfl_up_sync(Lanes::mask(), share.scale, 1, kLanes);
-    const bool fresh =
-        there && (lane == 0 || before != share.gradient || scale_before != share.scale);
-    const unsigned there_mask = Lanes::ballot(there), fresh_mask = Lanes::ballot(fresh);
-    if (fresh) {
-      const uint32_t number = (written + __popc(fresh_mask & ((1u << lane) - 1))) & item_mask;
-      const unsigned later = fresh_mask & ~((2u << lane) - 1);
-      const int stop = later != 0 ? __ffs(static_cast<int>(later)) - 1 : __popc(there_mask);
-      items()[number].gradient = update.grad.at(share.gradient);
-      items()[number].times = stop - lane;
-      floats(Memory::kPieceScales)[number] = share.scale;
-    }
-    return __popc(fresh_mask);
-  }
-
   // sum: of the open segment.
   __device__ __forceinline__ void update_chunk(const SortedChunk<kLanes>& chunk, Own* sum) {
     char* row = nullptr;

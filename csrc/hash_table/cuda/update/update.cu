@@ -8,8 +8,8 @@
 //
 // Then rows are updated. Adjacent pairs of equal slots form a segment. Its gradients are summed in
 // the order of the batch, and its row is updated once (segments.cu, any_segments.cu). Long segments
-// are cut in pieces, whose sums are added at the end (long_segments.cu). No gradient is stored for
-// each id.
+// are cut in pieces, which are summed first (pieces.cu); the sums are added at the end
+// (long_segments.cu). No gradient is stored for each id.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
@@ -168,6 +168,8 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
                       shape.four_wide && grad.stride % 4 == 0};
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch);
   HKV_CUDA_CHECK_LAUNCH();
+  const bool pieces = batch.num_ids > kLongest;
+  if (pieces) sum_pieces(tables, update, scratch, shape, stream);
   if (!update.group_four_wide) {
     // One kernel for all classes, because its tiles have the same width for each.
     update_any_segments(tables, update, scratch, shape, kAllRowClasses, stream);
@@ -175,7 +177,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
     return;
   }
   const bool several = scratch.units.any();
-  bool first = true;
+  bool first = !pieces;
   for (int32_t row_class = 0; row_class < kRowClasses; ++row_class) {
     if ((shape.row_classes >> row_class & 1) == 0) continue;
     if (updates_segments(optimizer, row_class)) {

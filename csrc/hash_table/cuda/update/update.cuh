@@ -151,11 +151,15 @@ void order_by_bag(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
 void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot,
                    const Scratch& scratch, cudaStream_t stream);
 
+// Sums the gradients of the pieces of long segments. Later kernels of the update may begin
+// meanwhile (pieces.cu).
+void sum_pieces(const TableView* tables, const Update& update, const Scratch& scratch,
+                const GroupShape& shape, cudaStream_t stream);
+
 // Whether update_segments serves an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
-// Updates the rows of all segments but long ones, and sums the pieces of long ones, for tables of
-// this row class. first: whether it is the first of these kernels in the update, which may overlap
-// (segments.cu).
+// Updates the rows of all segments but long ones, for tables of this row class. first: whether it
+// is the first of the kernels that may overlap (segments.cu).
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
 // The same, for any optimizer and rows of any width; row_class may be kAllRowClasses
