@@ -35,7 +35,12 @@ _MOST_RANK_ON_CUDA = 256
 
 
 class TTBackend(Backend):
-    """The backend ``tt``: Tensor-Train tables."""
+    """The backend ``tt``: Tensor-Train tables.
+
+    A ``state_dict`` holds of each table ``tt_core_k`` (``[p_k][r_{k-1}][q_k][r_k]``, the last one
+    ``[p_d][q_d][r_{d-1}]``), ``tt_state_k``, ``optimizer_step``, ``tt_shape``, and ``tt_cache_…``
+    of a cache.
+    """
 
     name: ClassVar[str] = "tt"
     options_type: ClassVar[type[BackendOptions]] = TTOptions
