@@ -128,7 +128,8 @@ class TTEmbeddingBag(nn.Module):
         if asked and not use_cache:
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
-                f"{cache_populate_every}, but use_cache is False: leave them out or set it."
+                f"{cache_populate_every}, but use_cache is False: leave them out, or set "
+                "use_cache=True."
             )
         if cache_populate_every is not None and cache_populate_every < 1:
             raise ValueError(
