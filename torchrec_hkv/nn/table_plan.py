@@ -27,7 +27,7 @@ class Plan:
         initializer: initializer of initial rows.
         optimizer: the optimizer that trains them.
         device: device of the tables.
-        remember_evicted: number of evicted ids that each remembers.
+        remember_evicted: number of evicted ids that each table remembers.
     """
 
     names: tuple[str, ...]

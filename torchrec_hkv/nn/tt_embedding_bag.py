@@ -275,9 +275,8 @@ class TTEmbeddingBag(nn.Module):
         """Fills the cache with the ids that occurred most often in training forwards.
 
         Rows that stay in the cache do not change. Rows that enter start from the values of the
-        cores. When rows leave, the cores are fitted to them: the expected squared error over rows
-        that leave and rows that only the cores have, weighted by frequency, becomes small
-        (docs/concepts/tensor_train.md). Then all counts are halved. Waits for the device.
+        cores. When rows leave, the cores are fitted to them and to the other rows outside the cache,
+        by squared errors weighted by frequency. Then all counts are halved. Waits for the device.
 
         Raises:
             ValueError: the module has no cache.
