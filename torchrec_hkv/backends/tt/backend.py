@@ -72,8 +72,8 @@ class TTBackend(Backend):
         if low + high != 0 and min(shape.ranks) < 2:
             raise ValueError(
                 f"table '{shard.name}': weight_init_min is {low} and weight_init_max is {high}, "
-                f"whose mean is not 0, but ranks are {list(shape.ranks)}: cores with a mean need "
-                "ranks of at least 2."
+                f"whose mean is not 0, but ranks are {list(shape.ranks)}: a mean other than 0 "
+                "needs ranks of at least 2."
             )
         if options_of(shard).precision != "fp32" and device_type != "cuda":
             raise ValueError(
