@@ -275,8 +275,9 @@ class TTEmbeddingBag(nn.Module):
         """Fills the cache with the ids that occurred most often in training forwards.
 
         Rows that stay in the cache do not change. Rows that enter start from the values of the
-        cores. When rows leave, the cores are fitted to them and to the other rows outside the cache,
-        by squared errors weighted by frequency. Then all counts are halved. Waits for the device.
+        cores. When rows leave, the cores are fitted to them and to all other rows outside the
+        cache, by squared errors weighted by frequency. Then all counts are halved. Waits for the
+        device.
 
         Raises:
             ValueError: the module has no cache.
