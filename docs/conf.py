@@ -27,9 +27,15 @@ exclude_patterns = ["README.md"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 
+# Members of these classes are in the documentation of torch and TorchRec.
+INHERITED_FROM = (
+    "Module, DistributedModelParallel, DMPCollection, BaseEmbeddingCollection, "
+    "EmbeddingBagCollection, EmbeddingCollection, Optimizer, object, tuple"
+)
 autodoc_default_options = {
     "members": True,
     "undoc-members": True,
+    "inherited-members": INHERITED_FROM,
     "show-inheritance": True,
     "member-order": "bysource",
 }

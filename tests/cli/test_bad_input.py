@@ -44,7 +44,7 @@ SENTENCES = {
         "--table",
         "user:1M:4096",
     ],
-    "num_embeddings is 3, but must be at least 1 for each rank that the rows are spread over": [
+    "num_embeddings is 3, but must be at least 1 for each rank that holds rows": [
         *("plan", "--table", "u:3:4", "--gpus", "8")
     ],
     "hbm_bytes is 1048576, but": [*TABLE, "--hbm-per-table", "1MiB"],

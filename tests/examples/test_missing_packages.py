@@ -97,6 +97,7 @@ def test_torchrec_itself(command, tmp_path):
     assert done.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: torchrec_hkv needs TorchRec and FBGEMM, and there is no module "
         "'torchrec': install torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that "
-        "README.md lists for this torch. Only torchrec_hkv.serving loads models without them."
+        "docs/guide/install.md lists for this torch. Only torchrec_hkv.serving loads models "
+        "without them."
     )
     assert "No module named" not in done.stderr

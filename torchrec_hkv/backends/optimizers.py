@@ -100,4 +100,4 @@ def optimizer_of_layout(layout: int) -> OptimizerSpec | None:
     for spec in specs:
         if layout_of(spec) == layout:
             return spec
-    raise ValueError(f"Optimizer states have layout {layout}, which is of no optimizer.")
+    raise ValueError(f"Optimizer states have layout {layout}, which no optimizer has.")

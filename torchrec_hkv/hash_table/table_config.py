@@ -68,7 +68,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     if spec.dtype == torch.int8 and spec.column_offset != 0:
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype} and column_offset {spec.column_offset}, "
-            "but columns of int8 rows can't be sharded, as those of a row share its scale."
+            "but a row of int8 can't be split, because its columns share a scale."
         )
     check_expire_after(f"table '{spec.name}'", spec.expire_after)
     check_flag(f"table '{spec.name}'", "strict", spec.strict)

@@ -64,7 +64,7 @@ class TableModule(nn.Module):
         initializer: initializer of new rows.
         seed: seed of new rows.
         device: device of the tables.
-        remember_evicted: number of evicted ids that each remembers.
+        remember_evicted: number of evicted ids that each table remembers.
     """
 
     def __init__(
@@ -194,9 +194,10 @@ class TableModule(nn.Module):
         self._owner = owner
 
     def apply_gradients(self, learning_rate: float | Tensor | None = None) -> None:
-        """Updates the rows by the gradients held, by the optimizer they have, by default SGD.
+        """Updates each row once by its stored gradients, and drops the gradients.
 
-        The built-in SGD of a module without an HKV optimizer; those call this in ``step()``.
+        A module without an HKV optimizer trains by SGD, and this is its step. ``step()`` of an HKV
+        optimizer calls this method.
 
         Args:
             learning_rate: by default the module's.
@@ -216,7 +217,7 @@ class TableModule(nn.Module):
         self._tables.apply(learning_rate, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients held, whatever ``set_to_none`` says; so does that of a parent."""
+        """Drops the stored gradients, for any ``set_to_none``. That of a parent does the same."""
         self._tables.drop()
 
     @property
@@ -273,8 +274,8 @@ class TableModule(nn.Module):
 
     @property
     def epoch(self) -> int:
-        """Under ``"epoch_lru"`` and ``"epoch_lfu"``, that of lookups to come, 0 to 2^32 - 1. To be
-        set; ids of earlier epochs leave a full table first."""
+        """The epoch of later lookups under ``"epoch_lru"`` and ``"epoch_lfu"``, 0 to 2^32 - 1. Set
+        it at the start of an epoch: ids of earlier epochs leave a full table first."""
         return self._tables.group.epoch
 
     @epoch.setter

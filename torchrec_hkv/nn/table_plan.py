@@ -27,7 +27,7 @@ class Plan:
         initializer: initializer of initial rows.
         optimizer: the optimizer that trains them.
         device: device of the tables.
-        remember_evicted: number of evicted ids that each remembers.
+        remember_evicted: number of evicted ids that each table remembers.
     """
 
     names: tuple[str, ...]
@@ -61,14 +61,14 @@ def make_group(plan: Plan) -> tuple[TableGroup, int]:
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
     if capacity < plan.initial_capacity:
         raise ValueError(
-            f"init_capacity is {plan.initial_capacity:,}, but the memory that is free, or allowed,"
-            f" holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}."
+            f"init_capacity is {plan.initial_capacity:,}, but the free or allowed memory holds "
+            f"{capacity:,} rows of {plan.dim} columns with their optimizer states in {what}."
         )
     if capacity < plan.max_capacity:
         warn(
-            f"max_capacity is {plan.max_capacity:,}, but the memory that is free, or allowed, "
-            f"holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}: from "
-            "there on it evicts."
+            f"max_capacity is {plan.max_capacity:,}, but the free or allowed memory holds "
+            f"{capacity:,} rows of {plan.dim} columns with their optimizer states in {what}: it "
+            "evicts from there on."
         )
     specs = [
         TableSpec(

@@ -128,7 +128,8 @@ class TTEmbeddingBag(nn.Module):
         if asked and not use_cache:
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
-                f"{cache_populate_every}, but use_cache is False: leave them out or set it."
+                f"{cache_populate_every}, but use_cache is False: leave them out, or set "
+                "use_cache=True."
             )
         if cache_populate_every is not None and cache_populate_every < 1:
             raise ValueError(
@@ -274,9 +275,9 @@ class TTEmbeddingBag(nn.Module):
         """Fills the cache with the ids that occurred most often in training forwards.
 
         Rows that stay in the cache do not change. Rows that enter start from the values of the
-        cores. When rows leave, the cores are fitted to them: the expected squared error over rows
-        that leave and rows that only the cores have, weighted by frequency, becomes small
-        (docs/concepts/tensor_train.md). Then all counts are halved. Waits for the device.
+        cores. When rows leave, the cores are fitted to them and to all other rows outside the
+        cache, by squared errors weighted by frequency. Then all counts are halved. Waits for the
+        device.
 
         Raises:
             ValueError: the module has no cache.

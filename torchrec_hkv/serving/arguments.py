@@ -113,8 +113,8 @@ class Choices:
                 rows[table.name] = check_row_format(of_rows.get(table.name, own), what)
             elif source.has_cache(table):
                 raise ValueError(
-                    f"table {table.name!r} has a cache, whose rows its cores lack: export it as "
-                    f"rows, for example rows={{{table.config.name!r}: 'fp32'}}."
+                    f"table {table.name!r} has a cache, and its cores lack the rows in it: export "
+                    f"it as rows, for example rows={{{table.config.name!r}: 'fp32'}}."
                 )
             unknown[table.name] = _checked_unknown(table, of_unknown.get(table.name, "initial"))
         return cls(source, rows, unknown, given.memory_bytes)
@@ -179,7 +179,7 @@ def _check_inputs(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> No
             if values.numel() < 2 or lengths.shape[1] < 2:
                 raise ValueError(
                     f"inputs hold {values.numel()} ids of {lengths.shape[1]} samples, but must "
-                    "hold at least 2 ids of 2 samples, so that any numbers are exported."
+                    "hold at least 2 ids of 2 samples: the export takes smaller sizes as fixed."
                 )
         elif record.kind == "tensor":
             left.pop(0)

@@ -177,8 +177,8 @@ class Checkpoint:
         manifest = Manifest.read(self._folder / shard.folder)
         if manifest.crc32 != shard.crc32:
             raise ValueError(
-                f"{self._folder / shard.folder} is not what was saved with {self._folder}: the "
-                "checksum of its manifest is another."
+                f"{self._folder / shard.folder} was not saved with {self._folder}: its manifest "
+                "has another checksum."
             )
         return manifest
 

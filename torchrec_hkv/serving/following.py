@@ -101,7 +101,7 @@ class Follower:
         """Applies new checkpoints now.
 
         Returns:
-            Number of checkpoints applied. None if following has ended, or ends now with an
+            Number of checkpoints applied; 0 if following has ended, or ends now with an
             :attr:`error`.
         """
         with self._lock:

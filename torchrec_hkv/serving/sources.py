@@ -221,8 +221,8 @@ class SavedModel:
         elif self._checkpoint.has_tensor(f"{name}.tt_shape"):
             if self.has_cache(table):
                 raise ValueError(
-                    "has a cache, whose rows its cores lack: load the checkpoint into the sharded "
-                    "model, and export that."
+                    "has a cache, and its cores lack the rows in it: load the checkpoint into the "
+                    "sharded model, and export that."
                 )
             for first, rows in dense_blocks(self.shape(table), self.cores(table)):
                 yield torch.arange(first, first + rows.shape[0]), rows

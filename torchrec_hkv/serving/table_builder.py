@@ -104,7 +104,8 @@ class TableBuilder:
 
     @property
     def again(self) -> float | None:
-        """None, or the largest value of the rows, with which all must be given to a new builder."""
+        """The largest value of the rows if they must all be given again, to a new builder that
+        knows it; else None."""
         return self._largest if self._is_void else None
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
@@ -299,8 +300,8 @@ class TableBuilder:
     def _part(
         self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Ids and rows of a part: those that were left of the one before, and then in the order in
-        which they were added."""
+        """Ids and rows of a part: first what was left of the part before, then the others in the
+        order in which they were added."""
         at = left_ids.numel()
         total = at + sum(spill.counts[part] for spill in self._spills) + held.numel()
         ids = torch.empty(total, dtype=torch.int64)

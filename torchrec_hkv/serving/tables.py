@@ -63,9 +63,9 @@ class ReadOnlyTable:
         name: name of the table.
         dim: columns of a row.
         row_format: format of the rows.
-        index: int64 ``[blocks, buckets, 8]``, and
-        rows: uint8 ``[entries, row_bytes]``; both as :meth:`TableFile.map` or :func:`build_layer`
-            returns them.
+        index: int64 ``[blocks, buckets, 8]``, as :meth:`TableFile.map` or :func:`build_layer`
+            returns it.
+        rows: uint8 ``[entries, row_bytes]``, as these functions return them.
         unit: unit of quantised rows.
         seed: seed of initial rows, mixed with the table's name (:func:`table_seed`).
         initial: distribution of the rows of unknown ids, as

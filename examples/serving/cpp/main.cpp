@@ -1,6 +1,9 @@
 // Serves a model from C++: no Python, no TorchRec.
 //
-//     serve MODEL INPUTS OUTPUTS
+//     cmake -S examples/serving/cpp -B build/serving -DCMAKE_BUILD_TYPE=Release
+//         -DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)")
+//     cmake --build build/serving
+//     build/serving/serve MODEL INPUTS OUTPUTS
 //
 // INPUTS is a list of tensors that torch.save has written: the arguments of the model's forward in
 // order. Ids of several features are `values`, int64 [n], and `lengths`, int64 [features, samples],

@@ -63,8 +63,7 @@ class HKVBackend(Backend):
             size = "num_embeddings" if options.capacity is None else "capacity"
             raise ValueError(
                 f"table '{shard.name}': {size} is {shard.num_embeddings}, but must be at least 1 "
-                "for each rank that the rows are spread over; it is the capacity of the hash table "
-                "in rows."
+                "for each rank that holds rows: it is the capacity of the hash table in rows."
             )
         if not 1 <= shard.dim <= 2048:
             raise ValueError(
@@ -79,8 +78,8 @@ class HKVBackend(Backend):
         if shard.dtype == torch.int8 and shard.dim != shard.embedding_dim:
             raise ValueError(
                 f"table '{shard.name}': a shard has {shard.dim} of {shard.embedding_dim} columns, "
-                "but columns of rows of torch.int8 can't be sharded, as those of a row share its "
-                "scale: shard the table by rows or as a whole, or take torch.bfloat16."
+                "but a row of torch.int8 can't be split, because its columns share a scale: take "
+                "row-wise or table-wise sharding, or torch.bfloat16."
             )
         try:
             hash_table_optimizer(optimizer)

@@ -73,7 +73,8 @@ class HKVOptions(BackendOptions):
             ``state_dict`` of the model's fused optimizer, so checkpoints of stock tables load into
             the table and the reverse. The table has 25 % more slots than rows, and one more copy
             of rows and states; the planner counts both. Values written into tensors of a
-            ``state_dict`` take effect at the next lookup.
+            ``state_dict`` take effect at the next lookup, unless they were written through
+            ``.data`` or NumPy.
         remember_evicted: number of evicted ids that each rank remembers, 1 to 2^32, 2 bytes each,
             to count how many of them return (the counter ``returned``). None: not counted.
         capacity: number of rows of the table over all ranks, if it differs from the config's

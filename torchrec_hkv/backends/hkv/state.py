@@ -81,8 +81,8 @@ def state_spec(
     places = _places(shard)
     if places < slots:
         raise ValueError(
-            f"table '{shard.name}': a shard has {slots} slots, but a state_dict has room for "
-            f"{places}: spread its rows over fewer ranks."
+            f"table '{shard.name}': a shard has {slots} slots, but its tensors in a state_dict "
+            f"have {places} rows: shard the table over fewer ranks."
         )
     spec = {"weight": TensorSpec((places, shard.dim), number_dtype(shard.dtype))}
     if shard.dtype == torch.int8:

@@ -35,7 +35,12 @@ _MOST_RANK_ON_CUDA = 256
 
 
 class TTBackend(Backend):
-    """The backend ``tt``: Tensor-Train tables."""
+    """The backend ``tt``: Tensor-Train tables.
+
+    A ``state_dict`` holds of each table ``tt_core_k`` (``[p_k][r_{k-1}][q_k][r_k]``, the last one
+    ``[p_d][q_d][r_{d-1}]``), ``tt_state_k``, ``optimizer_step``, ``tt_shape``, and ``tt_cache_…``
+    of a cache.
+    """
 
     name: ClassVar[str] = "tt"
     options_type: ClassVar[type[BackendOptions]] = TTOptions
@@ -67,8 +72,8 @@ class TTBackend(Backend):
         if low + high != 0 and min(shape.ranks) < 2:
             raise ValueError(
                 f"table '{shard.name}': weight_init_min is {low} and weight_init_max is {high}, "
-                f"whose mean is not 0, but ranks are {list(shape.ranks)}: a mean takes ranks of at "
-                "least 2."
+                f"whose mean is not 0, but ranks are {list(shape.ranks)}: a mean other than 0 "
+                "needs ranks of at least 2."
             )
         if options_of(shard).precision != "fp32" and device_type != "cuda":
             raise ValueError(

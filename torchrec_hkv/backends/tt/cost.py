@@ -1,8 +1,7 @@
 """The work of a step of a ``tt`` table, and the tables timed to calibrate it.
 
 A row is a product of slices of cores. A step computes the product of all cores but the last once
-for each unique prefix of a batch, and the row once for each unique id
-(docs/concepts/tensor_train.md).
+for each unique prefix of a batch, and the row once for each unique id.
 """
 
 from __future__ import annotations
