@@ -1,117 +1,18 @@
 // The update of one row by a tile of lanes: the formulas of common/optimizers.h for any optimizer,
-// any type of row and any number of columns. A lane works on kVectors vectors of kWidth
-// neighbouring columns in a step; rows with more columns take several steps.
+// any type of row and any number of columns.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "common/optimizers.h"
 #include "common/rounding.h"
-#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/hbm_cache/frames.cuh"
 #include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
+#include "hash_table/cuda/update/table_update.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-// Kernels have one instance for optimizers without column states, which need few registers, and one
-// for the others.
-__host__ __device__ inline bool has_column_states(const OptimizerConfig& optimizer) {
-  return column_states(optimizer.kind) > 0;
-}
-
-// Distributes the columns of a row to the lanes of a tile. Within a step, a vector of a lane is
-// followed by the same vector of the next lane.
-template <int kLanes, int kVectors, int kWidth>
-struct Step {
-  static constexpr int32_t kColumns = kLanes * kVectors * kWidth;
-
-  // First column of a vector of the lane, in the step that begins with column `first`.
-  __device__ __forceinline__ static int32_t column(int vector, int32_t first) {
-    return first + (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
-  }
-  // Calls visit(first) for all steps of a row.
-  template <typename Visit>
-  __device__ __forceinline__ static void for_each(int32_t dim, const Visit& visit) {
-    for (int32_t first = 0; first < dim; first += kColumns) visit(first);
-  }
-  // Calls visit(column) for the lane's vectors.
-  template <typename Visit>
-  __device__ __forceinline__ static void for_columns(int32_t dim, int32_t first,
-                                                     const Visit& visit) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column(v, first) < dim) visit(column(v, first));
-    }
-  }
-};
-
-// The columns of a lane in a step.
-template <int kVectors, int kWidth>
-struct StepColumns {
-  Columns<kWidth> v[kVectors];
-};
-
-// Values that all rows of a table share in one update. The table's optimizer_step already counts
-// this update.
-struct TableUpdate {
-  static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
-
-  const OptimizerConfig* optimizer;
-  float learning_rate;
-  int32_t dim;
-  RowType type;
-  bool rounds_by_chance;
-  bool plain;  // gradient_of is the identity
-  uint32_t column_offset;
-  RowTerms terms;  // unless rows count their own steps
-
-  __device__ __forceinline__ TableUpdate(const TableView& table, const OptimizerConfig& config,
-                                         float rate)
-      : optimizer(&config),
-        learning_rate(rate),
-        dim(table.dim()),
-        type(table.rows.type),
-        rounds_by_chance(config.stochastic_rounding && type != RowType::kFloat32),
-        plain(config.clip_value == kUnbounded && !clips_by_norm(config) &&
-              config.coupled_decay == 0.0f),
-        column_offset(static_cast<uint32_t>(table.column_offset)) {
-    if (!config.own_steps) {
-      terms = begin_row(config, rate, static_cast<float>(*table.optimizer_step));
-    }
-  }
-};
-
-// Values that a row has once, besides its columns. All lanes of a tile hold the same values.
-struct RowOnce {
-  float square;       // row-wise state; the update renews it
-  float step;         // updates of this row so far, if rows count them; the update renews it
-  uint64_t rounding;  // key of stochastic rounding, which rows of 8 bits always have
-};
-
-// Loads these values of a row.
-__device__ __forceinline__ RowOnce load_once_values(const TableView& table, int64_t slot,
-                                                    const float* state,
-                                                    const OptimizerConfig& optimizer) {
-  RowOnce once{0.0f, 0.0f, 0};
-  if (adapts_by_row(optimizer.kind)) {
-    once.square = state[row_square_column(optimizer.kind, table.dim())];
-  }
-  if (optimizer.own_steps) once.step = state[own_step_column(optimizer.kind, table.dim())];
-  if ((optimizer.stochastic_rounding && table.rows.type != RowType::kFloat32) ||
-      table.rows.type == RowType::kInt8) {
-    once.rounding = rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
-                                 id_of_slot(table, slot), *table.optimizer_step);
-  }
-  return once;
-}
-__device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t dim, float* state,
-                                                  const OptimizerConfig& optimizer) {
-  if (adapts_by_row(optimizer.kind)) state[row_square_column(optimizer.kind, dim)] = once.square;
-  if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = once.step;
-}
 
 // Updates a row. Called by all lanes of a tile.
 //
