@@ -1,0 +1,41 @@
+"""Large batches of narrow rows with several gradients each: as on a CPU.
+
+On a GPU a tile of lanes takes 32 positions then, several times as many as it has lanes.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.batches import Bags, lookup
+from tests.support.gpu import NEEDS_GPU
+from torchrec_hkv.hash_table import Adagrad, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+pytestmark = NEEDS_GPU
+
+POSITIONS, BAG = 900_000, 10
+
+
+def trained(spec: TableSpec, optimizer: object, bags: Bags, grad: Tensor, device: str) -> Tensor:
+    """Rows after one step, in the order of their ids."""
+    group = TableGroup([spec], [0], optimizer, device=device)
+    lookup(group, bags.to(device), learning_rate=0.1).backward(grad.to(device))
+    table = group.export_table(0)
+    order = table.ids[table.occupied].argsort()
+    return table.rows[table.occupied][order].float().cpu()
+
+
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("gradients", [3, 13, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-8)])
+def test_rows(optimizer, dtype, gradients, dim):
+    torch.manual_seed(gradients + dim)
+    rows = POSITIONS // gradients
+    offsets = torch.arange(0, POSITIONS + 1, BAG)
+    bags = Bags(torch.randint(rows, (POSITIONS,)), offsets, len(offsets) - 1)
+    grad = torch.randn(bags.batch_size, dim)
+    spec = TableSpec("t", 2 * rows, dim, initializer=Uniform(-1, 1), dtype=dtype)
+    mine, other = (trained(spec, optimizer, bags, grad, device) for device in ("cuda", "cpu"))
+    close = 1e-4 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(mine, other, rtol=close, atol=close)
