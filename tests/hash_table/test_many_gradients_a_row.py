@@ -28,7 +28,8 @@ def trained(spec: TableSpec, optimizer: object, bags: Bags, grad: Tensor, device
 @pytest.mark.parametrize("dim", [20, 64])
 @pytest.mark.parametrize("gradients", [3, 13, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-8)])
+# With a small eps, Adagrad's first step depends on the sign of sums that are nearly 0.
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-2)])
 def test_rows(optimizer, dtype, gradients, dim):
     torch.manual_seed(gradients + dim)
     rows = POSITIONS // gradients
