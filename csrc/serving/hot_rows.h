@@ -1,6 +1,6 @@
 // The hot rows of a read-only table that is larger than a GPU's memory.
 //
-// All rows are in host memory that the GPU reads in place. Those that are looked up most, the hot
+// All rows are in host memory, which the GPU reads. Those that are looked up most, the hot
 // rows, are also in the GPU's memory, densely and in the order of their numbers. A mask with a bit
 // a row says which these are; a count before each 32 rows gives their places.
 #pragma once

@@ -1,6 +1,6 @@
 """Where a model's tables are, and which rows of a table larger than a GPU's memory are there.
 
-Such a table has all rows in host memory, which the GPU reads in place, and its hot rows also in
+Such a table has all rows in host memory, which the GPU reads, and its hot rows also in
 HBM. ``csrc/serving/hot_rows.h`` describes the hot rows.
 """
 
