@@ -5,6 +5,9 @@
     python -m benchmarks matrix --sections dim dtype
     python -m benchmarks matrix --device cpu --out benchmarks/results/matrix_cpu.csv
     python -m benchmarks matrix --device cpu --sections lfu --dims 4x8 4x32 --skews 1.2
+    python -m benchmarks matrix --random 500 --seed 1 --out benchmarks/results/matrix_random.csv
+
+``--random`` measures random shapes instead of the sections.
 
 Each cell is one shape: columns of the tables, how ids repeat, the rows' type, the eviction policy,
 and the optimizer. Both sides run in one process on the same batches, eager, 20 steps back to back;
@@ -47,6 +50,7 @@ from benchmarks.environment import report
 from benchmarks.ids import hashed
 from benchmarks.matrix_cells import CPU_OPTIMIZERS, DTYPES, OPTIMIZERS, Cell, draw, sections
 from benchmarks.matrix_plot import plot
+from benchmarks.matrix_random import random_cells
 from benchmarks.timing import steps_ms
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
@@ -56,7 +60,9 @@ STEPS = 20
 EVICTING_BATCHES = 24
 ROUNDS = 3
 #: What a row measures anew is replaced in a file.
-KEYS = ("section", "dims", "skew", "batch", "bag", "dtype", "policy", "optimizer", "reduction")
+KEYS = (
+    "section", "dims", "skew", "batch", "bag", "rows", "dtype", "policy", "optimizer", "reduction",
+)  # fmt: skip
 
 
 class HashTables:
@@ -323,6 +329,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="+", help="some of them; default: all of the device")
     parser.add_argument("--dims", nargs="+", help="of their cells, those of these, such as 4x64")
     parser.add_argument("--skews", nargs="+", help="of their cells, those of these, such as 1.2")
+    parser.add_argument("--random", type=int, metavar="N", help="measure N random shapes instead")
+    parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument(
         "--skip-stock",
         nargs="*",
@@ -333,6 +341,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--plot", type=Path, help="SVG file of heat maps; needs matplotlib")
     args = parser.parse_args(arguments)
+    if args.random is not None and args.random < 1:
+        parser.error(f"--random is {args.random}, but must be 1 or more")
+    if args.random is not None and args.sections:
+        parser.error("--random measures no sections: leave out --sections")
     known = list(sections(args.device))
     chosen = args.sections or known
     if unknown := [name for name in chosen if name not in known]:
@@ -342,15 +354,18 @@ def main(arguments: list[str] | None = None) -> None:
     if args.device == "cpu":
         _bind_threads()
         torch.set_num_threads(args.threads)
+    if args.random is None:
+        candidates = [cell for name in chosen for cell in sections(args.device)[name]]
+    else:
+        candidates = random_cells(args.device, args.random, args.seed)
     cells = [
         cell
-        for name in chosen
-        for cell in sections(args.device)[name]
+        for cell in candidates
         if (args.dims is None or _shown(cell.dims) in args.dims)
         and (args.skews is None or cell.skew in args.skews)
     ]
     if not cells:
-        parser.error("no cell of these sections has these --dims and --skews")
+        parser.error("no cell has these --dims and --skews")
     rows: list[dict[str, object]] = []
 
     def kept() -> Iterator[dict[str, object]]:

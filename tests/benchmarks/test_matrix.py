@@ -10,7 +10,7 @@ from tests.support.gpu import needs_gpu
 
 pytest.importorskip("fbgemm_gpu")
 
-from benchmarks import matrix, matrix_cells, matrix_plot
+from benchmarks import matrix, matrix_cells, matrix_plot, matrix_random
 from benchmarks.environment import report
 
 ROW = {"section": "dim", "dims": "4x8", "skew": "1.2", "optimizer": "sgd", "dtype": "fp32"}
@@ -23,6 +23,19 @@ def test_no_two_cells_are_one_row_of_the_file(device):
     keys = [tuple(str(getattr(cell, key)) for key in matrix.KEYS) for cell in cells]
     assert len(set(keys)) == len(keys)
     assert all(cell.section == name for name, own in sections.items() for cell in own)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_random_cells_are_reproducible_and_bounded(device):
+    cells = matrix_random.random_cells(device, 300, seed=3)
+    assert cells == matrix_random.random_cells(device, 300, seed=3)
+    assert cells != matrix_random.random_cells(device, 300, seed=4)
+    assert len(set(cells)) == 300
+    most = 200_000 if device == "cpu" else 8_000_000
+    assert max(len(cell.dims) * cell.batch * cell.bag for cell in cells) <= most
+    for name, least in (("skew", 5), ("batch", 4), ("bag", 7), ("policy", 4), ("reduction", 3)):
+        assert len({getattr(cell, name) for cell in cells}) >= least
+    assert all(cell.dtype == "fp32" for cell in cells if cell.optimizer == "adam")
 
 
 @pytest.mark.parametrize("skew", matrix_cells.SKEWS)
