@@ -23,6 +23,9 @@ from torchrec_hkv.progress import advance
 # and one for what is converted.
 _AHEAD = 2
 _ROUNDS = _AHEAD + 2
+# Threads for each that was asked for: a thread does not read while it checks what it has read, and a
+# disk is fast with many reads at a time.
+_THREADS = 2
 # Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
 _FILES, PIECE_BYTES = 16, 1 << 20
 
@@ -50,7 +53,7 @@ def rounds(
     size = max(1, reader.batch_bytes // (_ROUNDS * width))  # entries of a round
     most = max(1, min(_FILES, size * width // PIECE_BYTES))
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(reader.threads))
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS * reader.threads))
         files: list[_File] = []
         for layer, path, shard, _ in reader.shards(part):
             if shard.entries == 0:
