@@ -50,7 +50,7 @@ def test_any_bit_of_any_file(tmp_path, seed):
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
     loaded = like(table)
-    with pytest.raises(ValueError, match=f"{path.name} is damaged|slots occur twice|must ascend"):
+    with pytest.raises(ValueError, match=f"{path.name} is damaged|slots occur twice"):
         load(loaded, tmp_path)
     assert loaded.size == 0
 
