@@ -23,8 +23,8 @@ from torchrec_hkv.progress import advance
 # and one for what is converted.
 _AHEAD = 2
 _ROUNDS = _AHEAD + 2
-# Threads for each that was asked for: a thread does not read while it checks what it has read, and a
-# disk is fast with many reads at a time.
+# Threads for each that was asked for: a thread does not read while it checks what it has read, and
+# disks are fast with many reads at a time.
 _THREADS = 2
 # Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
 _FILES, PIECE_BYTES = 16, 1 << 20
