@@ -2,10 +2,13 @@
 // the table's first. Fakes are in torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
+#include <vector>
 
 #include "bindings/register.h"
 #include "hash_table/kernels.h"
+#include "hash_table/saved_kernels.h"
 #include "runtime/checks.h"
 #include "runtime/on_device.h"
 #include "runtime/score_keys.h"
@@ -205,21 +208,93 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {out_ids, out_rows, out_steps, out_scores, out_states, counts};
 }
 
+void check_geometry(int64_t num_buckets, int64_t bucket_slots) {
+  TORCH_CHECK_VALUE(num_buckets >= 1 && num_buckets <= 0xffffffffll && bucket_slots >= 1 &&
+                        bucket_slots <= kBucketDigests,
+                    "a geometry of ", num_buckets, " buckets of ", bucket_slots,
+                    " slots makes no sense.");
+}
+
 at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buckets,
                           int64_t bucket_slots, int64_t owner_begin, int64_t owner_end) {
   const int64_t n = ids.numel();
   check_given(ids, "ids", at::kLong, {n}, at::kCPU);
   check_given(slots, "slots", at::kLong, {n}, at::kCPU);
-  TORCH_CHECK_VALUE(num_buckets >= 1 && num_buckets <= 0xffffffffll && bucket_slots >= 1 &&
-                        bucket_slots <= kBucketDigests,
-                    "a geometry of ", num_buckets, " buckets of ", bucket_slots,
-                    " slots makes no sense.");
+  check_geometry(num_buckets, bucket_slots);
   at::Tensor misplaced = at::empty({n}, ids.options().dtype(at::kBool));
   hash_table::cpu::find_misplaced(ids.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), n,
                                   static_cast<uint32_t>(num_buckets),
                                   static_cast<int32_t>(bucket_slots), owner_begin, owner_end,
                                   misplaced.data_ptr<bool>(), at::get_num_threads());
   return misplaced;
+}
+
+// As restore_slots for several batches, each with slots that ascend; returns how many entries were
+// not placed. On a CPU.
+int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at::TensorList slots,
+                         at::TensorList ids, at::TensorList rows, at::TensorList last_steps,
+                         at::TensorList scores, at::TensorList states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const size_t n = slots.size();
+  TORCH_CHECK_VALUE(ids.size() == n && rows.size() == n && last_steps.size() == n &&
+                        scores.size() == n && states.size() == n,
+                    "there must be as many tensors of each kind as of slots, ", n, ".");
+  const int64_t num_slots = group->view(table).num_slots;
+  std::vector<at::Tensor> keys(n);
+  std::vector<hash_table::cpu::Restored> batches;
+  for (size_t b = 0; b < n; ++b) {
+    const hash_table::Entries entries = check_entries(*group, table, ids[b], rows[b], last_steps[b],
+                                                      scores[b], states[b], &keys[b]);
+    check_given(slots[b], "slots", at::kLong, {entries.n}, group->device());
+    const int64_t* at = slots[b].const_data_ptr<int64_t>();
+    bool ascend = entries.n == 0 || (at[0] >= 0 && at[entries.n - 1] < num_slots);
+    for (int64_t i = 1; i < entries.n; ++i) ascend &= at[i - 1] < at[i];
+    TORCH_CHECK_VALUE(ascend, "slots of batch ", b, " must ascend from 0 on, below ", num_slots,
+                      ".");
+    batches.push_back({entries, at});
+  }
+  for (const auto& batch : batches) group->expect_entries(table, batch.entries.n);
+  return group->order().run(kWriteAll, [&] {
+    return hash_table::cpu::restore_together(group->view(table), batches, at::get_num_threads());
+  });
+}
+
+// A slot whose id is in another slot, too, or -1. On a CPU.
+int64_t find_repeated(const at::Tensor& counters, int64_t handle, int64_t table) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  return group->order().run(kReadIndex, [&] {
+    return hash_table::cpu::find_repeated(group->view(table), at::get_num_threads());
+  });
+}
+
+bool are_placed(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buckets,
+                int64_t bucket_slots, int64_t owner_begin, int64_t owner_end) {
+  const int64_t n = ids.numel();
+  check_given(ids, "ids", at::kLong, {n}, at::kCPU);
+  check_given(slots, "slots", at::kLong, {n}, at::kCPU);
+  check_geometry(num_buckets, bucket_slots);
+  return hash_table::cpu::are_placed(ids.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
+                                     n, static_cast<uint32_t>(num_buckets),
+                                     static_cast<int32_t>(bucket_slots), owner_begin, owner_end);
+}
+
+// How many ids the set then holds, and an id that was there already. See hash_table::cpu::IdSet.
+std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t held,
+                                                    const at::Tensor& ids, int64_t bits,
+                                                    int64_t part) {
+  const int64_t places = set.numel() - 1;
+  check_given(set, "set", at::kLong, {places + 1}, at::kCPU);
+  check_given(ids, "ids", at::kLong, {ids.numel()}, at::kCPU);
+  TORCH_CHECK_VALUE(places >= 1 && (places & (places - 1)) == 0, "set has ", places,
+                    " places, but their number must be a power of two.");
+  TORCH_CHECK_VALUE(bits >= 0 && bits < 64, "bits is ", bits, ", but must be from 0 to 63.");
+  hash_table::cpu::IdSet its{set.data_ptr<int64_t>(), places, held};
+  const auto repeated =
+      hash_table::cpu::add_ids(its, ids.const_data_ptr<int64_t>(), ids.numel(),
+                               static_cast<int>(bits), static_cast<uint64_t>(part));
+  return {its.held, repeated};
 }
 
 void add_restore_ops(torch::Library& m) {
@@ -250,9 +325,23 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "find_misplaced(Tensor ids, Tensor slots, int num_buckets, int bucket_slots, "
       "int owner_begin, int owner_end) -> Tensor");
+  m.def(
+      "restore_together(Tensor(a!) counters, int group, int table, Tensor[] slots, Tensor[] ids, "
+      "Tensor[] rows, Tensor[] last_steps, Tensor[] scores, Tensor[] states) -> int");
+  m.def("find_repeated(Tensor counters, int group, int table) -> int");
+  m.def(
+      "are_placed(Tensor ids, Tensor slots, int num_buckets, int bucket_slots, int owner_begin, "
+      "int owner_end) -> bool");
+  m.def("add_ids(Tensor(a!) set, int held, Tensor ids, int bits, int part) -> (int, int?)");
 }
 
 HKV_REGISTER_ON_DEVICES(add_restore_ops)
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("find_misplaced", &find_misplaced); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
+  m.impl("find_misplaced", &find_misplaced);
+  m.impl("restore_together", &restore_together);
+  m.impl("find_repeated", &find_repeated);
+  m.impl("are_placed", &are_placed);
+  m.impl("add_ids", &add_ids);
+}
 
 }  // namespace torchrec_hkv::bindings

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "common/parallel_beside.h"
+
 namespace torchrec_hkv {
 namespace {
 
@@ -108,8 +110,10 @@ void run_on(Runner runner) {
   given.run.store(runner);
 }
 
-void parallel_for(int64_t n, int64_t grain, int threads,
-                  const std::function<void(int64_t, int64_t)>& body) {
+namespace {
+
+void run_ranges(int64_t n, int64_t grain, int threads, bool beside,
+                const std::function<void(int64_t, int64_t)>& body) {
   if (n <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   const int64_t ranges = (n + grain - 1) / grain;
@@ -123,13 +127,25 @@ void parallel_for(int64_t n, int64_t grain, int threads,
   job.n = n;
   // A few ranges for each thread balance unequal work.
   job.chunk = std::max(grain, (n + threads * 4 - 1) / (threads * 4));
-  const Runner run = given.run.load();
+  const Runner run = beside ? nullptr : given.run.load();
   if (run != nullptr && given.process.load() == getpid()) {
     run(threads, [&job] { job.run(); });
   } else {
     pool().run(job, threads);
   }
   if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace
+
+void parallel_for(int64_t n, int64_t grain, int threads,
+                  const std::function<void(int64_t, int64_t)>& body) {
+  run_ranges(n, grain, threads, /*beside=*/false, body);
+}
+
+void parallel_for_beside(int64_t n, int64_t grain, int threads,
+                         const std::function<void(int64_t, int64_t)>& body) {
+  run_ranges(n, grain, threads, /*beside=*/true, body);
 }
 
 }  // namespace torchrec_hkv

@@ -64,9 +64,14 @@ struct Gathered {
 
 void gather(const Gathered& its, int threads);
 
-// Sorts ids by parts, each a range of blocks, and else leaves their order. order: out, [n], their
-// numbers. counts: out, [parts].
-void split(const int64_t* ids, int64_t n, uint32_t parts, int64_t* order, int64_t* counts);
+struct Split {
+  int64_t* order;   // [n], numbers of the ids
+  int64_t* ids;     // [n], in this order
+  int64_t* counts;  // [parts]
+};
+
+// Sorts ids by parts, each a range of blocks, and else leaves their order.
+void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int threads);
 
 // Makes those rows hot that have the largest counts: `wanted`, or all. Of equal counts these are
 // the rows that were hot before (null: none were), then the first ones. words: out, for each 32

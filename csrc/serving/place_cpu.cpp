@@ -3,7 +3,7 @@
 #include <atomic>
 #include <vector>
 
-#include "common/parallel.h"
+#include "common/parallel_beside.h"
 #include "serving/find_cpu.h"
 #include "serving/kernels_cpu.h"
 
@@ -172,7 +172,7 @@ Placed place(const Placement& placement, int64_t* at, int threads) {
 
   std::atomic<int> result{static_cast<int>(Placed::kYes)};
   std::atomic<int64_t> failed{0};
-  parallel_for(placement.blocks, 1, threads, [&](int64_t begin, int64_t end) {
+  parallel_for_beside(placement.blocks, 1, threads, [&](int64_t begin, int64_t end) {
     Block block(placement);
     for (int64_t number = begin; number < end; ++number) {
       const int64_t first = starts[number], n = starts[number + 1] - first;

@@ -1,9 +1,11 @@
 // What is made of the rows of one feature once they are found: sums of bags, or a copy of each.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "serving/find_cpu.h"
 #include "serving/row_reader_cpu.h"
@@ -42,6 +44,9 @@ Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
   }
 }
 
+// Of the rows of a long bag that are read together: half of a first-level cache.
+constexpr int64_t kBytesOfBlock = 16384, kLeastBlock = 8;
+
 // Sums of the bags of a feature.
 template <RowFormat kFormat, Adding kAdding>
 class Pool {
@@ -50,23 +55,49 @@ class Pool {
       : feature_(feature), table_(*feature.table), found_(found) {}
 
   void run(int64_t begin, int64_t end) const {
-    const int32_t dim = table_.dim;
+    std::vector<float> partial;
     for (int64_t bag = begin; bag < end; ++bag) {
-      int32_t c = 0;
-      for (; dim - c >= 64; c += 64) sum<Columns, 8>(bag, c);
-      for (; dim - c >= 8; c += 8) sum<Columns, 1>(bag, c);
-      for (; c < dim; ++c) sum<float, 1>(bag, c);
+      const int64_t first = feature_.offsets[bag], last = feature_.offsets[bag + 1];
+      // A row is read 64 columns at a time. Those of a long bag would leave the cache in between.
+      const int64_t block =
+          table_.dim <= 64 ? last - first : std::max(kLeastBlock, kBytesOfBlock / table_.row_bytes);
+      if (last - first > block) partial.resize(table_.dim);
+      int64_t from = first;
+      do {
+        const int64_t to = std::min(from + block, last);
+        add({bag, first, last, from, to, partial.data()});
+        from = to;
+      } while (from < last);
     }
   }
 
  private:
+  // Some rows of a bag.
+  struct Block {
+    int64_t bag, first, last;  // the bag, and its rows
+    int64_t from, to;          // of these, the ones of the block
+    float* partial;            // sums of the blocks before; null if there is no other block
+  };
+
+  void add(const Block& block) const {
+    const int32_t dim = table_.dim;
+    int32_t c = 0;
+    for (; dim - c >= 64; c += 64) sum<Columns, 8>(block, c);
+    for (; dim - c >= 8; c += 8) sum<Columns, 1>(block, c);
+    for (; c < dim; ++c) sum<float, 1>(block, c);
+  }
+
   template <typename Vector, int kVectors>
-  void sum(int64_t bag, int32_t c) const {
+  void sum(const Block& block, int32_t c) const {
     constexpr int kLanes = kColumnsOf<Vector>;
-    const int64_t first = feature_.offsets[bag], last = feature_.offsets[bag + 1];
+    const auto [bag, first, last, from, to, partial] = block;
     Vector sums[kVectors];
-    unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
-    for (int64_t at = first; at < last; ++at) {
+    if (from == first) {
+      unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
+    } else {
+      std::memcpy(sums, partial + c, sizeof(sums));
+    }
+    for (int64_t at = from; at < to; ++at) {
       if (c == 0 && found_.ahead > 0 && at + found_.ahead < last) {
         prefetch_row(found_.row(at + found_.ahead), table_.row_bytes);
       }
@@ -92,6 +123,10 @@ class Pool {
         unknown_columns(table_, feature_.ids[at], c, kVectors * kLanes, unknown);
         add(Reader<RowFormat::kFloat32>(reinterpret_cast<const char*>(unknown), 1.0f), 0);
       }
+    }
+    if (to < last) {
+      std::memcpy(partial + c, sums, sizeof(sums));
+      return;
     }
     finish(first, last, [&](auto apply) { unrolled<kVectors>([&](auto v) { apply(sums[v]); }); });
     char* const out =

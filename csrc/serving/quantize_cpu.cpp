@@ -28,6 +28,16 @@ struct Range {
   uint32_t magnitude;  // bits of the largest absolute value; larger than kInfinityBits for NaN
 };
 
+// One of eight values by `pick`, which takes one of two values or, element by element, of two
+// vectors. Halves are compared with each other, because one after the other takes longer than the
+// rest of a row.
+template <typename Vector, typename Pick>
+[[gnu::always_inline]] inline auto reduced(const Vector& eight, const Pick& pick) {
+  const Vector four = pick(eight, __builtin_shufflevector(eight, eight, 4, 5, 6, 7, 0, 1, 2, 3));
+  const Vector two = pick(four, __builtin_shufflevector(four, four, 2, 3, 0, 1, 6, 7, 4, 5));
+  return pick(two, __builtin_shufflevector(two, two, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+}
+
 Range range_of(const float* row, int32_t dim) {
   Range range{row[0], row[0], 0};
   int32_t c = 0;
@@ -51,11 +61,10 @@ Range range_of(const float* row, int32_t dim) {
       magnitude = bits > magnitude ? bits : magnitude;
 #endif
     }
-    for (int k = 0; k < 8; ++k) {
-      range.low = std::min(range.low, low[k]);
-      range.high = std::max(range.high, high[k]);
-      range.magnitude = std::max(range.magnitude, static_cast<uint32_t>(magnitude[k]));
-    }
+    range.low = reduced(low, [](auto a, auto b) { return a < b ? a : b; });
+    range.high = reduced(high, [](auto a, auto b) { return a > b ? a : b; });
+    range.magnitude =
+        static_cast<uint32_t>(reduced(magnitude, [](auto a, auto b) { return a > b ? a : b; }));
   }
   for (; c < dim; ++c) {
     range.low = std::min(range.low, row[c]);

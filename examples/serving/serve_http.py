@@ -28,7 +28,8 @@ import orjson
 import torch
 import torch.utils._pytree as pytree
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Response
+from starlette.types import Receive, Scope, Send
 
 from torchrec_hkv import serving
 
@@ -132,6 +133,46 @@ class Batcher:
         return answers
 
 
+class Application(FastAPI):
+    """FastAPI, but for requests of predictions.
+
+    FastAPI solves dependencies of a route, and its middlewares wrap each message, which takes as
+    long as the model. These requests are therefore answered before, by the ASGI protocol.
+    """
+
+    def __init__(self, batcher: Batcher, **options: Any) -> None:
+        super().__init__(**options)
+        self._batcher = batcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", "/predict"):
+            await self._predict(receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _predict(self, receive: Receive, send: Send) -> None:
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        try:
+            body = orjson.loads(b"".join(parts))
+            outputs = await self._batcher.predict(body.get("args", []), body.get("kwargs", {}))
+            status, answer = 200, orjson.dumps({"outputs": outputs})
+        except (ValueError, TypeError, AttributeError) as error:
+            status, answer = 422, orjson.dumps({"detail": str(error)})
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(answer)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+
 def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -> FastAPI:
     """The application."""
     batcher = Batcher(model, most, wait)
@@ -142,18 +183,7 @@ def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -
         yield
         worker.cancel()
 
-    app = FastAPI(lifespan=lifespan)
-
-    # A plain route: FastAPI's own would solve dependencies, which takes as long as the model.
-    async def predict(request: Request) -> Response:
-        try:
-            body = orjson.loads(await request.body())
-            outputs = await batcher.predict(body.get("args", []), body.get("kwargs", {}))
-            return Response(orjson.dumps({"outputs": outputs}), media_type="application/json")
-        except (ValueError, TypeError, AttributeError) as error:
-            raise HTTPException(422, str(error)) from None
-
-    app.add_route("/predict", predict, methods=["POST"])
+    app = Application(batcher, lifespan=lifespan)
 
     @app.get("/health")
     def health(response: Response) -> Any:
@@ -192,7 +222,14 @@ def main() -> None:
     # tenth of a second.
     gc.collect()
     gc.freeze()
-    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+    uvicorn.run(
+        app,
+        host=given.host,
+        port=given.port,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+    )
 
 
 if __name__ == "__main__":

@@ -113,5 +113,5 @@ def _(words: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 @torch.library.register_fake("torchrec_hkv::serving_split")
-def _(ids: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), ids.new_empty(parts)
+def _(ids: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(parts)

@@ -43,7 +43,8 @@ OWNERS = 1 << 16
 #: owner buckets below a number have been added. Ascending; the last one is for all entries.
 Order = Sequence[tuple[int, int]]
 
-#: Ids, rows, the numbers of those in the next blocks, and the number of the block after these.
+#: Ids of the next blocks, rows, the numbers of the rows of these ids, and the number of the block
+#: after these.
 _Chosen = tuple[Tensor, Tensor, Tensor, int]
 
 
@@ -238,13 +239,14 @@ class TableBuilder:
         if end <= writer.block:
             return
         ids, rows = self._ids[: self._held], self._rows[: self._held]
-        order, counts = _ops.serving_split(ids, writer.blocks)
+        order, by_block, counts = _ops.serving_split(ids, writer.blocks)
         ends = [0, *counts.cumsum(0).tolist()]
         if ends[writer.block] > 0:
             raise _other_order()
         for block in range(writer.block, end, _BLOCKS_AT_A_TIME):
             stop = min(block + _BLOCKS_AT_A_TIME, end)
-            writer.write(ids, rows, order[ends[block] : ends[stop]], stop, self._unit)
+            chosen = slice(ends[block], ends[stop])
+            writer.write(by_block[chosen], rows, order[chosen], stop, self._unit)
         left = order[ends[end] :].sort().values
         left_ids, left_rows = ids.index_select(0, left), rows.index_select(0, left)
         self._held = left.numel()
@@ -254,14 +256,15 @@ class TableBuilder:
         """The entries of the blocks from ``first`` on."""
         ids, rows = self._ids[: self._held], self._rows[: self._held]
         if not self._spills:
-            order, counts = _ops.serving_split(ids, blocks)
+            order, by_block, counts = _ops.serving_split(ids, blocks)
             ends = [0, *counts.cumsum(0).tolist()]
             for block in range(first, blocks, _BLOCKS_AT_A_TIME):
                 end = min(block + _BLOCKS_AT_A_TIME, blocks)
-                yield ids, rows, order[ends[block] : ends[end]], end
+                chosen = slice(ends[block], ends[end])
+                yield by_block[chosen], rows, order[chosen], end
             return
         self._stream.finish()
-        order, counts = _ops.serving_split(ids, _SPILLED_PARTS)
+        order, _, counts = _ops.serving_split(ids, _SPILLED_PARTS)
         held = order.split(counts.tolist())
         left_ids, left_rows = ids[:0], rows[:0]
         for part in range(_SPILLED_PARTS):
@@ -269,7 +272,8 @@ class TableBuilder:
             end = (part + 1) * blocks // _SPILLED_PARTS
             is_whole = _ops.serving_blocks(part_ids, blocks) < end
             if end > first:
-                yield part_ids, part_rows, is_whole.nonzero().flatten(), end
+                whole = is_whole.nonzero().flatten()
+                yield part_ids[whole], part_rows, whole, end
             left = (~is_whole).nonzero().flatten()
             left_ids, left_rows = part_ids[left], part_rows[left]
 
@@ -286,12 +290,12 @@ class TableBuilder:
                 self._temporary() / "entries", self._ids.nbytes + self._rows.nbytes
             )
             self._stream = self._file.stream(0)
-        order, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
+        order, ids, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
         starts = [self._stream.end]
-        for its in order.split(counts.tolist()):
+        of_parts = counts.tolist()
+        for its, its_ids in zip(order.split(of_parts), ids.split(of_parts), strict=True):
             if its.numel() > 0:
-                ids = self._ids.index_select(0, its)
-                self._stream.append(ids.view(torch.uint8))
+                self._stream.append(its_ids.view(torch.uint8))
                 gather_rows(self._rows, its, self._stream)
             starts.append(self._stream.end)
         self._spills.append(_Spill(self._unit, starts, counts.tolist()))

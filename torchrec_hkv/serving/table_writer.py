@@ -72,9 +72,9 @@ class TableWriter:
         """Writes the next blocks.
 
         Args:
-            ids: int64 ``[n]``.
-            rows: uint8 ``[n, row_bytes]``.
-            chosen: the numbers of all that belong to the next blocks, int64.
+            ids: all that belong to the next blocks, int64 ``[n]``.
+            rows: uint8 ``[rows, row_bytes]``.
+            chosen: the numbers of the rows of these ids, int64 ``[n]``.
             end: number of the block after these.
             unit: unit of the rows.
 
@@ -83,8 +83,8 @@ class TableWriter:
             OSError: the file can't be written.
         """
         index, order = _ops.serving_place(
-            ids.index_select(0, chosen), None, self.blocks, self._made.block_buckets,
-            self.block, end - self.block, self.rows,
+            ids, None, self.blocks, self._made.block_buckets, self.block, end - self.block,
+            self.rows,
         )  # fmt: skip
         self._index.append(index.view(torch.uint8).flatten())
         gather_rows(rows, chosen.index_select(0, order), self._rows)

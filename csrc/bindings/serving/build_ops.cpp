@@ -63,16 +63,19 @@ void serving_gather(const at::Tensor& data, const at::Tensor& order, at::Tensor 
                        at::get_num_threads());
 }
 
-std::tuple<at::Tensor, at::Tensor> serving_split(const at::Tensor& ids, int64_t parts) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> serving_split(const at::Tensor& ids, int64_t parts) {
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
   TORCH_CHECK_VALUE(parts >= 1 && parts < int64_t{1} << 31, "parts is ", parts,
                     ", but must be from 1 to 2^31 - 1.");
   const at::Tensor in = ids.contiguous();
-  at::Tensor order = at::empty_like(in), counts = at::empty({parts}, in.options());
-  serving::cpu::split(in.const_data_ptr<int64_t>(), in.numel(), static_cast<uint32_t>(parts),
-                      order.data_ptr<int64_t>(), counts.data_ptr<int64_t>());
-  return {order, counts};
+  at::Tensor order = at::empty_like(in), sorted = at::empty_like(in);
+  at::Tensor counts = at::empty({parts}, in.options());
+  serving::cpu::split(
+      in.const_data_ptr<int64_t>(), in.numel(), static_cast<uint32_t>(parts),
+      {order.data_ptr<int64_t>(), sorted.data_ptr<int64_t>(), counts.data_ptr<int64_t>()},
+      at::get_num_threads());
+  return {order, sorted, counts};
 }
 
 }  // namespace
@@ -83,7 +86,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "-> (int, float, int)");
   m.def("serving_lower(Tensor(a!) data, int doublings) -> ()");
   m.def("serving_gather(Tensor data, Tensor order, Tensor(a!) out) -> ()");
-  m.def("serving_split(Tensor ids, int parts) -> (Tensor, Tensor)");
+  m.def("serving_split(Tensor ids, int parts) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {

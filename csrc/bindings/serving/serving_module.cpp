@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/serving/id_lists.h"
 #include "bindings/serving/lookups.h"
 #include "bindings/serving/open_tables.h"
 
@@ -45,6 +46,9 @@ void define_serving(py::module_& m) {
         "torch.ops.torchrec_hkv.serving_rows, not through the dispatcher.");
   m.def("serving_table_rows", torch::wrap_pybind_function_no_gil(call_table_rows),
         "Rows of ids in one table, as serving_rows; no lengths, and no wait for a GPU.");
+  m.def("int64_of_lists", torch::wrap_pybind_function(int64_of_lists),
+        "The integers of lists in a list, one list after the other: int64. TypeError or\n"
+        "OverflowError where one is not an integer of 64 bits.");
   m.def("serving_close", torch::wrap_pybind_function_no_gil(close_tables),
         "torch.ops.torchrec_hkv.serving_close, not through the dispatcher.");
 }

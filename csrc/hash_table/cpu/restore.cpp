@@ -7,36 +7,11 @@
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/lowest_rank.h"
 #include "hash_table/cpu/place.h"
+#include "hash_table/cpu/restored_entry.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
-
-constexpr int64_t kAhead = 12;  // entries
-
-struct Widths {
-  int64_t row;    // bytes
-  int64_t state;  // bytes
-};
-
-Widths widths_of(const TableView& table) {
-  return Widths{table.rows.bytes(), table.states.bytes()};
-}
-
-uint16_t& digest_at(const TableView& table, int64_t slot) {
-  return table.digests[slot / table.bucket_slots * kBucketDigests + slot % table.bucket_slots];
-}
-
-// Writes all but the digest.
-void write_entry(const TableView& table, const Widths& widths, int64_t slot, const Entries& entries,
-                 int64_t i) {
-  table.ids[slot] = entries.ids[i];
-  table.last_steps[slot] = entries.last_steps[i];
-  if (entries.scores != nullptr) set_score(table, slot, entries.scores[i]);
-  std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
-  if (widths.state == 0) return;
-  std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
-}
 
 void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
                     const Displaced& displaced) {
@@ -65,16 +40,7 @@ void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owne
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, int threads) {
   const Widths widths = widths_of(table);
-  const SlotVectors rows(table.rows), states(table.states);
-  const auto prefetch = [&](int64_t slot) {
-    if (slot < 0 || slot >= table.num_slots) return;
-    prefetch_to_write(&digest_at(table, slot));
-    prefetch_to_write(&table.ids[slot]);
-    prefetch_to_write(&table.last_steps[slot]);
-    if (const void* const score = place_of_score(table, slot)) prefetch_to_write(score);
-    rows.prefetch_to_write(slot);
-    states.prefetch_to_write(slot);
-  };
+  const SlotPrefetch prefetch(table);
   parallel_for(entries.n, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
@@ -107,7 +73,14 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
   const Widths widths = widths_of(table);
+  const auto prefetch = [&](int64_t i) {
+    const BucketChoice choice = buckets_of(table, entries.ids[i]);
+    prefetch_line(table, choice.first);
+    prefetch_line(table, choice.second);
+  };
+  for (int64_t i = 0; i < std::min(entries.n, kAhead); ++i) prefetch(i);
   for (int64_t i = 0; i < entries.n; ++i) {
+    if (i + kAhead < entries.n) prefetch(i + kAhead);
     const BucketChoice choice = buckets_of(table, entries.ids[i]);
     int64_t slot = free_slot(table, choice);
     if (slot == kNoSlot) {
@@ -122,20 +95,6 @@ void restore_entries(const TableView& table, const Entries& entries, const Displ
     write_entry(table, widths, slot, entries, i);
     digest_at(table, slot) = choice.digest;
   }
-}
-
-void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_t num_buckets,
-                    int32_t bucket_slots, int64_t owner_begin, int64_t owner_end, bool* misplaced,
-                    int threads) {
-  parallel_for(n, 4096, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const BucketChoice choice = choose_buckets(ids[i], num_buckets);
-      const int64_t bucket = slots[i] < 0 ? -1 : slots[i] / bucket_slots;
-      const int64_t owner = owner_bucket(ids[i]);
-      misplaced[i] = (bucket != choice.first && bucket != choice.second) || owner < owner_begin ||
-                     owner >= owner_end;
-    }
-  });
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_hkv.hash_table.files import unique_ids
+from torchrec_hkv.hash_table.files.counts import mix64
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -35,6 +35,14 @@ def test_in_parts(n):
     assert found(ids, 1, 1000) == ids[-1]
 
 
+@pytest.mark.parametrize("repeated", [0, -1, 2**63 - 1, -(2**63)])
+def test_ids_that_could_be_marks(repeated):
+    ids = [*range(1, 9000), *range(-9000, -1), 0, -1, 2**63 - 1, -(2**63)]
+    for batch_bytes in (1, 1 << 20):
+        assert found(ids, batch_bytes) is None
+        assert found([*ids, repeated], batch_bytes) == repeated
+
+
 def test_one_id_alone_more_often_than_fits():
     assert found([5] * 20_000, 1, 1000) == 5
 
@@ -42,7 +50,7 @@ def test_one_id_alone_more_often_than_fits():
 def test_ids_that_share_a_part_are_split_further():
     """Ids whose hashes begin alike: they don't spread over the parts."""
     ids = torch.arange(1 << 19)
-    alike = ids[unique_ids.mix64(ids) >> 59 & 31 == 7].tolist()[:12_000]
+    alike = ids[mix64(ids) >> 59 & 31 == 7].tolist()[:12_000]
     assert len(alike) == 12_000
     assert found(alike, 1, 1000) is None
     assert found([*alike, alike[3]], 1, 1000) == alike[3]

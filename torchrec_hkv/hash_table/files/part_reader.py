@@ -23,12 +23,13 @@ from torchrec_hkv.progress import advance
 # selected and converted from it.
 _COPIES = 3
 
-_Read = tuple[dict[str, Tensor], BatchCheck | None]
+#: Entries, and what a check found of them.
+Read = tuple[dict[str, Tensor], BatchCheck | None]
 
 
-def _read(
+def read_and_look(
     reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
-) -> _Read:
+) -> Read:
     """Reads entries, and looks at them if they are checked."""
     batch = reader.read(first, n, staging)
     return batch, None if check is None else check.look(batch)
@@ -58,7 +59,7 @@ class PartReader:
             return part.manifest.total_entries
         count = 0
         slots = SlotFilter(part.layers)
-        for layer, path, shard, has_others in self._shards(part):
+        for layer, path, shard, has_others in self.shards(part):
             if not has_others and not part.earlier:
                 count += shard.entries
                 continue
@@ -90,7 +91,7 @@ class PartReader:
         with contextlib.ExitStack() as stack:
             free = [Staging(fields, size, self.pin) for _ in range(self.threads + 1)]
             pool = stack.enter_context(ThreadPoolExecutor(self.threads))
-            ahead: list[tuple[Future[_Read], Staging, int, bool, ShardCheck | None]] = []
+            ahead: list[tuple[Future[Read], Staging, int, bool, ShardCheck | None]] = []
 
             def take() -> Iterator[dict[str, Tensor]]:
                 future, staging, layer, has_others, check = ahead.pop(0)
@@ -107,23 +108,26 @@ class PartReader:
                 advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 
-            for layer, path, shard, has_others in self._shards(part):
+            for layer, path, shard, has_others in self.shards(part):
                 reader = stack.enter_context(ShardReader(path, fields, shard))
-                check = None
-                if self.verify:
-                    manifest = part.layers[layer][1]
-                    check = ShardCheck(path, manifest, shard, part.owners)
+                check = self.check_of(part, layer, path, shard)
                 for first in range(0, shard.entries, size):
                     if len(ahead) == self.threads:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
-                    future = pool.submit(_read, reader, first, n, staging, check)
+                    future = pool.submit(read_and_look, reader, first, n, staging, check)
                     ahead.append((future, staging, layer, has_others, check))
             while ahead:
                 yield from take()
 
-    def _shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
+    def check_of(self, part: SavedPart, layer: int, path: Path, shard: Shard) -> ShardCheck | None:
+        """A check of one of the files of :meth:`shards`; None if files are not verified."""
+        if not self.verify:
+            return None
+        return ShardCheck(path, part.layers[layer][1], shard, part.owners)
+
+    def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
         """Files of a shard that may hold ids of the owner buckets: index of the layer, path, file,
         and whether it may also hold other ids."""
         for layer, (folder, manifest) in enumerate(part.layers):

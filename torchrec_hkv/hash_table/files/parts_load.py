@@ -24,6 +24,7 @@ from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_
 from torchrec_hkv.hash_table.files.part_reader import PartReader
 from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
 from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
+from torchrec_hkv.hash_table.files.side_by_side import can_read_side_by_side, rounds
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
 from torchrec_hkv.hash_table.files.table_load import SAFE_LOAD
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -205,6 +206,9 @@ class PartsLoad:
         least = entry_bytes(self._target.fields)
         for columns, parts in self._by_columns:
             for part in parts:
+                if exact and not filled and self._is_side_by_side(part, columns):
+                    lost += self._fill_side_by_side(part, least)
+                    continue
                 with contextlib.closing(self._reader.batches(part, least)) as batches:
                     for batch in batches:
                         if not self._target.is_int8:
@@ -227,10 +231,36 @@ class PartsLoad:
             self._check_unique()
         return lost
 
+    def _is_side_by_side(self, part: SavedPart, columns: Columns) -> bool:
+        on_cpu = self._group.device.type == "cpu"
+        return on_cpu and columns == self.columns and can_read_side_by_side(self._reader, part)
+
+    def _fill_side_by_side(self, part: SavedPart, least: int) -> int:
+        """Restores the entries of a shard's files to their own slots; returns the number of
+        entries that found none."""
+        lost = 0
+        with contextlib.closing(rounds(self._reader, part, least)) as found:
+            for batches in found:
+                if not self._target.is_int8:
+                    batches = [dequantised(batch) for batch in batches]
+                lost += self._target.restore_together(batches)
+        return lost
+
     def _check_unique(self) -> None:
         """Raises if an id occurs twice. Looking up one of two that are in the table finds the
         other; of files that were written beside others, ids are read again."""
+        if self._has_repeated():
+            raise ValueError(f"table {self.name!r}: the checkpoint holds an id more than once.")
+        for _, parts in self._by_columns[1:]:
+            for part in parts:
+                for folder, manifest in part.layers:
+                    for shard in manifest.shards:
+                        check_unique(folder, manifest, shard, part.fields, self._batch_bytes)
+
+    def _has_repeated(self) -> bool:
         group, table = self._group, self._table
+        if group.device.type == "cpu":
+            return _ops.find_repeated(group.counter_tensor, group.handle, table) >= 0
         at_a_time = max(1, self._batch_bytes // _LOOK_BYTES)
         for first in range(0, group.present_slots(table), at_a_time):
             n = min(at_a_time, group.present_slots(table) - first)
@@ -239,12 +269,8 @@ class PartsLoad:
             slots = (owners >= 0).nonzero().flatten() + first
             ids, _ = group.ids_and_steps(table, slots)
             if not torch.equal(self._find(ids), slots):
-                raise ValueError(f"table {self.name!r}: the checkpoint holds an id more than once.")
-        for _, parts in self._by_columns[1:]:
-            for part in parts:
-                for folder, manifest in part.layers:
-                    for shard in manifest.shards:
-                        check_unique(folder, manifest, shard, part.fields, self._batch_bytes)
+                return True
+        return False
 
     def _find(self, ids: Tensor) -> Tensor:
         """Slots of ids, counted from the table's first; negative where an id is not there."""

@@ -99,9 +99,8 @@ class ShardCheck:
             crc32[name] = (checksums.crc32(memory), memory.nbytes)
         ids, slots, manifest = batch["ids"], batch["slots"], self._manifest
         geometry = (manifest.buckets, manifest.bucket_slots)
-        wrong = bool(_ops.find_misplaced(ids, slots, *geometry, *self._owners).any())
-        falls = bool((slots[1:] <= slots[:-1]).any())
-        return BatchCheck(crc32, int(slots[0]), int(slots[-1]), not wrong and not falls)
+        is_sound = _ops.are_placed(ids, slots, *geometry, *self._owners)
+        return BatchCheck(crc32, int(slots[0]), int(slots[-1]), is_sound)
 
     def add(self, look: BatchCheck, entries: int) -> None:
         """Takes note of a batch; called in the order of the file.

@@ -1,0 +1,59 @@
+// Writing entries of a file into slots of a table, on the CPU.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+constexpr int64_t kAhead = 12;  // entries that are prefetched before they are written
+
+struct Widths {
+  int64_t row;    // bytes
+  int64_t state;  // bytes
+};
+
+inline Widths widths_of(const TableView& table) {
+  return Widths{table.rows.bytes(), table.states.bytes()};
+}
+
+inline uint16_t& digest_at(const TableView& table, int64_t slot) {
+  return table.digests[slot / table.bucket_slots * kBucketDigests + slot % table.bucket_slots];
+}
+
+// Writes all but the digest.
+inline void write_entry(const TableView& table, const Widths& widths, int64_t slot,
+                        const Entries& entries, int64_t i) {
+  table.ids[slot] = entries.ids[i];
+  table.last_steps[slot] = entries.last_steps[i];
+  if (entries.scores != nullptr) set_score(table, slot, entries.scores[i]);
+  std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
+  if (widths.state == 0) return;
+  std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
+}
+
+// Prefetches what write_entry and a change of the digest touch.
+class SlotPrefetch {
+ public:
+  explicit SlotPrefetch(const TableView& table)
+      : table_(table), rows_(table.rows), states_(table.states) {}
+
+  void operator()(int64_t slot) const {
+    if (slot < 0 || slot >= table_.num_slots) return;
+    prefetch_to_write(&digest_at(table_, slot));
+    prefetch_to_write(&table_.ids[slot]);
+    prefetch_to_write(&table_.last_steps[slot]);
+    if (const void* const score = place_of_score(table_, slot)) prefetch_to_write(score);
+    rows_.prefetch_to_write(slot);
+    states_.prefetch_to_write(slot);
+  }
+
+ private:
+  const TableView& table_;
+  const SlotVectors rows_, states_;
+};
+
+}  // namespace torchrec_hkv::hash_table::cpu

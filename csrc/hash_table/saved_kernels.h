@@ -1,0 +1,44 @@
+// What loads of saved tables run on a CPU, beside threads that read files.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// One of several batches of entries, each with its slot.
+struct Restored {
+  Entries entries;
+  const int64_t* slots;  // [entries.n]
+};
+
+// As restore_slots for all batches, whose slots ascend in each. Works through the table a region at
+// a time, whose lines are then in a cache for the entries of all batches. Returns how many entries
+// were not placed. Runs on threads that do not spin, because others read files meanwhile.
+int64_t restore_together(const TableView& table, const std::vector<Restored>& batches, int threads);
+
+// Returns a slot whose id is in another slot, too, or kNoSlot. Runs on threads as above.
+int64_t find_repeated(const TableView& table, int threads);
+
+// Whether find_misplaced finds none, and slots ascend. Runs on the caller's thread alone.
+bool are_placed(const int64_t* ids, const int64_t* slots, int64_t n, uint32_t num_buckets,
+                int32_t bucket_slots, int64_t owner_begin, int64_t owner_end);
+
+// A set of ids. Linear probing; 0 marks a free place, and id 0 has a place behind the others.
+struct IdSet {
+  int64_t* ids;    // [places + 1]
+  int64_t places;  // a power of two
+  int64_t held;
+
+  int64_t most() const { return places - places / 4; }
+};
+
+// Adds the ids whose hash begins with the `bits` bits of `part`, until the set holds more than
+// most(). Returns an id that was there already, which ends it, too. Runs on the caller's thread
+// alone.
+std::optional<int64_t> add_ids(IdSet& set, const int64_t* ids, int64_t n, int bits, uint64_t part);
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,126 @@
+"""Reads the files of a saved shard side by side, so that a table is filled from all at once.
+
+Each file has entries of all parts of the table, in the order of their slots. One file after the
+other would fill it from its beginning to its end as often as there are files, and each time touch
+nearly all of its memory for few entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from torchrec_hkv.hash_table.files.part_reader import PartReader, Read, read_and_look
+from torchrec_hkv.hash_table.files.read_checks import ShardCheck
+from torchrec_hkv.hash_table.files.saved_part import SavedPart
+from torchrec_hkv.hash_table.files.shard_files import Field, ShardReader, Staging, entry_bytes
+from torchrec_hkv.progress import advance
+
+# Rounds whose entries are in memory at a time: the one being inserted, those that are read ahead,
+# and one for what is converted.
+_AHEAD = 2
+_ROUNDS = _AHEAD + 2
+# Threads for each that was asked for: a thread does not read while it checks what it has read, and
+# disks are fast with many reads at a time.
+_THREADS = 2
+# Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
+_FILES, PIECE_BYTES = 16, 1 << 20
+
+
+def can_read_side_by_side(reader: PartReader, part: SavedPart) -> bool:
+    """Whether a load takes all entries of the shard's files."""
+    return len(part.layers) == 1 and not any(others for *_, others in reader.shards(part))
+
+
+def rounds(
+    reader: PartReader, part: SavedPart, least_bytes: int
+) -> Iterator[list[dict[str, Tensor]]]:
+    """The entries in a shard for which :func:`can_read_side_by_side` holds, a batch of each of
+    several files at a time, each from about the same slots on. Valid until the next ones.
+
+    Args:
+        reader: says what is read, and how.
+        part: the shard.
+        least_bytes: bytes that an entry takes at least, in files or converted.
+
+    Raises:
+        ValueError: a file is missing or cut short or, with ``reader.verify``, damaged.
+    """
+    width = max(entry_bytes(part.fields), least_bytes)
+    size = max(1, reader.batch_bytes // (_ROUNDS * width))  # entries of a round
+    most = max(1, min(_FILES, size * width // PIECE_BYTES))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS * reader.threads))
+        files: list[_File] = []
+        for layer, path, shard, _ in reader.shards(part):
+            if shard.entries == 0:
+                continue
+            check = reader.check_of(part, layer, path, shard)
+            file = _File(
+                stack.enter_context(ShardReader(path, part.fields, shard)), shard.entries, check
+            )
+            files.append(file)
+        groups = -(-len(files) // most)
+        for group in range(groups):
+            yield from _of_files(files[group::groups], part.fields, size, pool, reader.pin)
+
+
+class _File:
+    """A file that is read in rounds."""
+
+    def __init__(self, reader: ShardReader, entries: int, check: ShardCheck | None) -> None:
+        self._reader, self._entries, self._check = reader, entries, check
+
+    def most(self, count: int) -> int:
+        """The largest number of entries in one of ``count`` rounds."""
+        return -(-self._entries // count)
+
+    def submit(self, pool: Executor, number: int, count: int, staging: Staging) -> Future[Read]:
+        """Reads the entries of a round."""
+        begin, end = (self._entries * k // count for k in (number, number + 1))
+        return pool.submit(read_and_look, self._reader, begin, end - begin, staging, self._check)
+
+    def take(self, future: Future[Read]) -> dict[str, Tensor]:
+        """Entries of a round, in the order of rounds."""
+        batch, look = future.result()
+        if self._check is not None and look is not None:
+            self._check.add(look, len(batch["ids"]))
+            if not look.is_sound:
+                # The check raises at the end of the file, which tells whether it is damaged.
+                return {name: tensor[:0] for name, tensor in batch.items()}
+        return batch
+
+
+def _of_files(
+    files: Sequence[_File], fields: Sequence[Field], size: int, pool: Executor, pin: bool
+) -> Iterator[list[dict[str, Tensor]]]:
+    entries = sum(file.most(1) for file in files)
+    # As many as the largest file allows to have an entry of each in every round.
+    count = min(-(-entries // size), min(file.most(1) for file in files))
+    free = [
+        [Staging(fields, file.most(count), pin) for file in files]
+        for _ in range(min(_AHEAD + 1, count))
+    ]
+    ahead: list[tuple[list[Future[Read]], list[Staging]]] = []
+
+    def take() -> Iterator[list[dict[str, Tensor]]]:
+        futures, stagings = ahead.pop(0)
+        batches = [file.take(future) for file, future in zip(files, futures, strict=True)]
+        yield batches
+        advance(sum(len(batch["ids"]) for batch in batches) * entry_bytes(fields))
+        free.append(stagings)
+
+    for number in range(count):
+        if len(ahead) == _AHEAD + 1 or not free:
+            yield from take()
+        stagings = free.pop()
+        futures = [
+            file.submit(pool, number, count, staging)
+            for file, staging in zip(files, stagings, strict=True)
+        ]
+        ahead.append((futures, stagings))
+    while ahead:
+        yield from take()
