@@ -18,25 +18,28 @@ namespace {
 using planner::Need;
 using planner::Parts;
 using planner::Placement;
+using planner::Spread;
 
 // Free memory of ranks.
 class Rooms {
  public:
-  Rooms(const std::vector<int64_t>& hbm, const std::vector<int64_t>& host) {
+  Rooms(const std::vector<int64_t>& hbm, const std::vector<int64_t>& host, int per_host)
+      : per_host_(per_host) {
     TORCH_CHECK_VALUE(!hbm.empty() && hbm.size() == host.size(), "hbm has ", hbm.size(),
                       " ranks and host ", host.size(),
                       ", but both must have the same, at least 1.");
+    TORCH_CHECK_VALUE(per_host >= 1, "per_host is ", per_host, ", but must be at least 1.");
     for (size_t r = 0; r < hbm.size(); ++r) rooms_.push_back({hbm[r], host[r]});
   }
 
   std::optional<Placement> pack(const std::vector<const Parts*>& options, bool fast) const {
     for (const Parts* parts : options) {
       TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
-      TORCH_CHECK_VALUE(!parts->is_uniform || parts->needs.size() == rooms_.size(),
+      TORCH_CHECK_VALUE(parts->spread != Spread::kAllRanks || parts->needs.size() == rooms_.size(),
                         "an option for all ranks has ", parts->needs.size(),
                         " shards, but there are ", rooms_.size(), " ranks.");
     }
-    return planner::pack(options, rooms_, fast);
+    return planner::pack(options, rooms_, per_host_, fast);
   }
   bool fits(const std::vector<const Parts*>& options) const {
     return pack(options, false).has_value();
@@ -49,30 +52,36 @@ class Rooms {
 
  private:
   std::vector<planner::Room> rooms_;
+  int per_host_;
 };
 
-Parts make_parts(const std::vector<std::tuple<int64_t, int64_t, double>>& needs, bool is_uniform) {
+Parts make_parts(const std::vector<std::tuple<int64_t, int64_t, double>>& needs, Spread spread) {
   std::vector<Need> made;
   for (const auto& [hbm, host, time] : needs) made.push_back({hbm, host, time});
-  return Parts(std::move(made), is_uniform);
+  return Parts(std::move(made), spread);
 }
 
 }  // namespace
 
 void define_planner(py::module_& m) {
+  py::enum_<Spread>(m, "PlannerSpread")
+      .value("ANY_RANK", Spread::kAnyRank)
+      .value("ALL_RANKS", Spread::kAllRanks)
+      .value("HOST_RANKS", Spread::kHostRanks)
+      .value("ONE_HOST", Spread::kOneHost);
   py::class_<Parts>(m, "PlannerParts")
-      .def(py::init(&make_parts), py::arg("needs"), py::arg("is_uniform"))
+      .def(py::init(&make_parts), py::arg("needs"), py::arg("spread"))
       .def("fits_where", &Parts::fits_where, py::arg("other"))
       .def("__len__", [](const Parts& parts) { return parts.needs.size(); })
-      .def_readonly("is_uniform", &Parts::is_uniform)
+      .def_readonly("spread", &Parts::spread)
       .def_readonly("hbm", &Parts::hbm)
       .def_readonly("host", &Parts::host)
       .def_readonly("most_hbm", &Parts::most_hbm)
       .def_readonly("most_bytes", &Parts::most_bytes)
       .def_readonly("time", &Parts::time);
   py::class_<Rooms>(m, "PlannerRooms")
-      .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&>(), py::arg("hbm"),
-           py::arg("host"))
+      .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, int>(),
+           py::arg("hbm"), py::arg("host"), py::arg("per_host"))
       .def("pack", &Rooms::pack, py::arg("options"), py::arg("fast"))
       .def("fits", &Rooms::fits, py::arg("options"))
       .def("fastest", &Rooms::fastest, py::arg("options"));

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.packing import Parts, fits, is_placed, rooms_of, slowest
+from torchrec_hkv.planner.packing import Parts, fits, is_by_host, rooms_of, slowest
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.patterns import Corners, Sized, spares, spread_patterns
 from torchrec_hkv.planner.proposer import GreedyProposer
@@ -211,9 +211,8 @@ class Arranger:
         return self._improved(best, by_table, losses)
 
     def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """The options without those that take longer to place but, on one host, spread shards like
-        other options."""
-        kept = [option for option in options if self._several_hosts or is_placed(option)]
+        """The options without those that, on one host, spread shards like other options."""
+        kept = [option for option in options if self._several_hosts or not is_by_host(option)]
         return kept or options
 
     def _better(
@@ -279,7 +278,7 @@ class Arranger:
         kept: list[Sized] = []
         every = [Sized(option, Parts(option)) for option in level.options]
         for sized in sorted(every, key=lambda sized: sized.parts.size(False, True)):
-            if not is_placed(sized.option) and not self._several_hosts:
+            if is_by_host(sized.option) and not self._several_hosts:
                 continue  # on one host other types spread shards alike
             if not any(spares(other, sized) for other in kept):
                 kept.append(sized)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import PartitionByType, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv import _C
 
@@ -13,6 +14,14 @@ _ENDLESS = 1 << 61
 
 #: Free memory of ranks.
 Rooms = _C.PlannerRooms
+
+#: The ranks on which the shards of an option may be.
+_SPREADS = {
+    PartitionByType.DEVICE.value: _C.PlannerSpread.ANY_RANK,
+    PartitionByType.UNIFORM.value: _C.PlannerSpread.ALL_RANKS,
+    PartitionByType.HOST.value: _C.PlannerSpread.HOST_RANKS,
+    PartitionByType.MULTI_HOST.value: _C.PlannerSpread.HOST_RANKS,
+}
 
 
 class Parts:
@@ -41,8 +50,7 @@ class Parts:
             )
             for shard in option.shards
         ]
-        is_uniform = option.partition_by == PartitionByType.UNIFORM.value
-        self.needs = _C.PlannerParts(of_shards, is_uniform)
+        self.needs = _C.PlannerParts(of_shards, _spread(option))
         self.is_placed = is_placed(option)
         self.hbm, self.host = self.needs.hbm, self.needs.host
         self.time = self.needs.time
@@ -70,14 +78,25 @@ def rooms_of(topology: Topology) -> Rooms:
     return Rooms(
         [min(device.storage.hbm, _ENDLESS) for device in topology.devices],
         [min(device.storage.ddr, _ENDLESS) for device in topology.devices],
+        # Older TorchRecs know no groups of hosts.
+        getattr(topology, "intra_group_size", topology.local_world_size),
     )
+
+
+def _spread(option: ShardingOption) -> _C.PlannerSpread:
+    if option.sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+        return _C.PlannerSpread.ONE_HOST
+    return _SPREADS[option.partition_by]
 
 
 def is_placed(option: ShardingOption) -> bool:
     """Whether :func:`pack` supports the way in which the option's shards are assigned."""
-    kind = option.partition_by
-    is_free = kind == PartitionByType.DEVICE.value and option.dependency is None
-    return kind == PartitionByType.UNIFORM.value or is_free
+    return option.partition_by == PartitionByType.UNIFORM.value or option.dependency is None
+
+
+def is_by_host(option: ShardingOption) -> bool:
+    """Whether shards of the option must be on one host."""
+    return option.partition_by in (PartitionByType.HOST.value, PartitionByType.MULTI_HOST.value)
 
 
 def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from torchrec.distributed.planner.types import PartitionByType, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_hkv.planner.packing import Parts
 
@@ -51,9 +51,7 @@ class Corners:
 
 def spares(other: Sized, sized: Sized) -> bool:
     """Whether ``other`` fits wherever ``sized`` fits."""
-    kinds = (PartitionByType.UNIFORM.value, PartitionByType.DEVICE.value)
-    kind = sized.option.partition_by
-    if other.option.partition_by != kind or kind not in kinds:
+    if other.parts.needs.spread != sized.parts.needs.spread:
         return False
     return other.parts.needs.fits_where(sized.parts.needs)
 
