@@ -18,7 +18,8 @@ struct Need {
 enum class Spread {
   kAnyRank,    // each on any rank
   kAllRanks,   // on all ranks, in order
-  kHostRanks,  // blocks of as many shards as a host has ranks: each on the ranks of a host, in order
+  kHostRanks,  // blocks of as many shards as a host has ranks: each on the ranks of a host, in
+               // order
   kOneHost,    // on any ranks of one host
 };
 
