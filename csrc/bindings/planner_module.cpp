@@ -2,12 +2,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "planner/packing.h"
+#include "planner/patterns.h"
 #include "runtime/checks.h"
 
 namespace py = pybind11;
@@ -15,6 +17,7 @@ namespace py = pybind11;
 namespace torchrec_hkv::bindings {
 namespace {
 
+using planner::Choices;
 using planner::Need;
 using planner::Parts;
 using planner::Placement;
@@ -50,10 +53,35 @@ class Rooms {
     return planner::slowest(options, *placement, rooms_.size());
   }
 
+  // The first pattern that fits: an option for each table.
+  std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
+    std::optional<std::vector<int>> found;
+    std::vector<const Parts*> options(tables.size());
+    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+      for (size_t at = 0; at < tables.size(); ++at) options[at] = &tables[at]->at(chosen[at]);
+      if (fits(options)) found = chosen;
+      return found.has_value();
+    });
+    return found;
+  }
+  std::vector<std::vector<int>> patterns(const std::vector<const Choices*>& tables) const {
+    std::vector<std::vector<int>> found;
+    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+      found.push_back(chosen);
+      return false;
+    });
+    return found;
+  }
+
  private:
   std::vector<planner::Room> rooms_;
   int per_host_;
 };
+
+Choices make_choices(const std::vector<std::shared_ptr<Parts>>& options) {
+  TORCH_CHECK_VALUE(!options.empty(), "a table has no options, but must have at least one.");
+  return Choices({options.begin(), options.end()});
+}
 
 Parts make_parts(const std::vector<std::tuple<int64_t, int64_t, double>>& needs, Spread spread) {
   std::vector<Need> made;
@@ -69,7 +97,7 @@ void define_planner(py::module_& m) {
       .value("ALL_RANKS", Spread::kAllRanks)
       .value("HOST_RANKS", Spread::kHostRanks)
       .value("ONE_HOST", Spread::kOneHost);
-  py::class_<Parts>(m, "PlannerParts")
+  py::class_<Parts, std::shared_ptr<Parts>>(m, "PlannerParts")
       .def(py::init(&make_parts), py::arg("needs"), py::arg("spread"))
       .def("fits_where", &Parts::fits_where, py::arg("other"))
       .def("__len__", [](const Parts& parts) { return parts.needs.size(); })
@@ -79,11 +107,14 @@ void define_planner(py::module_& m) {
       .def_readonly("most_hbm", &Parts::most_hbm)
       .def_readonly("most_bytes", &Parts::most_bytes)
       .def_readonly("time", &Parts::time);
+  py::class_<Choices>(m, "PlannerChoices").def(py::init(&make_choices), py::arg("options"));
   py::class_<Rooms>(m, "PlannerRooms")
       .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, int>(),
            py::arg("hbm"), py::arg("host"), py::arg("per_host"))
       .def("pack", &Rooms::pack, py::arg("options"), py::arg("fast"))
       .def("fits", &Rooms::fits, py::arg("options"))
+      .def("fitting", &Rooms::fitting, py::arg("tables"))
+      .def("patterns", &Rooms::patterns, py::arg("tables"))
       .def("fastest", &Rooms::fastest, py::arg("options"));
 }
 

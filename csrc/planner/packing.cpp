@@ -157,6 +157,7 @@ Parts::Parts(std::vector<Need> shards, Spread spread) : needs(std::move(shards))
     host = added(host, need.host);
     time += need.time;
     most_hbm = std::max(most_hbm, need.hbm);
+    most_host = std::max(most_host, need.host);
     most_bytes = std::max(most_bytes, added(need.hbm, need.host));
   }
 }

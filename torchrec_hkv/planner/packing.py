@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.types import PartitionByType, ShardingOption, Topology
 from torchrec.distributed.types import ShardingType
@@ -60,17 +61,47 @@ class Parts:
         """Number of shards."""
         return len(self.needs)
 
-    def size(self, in_hbm: bool, first_largest: bool) -> tuple[int, int]:
-        """Sort key: the bytes of all shards and of the largest one.
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sort key: the bytes of the largest shard, then of all shards."""
+        return self.needs.most_bytes, self.hbm + self.host
 
-        Args:
-            in_hbm: whether only HBM counts.
-            first_largest: whether the largest shard comes first.
+
+class Sums:
+    """Sums over the options of plans. Those of a plan that differs in a few options from the plan
+    before take few additions."""
+
+    def __init__(self, parts: Callable[[ShardingOption], Parts]) -> None:
         """
-        needs = self.needs
-        largest = needs.most_hbm if in_hbm else needs.most_bytes
-        total = self.hbm if in_hbm else self.hbm + self.host
-        return (largest, total) if first_largest else (total, largest)
+        Args:
+            parts: returns the needs of an option.
+        """
+        self._parts = parts
+        self._plan: list[ShardingOption] = []
+        self._sums = (0, 0, 0, 0.0)
+
+    def of(self, plan: Sequence[ShardingOption]) -> tuple[int, int, int, float]:
+        """Bytes of HBM and of host memory, shards, and time."""
+        before = self._plan
+        if len(before) != len(plan):
+            before, self._sums = [], (0, 0, 0, 0.0)
+        for old, new in itertools.zip_longest(before, plan):
+            if old is new:
+                continue
+            if old is not None:
+                self._add(self._parts(old), -1)
+            self._add(self._parts(new), 1)
+        self._plan = list(plan)
+        return self._sums
+
+    def _add(self, parts: Parts, times: int) -> None:
+        hbm, host, shards, took = self._sums
+        self._sums = (
+            hbm + times * parts.hbm,
+            host + times * parts.host,
+            shards + times * parts.num_shards,
+            took + times * parts.time,
+        )
 
 
 def rooms_of(topology: Topology) -> Rooms:
