@@ -6,7 +6,7 @@ namespace torchrec_hkv::planner {
 namespace {
 
 // Number of steps for each rank after which an exchange gives up.
-constexpr int kMostSteps = 16;
+constexpr int kMostSteps = 8;
 
 // Bytes that count as endless. Their sums fit in 64 bits.
 constexpr int64_t kEndless = int64_t{1} << 60;
@@ -40,14 +40,21 @@ Change best_change(int from, std::vector<Rank>& ranks,
     const int64_t gain = gain_of(ranks[from], ranks[to], hbm, host);
     if (gain > best.gain) best = {gain, moved, other, to};
   };
-  for (int to = 0; to < static_cast<int>(ranks.size()); ++to) {
+  std::vector<int> others;
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     // A rank that is full can't take more without lacking as much.
-    if (to == from || (ranks[to].hbm <= 0 && ranks[to].host <= 0)) continue;
+    if (rank != from && (ranks[rank].hbm > 0 || ranks[rank].host > 0)) others.push_back(rank);
+  }
+  std::stable_sort(others.begin(), others.end(), [&](int a, int b) {
+    return std::max(ranks[a].hbm, ranks[a].host) > std::max(ranks[b].hbm, ranks[b].host);
+  });
+  for (const int to : others) {
     for (Movable* moved : by_rank[from]) {
       offer(moved, nullptr, to);
       for (Movable* other : by_rank[to]) offer(moved, other, to);
       if (best.gain == all) return best;
     }
+    if (best.gain > all / 2) break;  // good enough: other ranks would take as long again
   }
   return best;
 }

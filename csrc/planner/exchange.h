@@ -15,8 +15,8 @@ struct Movable {
 };
 
 // Moves shards, or swaps two, as long as this lessens the memory that is missing. In each step the
-// best of these changes is made for the rank that lacks most. For s shards on r ranks, a step takes
-// a time of s^2 / r.
+// best of these changes is made for the rank that lacks most, or one that provides half of it. For
+// s shards on r ranks, a step takes a time of s^2 / r.
 //
 // ranks: free memory, less than nothing where it is missing.
 // Returns whether nothing is missing.

@@ -35,7 +35,7 @@ class Fastest {
       return;
     }
     const Unit& unit = units_[sites_.num_placed()];
-    for (const int site : sites_.all(unit, true)) {
+    for (const int site : sites_.all(unit)) {
       sites_.take(unit, site);
       go_on();
       sites_.free(unit);
@@ -49,7 +49,7 @@ class Fastest {
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
-std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool by_time) {
+std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
   struct Step {
     bool listed = false;      // whether `others` is set
     std::vector<int> others;  // sites still to be tried, the last first
@@ -65,12 +65,12 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool by_tim
     int site = -1;
     if (!back) {
       steps.emplace_back();
-      site = sites.first(unit, by_time);
+      site = sites.first(unit);
     } else {
       Step& step = steps.back();
       if (!step.listed) {
         step.listed = true;
-        step.others = sites.all(unit, by_time);
+        step.others = sites.all(unit);
         std::reverse(step.others.begin(), step.others.end());
         step.others.pop_back();  // was tried
       }
@@ -97,7 +97,7 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool by_tim
 std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites) {
   bool all_fit = true;
   for (const Unit& unit : units) {
-    const int site = sites.first(unit, false);
+    const int site = sites.first(unit);
     if (site >= 0) {
       sites.take(unit, site);
     } else if (unit.spread == Spread::kAnyRank) {
@@ -203,14 +203,15 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
                    [](const Unit& a, const Unit& b) { return a.size > b.size; });
   const bool has_hosts = std::any_of(
       units.begin(), units.end(), [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
-  const Sites sites(std::move(ranks), per_host, has_hosts);
+  const Sites by_time(ranks, per_host, has_hosts, true);
+  const Sites by_memory(std::move(ranks), per_host, has_hosts, false);
   std::vector<int> found;
   if (fast && !has_hosts && units.size() <= kFewShards) {
-    found = Fastest(units, sites).run();
+    found = Fastest(units, by_time).run();
   } else {
-    if (fast) found = search(units, sites, true);
-    if (found.empty()) found = exchanged(units, sites);
-    if (found.empty() && units.size() <= kManyUnits) found = search(units, sites, false);
+    if (fast) found = search(units, by_time);
+    if (found.empty()) found = exchanged(units, by_memory);
+    if (found.empty() && units.size() <= kManyUnits) found = search(units, by_memory);
   }
   if (found.empty() && !units.empty()) return std::nullopt;
   auto rank = found.begin();

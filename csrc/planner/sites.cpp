@@ -1,13 +1,20 @@
 #include "planner/sites.h"
 
 #include <algorithm>
-#include <tuple>
+#include <utility>
 
 namespace torchrec_hkv::planner {
 
-bool is_preferred(const Rank& a, const Rank& b, bool by_time) {
-  if (by_time) return a.time < b.time;
-  return std::tuple(-a.hbm, -a.host, a.time) < std::tuple(-b.hbm, -b.host, b.time);
+Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time)
+    : ranks_(std::move(ranks)), per_host_(per_host), has_hosts_(has_hosts), by_time_(by_time) {
+  if (by_time) return;
+  for (Rank& rank : ranks_) rank.time = 0;
+}
+
+// Ranks are preferred by their time, or the emptiest first; of equal ones the first.
+bool Sites::is_preferred(const Rank& a, const Rank& b) const {
+  if (by_time_) return a.time < b.time;
+  return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
 }
 
 double Sites::slowest() const {
@@ -16,9 +23,9 @@ double Sites::slowest() const {
   return most;
 }
 
-int Sites::first(const Unit& unit, bool by_time) {
+int Sites::first(const Unit& unit) {
   if (unit.spread != Spread::kAnyRank) {
-    for (const int site : hosts(unit, by_time)) {
+    for (const int site : hosts(unit)) {
       if (take(unit, site)) {
         free(unit);
         return site;
@@ -29,19 +36,19 @@ int Sites::first(const Unit& unit, bool by_time) {
   int found = -1;
   for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
     if (!ranks_[r].has(*unit.needs)) continue;
-    if (found < 0 || is_preferred(ranks_[r], ranks_[found], by_time)) found = r;
+    if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
   }
   return found;
 }
 
-std::vector<int> Sites::all(const Unit& unit, bool by_time) {
+std::vector<int> Sites::all(const Unit& unit) {
   std::vector<int> found;
   const auto add = [&](int site) {
     const auto is_equal = [&](int other) { return are_equal(unit, site, other); };
     if (std::none_of(found.begin(), found.end(), is_equal)) found.push_back(site);
   };
   if (unit.spread != Spread::kAnyRank) {
-    for (const int site : hosts(unit, by_time)) {
+    for (const int site : hosts(unit)) {
       if (!take(unit, site)) continue;
       free(unit);
       add(site);
@@ -52,7 +59,7 @@ std::vector<int> Sites::all(const Unit& unit, bool by_time) {
     if (ranks_[r].has(*unit.needs)) add(r);
   }
   std::stable_sort(found.begin(), found.end(),
-                   [&](int a, int b) { return is_preferred(ranks_[a], ranks_[b], by_time); });
+                   [&](int a, int b) { return is_preferred(ranks_[a], ranks_[b]); });
   return found;
 }
 
@@ -92,7 +99,7 @@ void Sites::free(const Unit& unit) {
 void Sites::put(const Need& need, int rank) {
   taken_.push_back(rank);
   before_.push_back(ranks_[rank].time);
-  ranks_[rank].take(need);
+  ranks_[rank].take(by_time_ ? need : Need{need.hbm, need.host, 0});
 }
 
 void Sites::undo(const Unit& unit, size_t begin) {
@@ -103,18 +110,18 @@ void Sites::undo(const Unit& unit, size_t begin) {
   }
 }
 
-// The rank of a host with the least time, of those with enough memory; -1 if there is none.
+// The preferred rank of a host, of those with enough memory; -1 if there is none.
 int Sites::in_host(const Need& need, int host) const {
   int found = -1;
   for (int r = host * per_host_; r < (host + 1) * per_host_; ++r) {
-    if (ranks_[r].has(need) && (found < 0 || ranks_[r].time < ranks_[found].time)) found = r;
+    if (ranks_[r].has(need) && (found < 0 || is_preferred(ranks_[r], ranks_[found]))) found = r;
   }
   return found;
 }
 
 // Hosts on which a unit may be, the preferred first: by the time of all ranks together, or those
 // whose fullest rank is emptiest.
-std::vector<int> Sites::hosts(const Unit& unit, bool by_time) const {
+std::vector<int> Sites::hosts(const Unit& unit) const {
   std::vector<Rank> of_hosts;
   std::vector<int> order;
   for (int h = 0; h < static_cast<int>(ranks_.size()) / per_host_; ++h) {
@@ -130,7 +137,7 @@ std::vector<int> Sites::hosts(const Unit& unit, bool by_time) const {
     }
   }
   std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return is_preferred(of_hosts[a], of_hosts[b], by_time); });
+                   [&](int a, int b) { return is_preferred(of_hosts[a], of_hosts[b]); });
   return order;
 }
 

@@ -44,9 +44,6 @@ struct Rank {
   }
 };
 
-// Ranks are preferred by their time, or the emptiest first; of equal ones the first.
-bool is_preferred(const Rank& a, const Rank& b, bool by_time);
-
 // What is placed in one step: a shard, or all shards that must be on one host.
 struct Unit {
   const Need* needs;
@@ -61,14 +58,15 @@ struct Unit {
 class Sites {
  public:
   // has_hosts: whether there are units that must be on one host.
-  Sites(std::vector<Rank> ranks, int per_host, bool has_hosts)
-      : ranks_(std::move(ranks)), per_host_(per_host), has_hosts_(has_hosts) {}
+  // by_time: whether ranks and hosts with little time are preferred, rather than empty ones. If
+  // not, times are zeros: what fits must not depend on whether times are known.
+  Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time);
 
   double slowest() const;
   // The preferred site with enough memory; -1 if there is none.
-  int first(const Unit& unit, bool by_time);
+  int first(const Unit& unit);
   // Sites with enough memory, the preferred first. Of equal ones only the first is listed.
-  std::vector<int> all(const Unit& unit, bool by_time);
+  std::vector<int> all(const Unit& unit);
   // Places a unit; false if there is not enough memory.
   bool take(const Unit& unit, int site);
   // Places a shard on the rank with the most memory, which may become less than nothing.
@@ -82,15 +80,16 @@ class Sites {
   const std::vector<Rank>& ranks() const { return ranks_; }
 
  private:
+  bool is_preferred(const Rank& a, const Rank& b) const;
   void put(const Need& need, int rank);
   void undo(const Unit& unit, size_t begin);
   int in_host(const Need& need, int host) const;
-  std::vector<int> hosts(const Unit& unit, bool by_time) const;
+  std::vector<int> hosts(const Unit& unit) const;
   bool are_equal(const Unit& unit, int a, int b) const;
 
   std::vector<Rank> ranks_;
   int per_host_;
-  bool has_hosts_;
+  bool has_hosts_, by_time_;
   std::vector<int> taken_;      // ranks of shards
   std::vector<double> before_;  // times of these ranks before
   std::vector<int> placed_;     // sites of units

@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 from torchrec.distributed.planner.types import (
     PartitionByType,
     ShardingOption,
@@ -68,28 +69,27 @@ def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Miss
         options: one option for each table.
         topology: topology with the memory available for tables.
     """
-    left = [Storage(device.storage.hbm, device.storage.ddr) for device in topology.devices]
+    left = np.array([[device.storage.hbm, device.storage.ddr] for device in topology.devices])
     held: dict[int, list[ShardingOption]] = defaultdict(list)
-    free: list[tuple[Storage, ShardingOption]] = []
+    free: list[tuple[tuple[int, int], ShardingOption]] = []
     for option in options:
         is_uniform = option.partition_by == PartitionByType.UNIFORM.value
         for rank, shard in enumerate(option.shards):
-            storage = shard.storage or Storage(0, 0)
+            needed = (0, 0) if (stored := shard.storage) is None else (stored.hbm, stored.ddr)
             if is_uniform:
-                left[rank] -= Storage(storage.hbm, storage.ddr)
+                left[rank] -= needed
                 held[rank].append(option)
             else:
-                free.append((storage, option))
-    for storage, option in sorted(free, key=lambda pair: -max(pair[0].hbm, pair[0].ddr)):
-        by_hbm = storage.hbm > 0
-        rank = max(range(len(left)), key=lambda r: left[r].hbm if by_hbm else left[r].ddr)
-        left[rank] -= Storage(storage.hbm, storage.ddr)
+                free.append((needed, option))
+    for needed, option in sorted(free, key=lambda pair: -max(pair[0])):
+        rank = int(left[:, 0 if needed[0] > 0 else 1].argmax())
+        left[rank] -= needed
         held[rank].append(option)
-    short = [rank for rank, room in enumerate(left) if room.hbm < 0 or room.ddr < 0]
+    short = [rank for rank, room in enumerate(left) if min(room) < 0]
     tables = {(option.path, option.name): option for rank in short for option in held[rank]}
     return Missing(
-        hbm=sum(max(-left[rank].hbm, 0) for rank in short),
-        host=sum(max(-left[rank].ddr, 0) for rank in short),
+        hbm=sum(max(-int(left[rank, 0]), 0) for rank in short),
+        host=sum(max(-int(left[rank, 1]), 0) for rank in short),
         tables=tuple(
             sorted(
                 tables.values(),

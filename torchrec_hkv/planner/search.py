@@ -78,8 +78,9 @@ class Search:
             self._checks = self._looks = 0
             best = self._best_of(tightest(scarce, count), count, forced, scarce[0])
             plans = [self._fastest(each.levels, each.options) for each in best]
-            if plans:
-                return min((plan for plan in plans if plan is not None), key=lambda p: p.time)
+            found = [plan for plan in plans if plan is not None]
+            if found:
+                return min(found, key=lambda plan: plan.time)
         return None
 
     def may_lose(self, unlisted: float = 0.0) -> set[Table] | None:
