@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -36,12 +37,7 @@ class Rooms {
   }
 
   std::optional<Placement> pack(const std::vector<const Parts*>& options, bool fast) const {
-    for (const Parts* parts : options) {
-      TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
-      TORCH_CHECK_VALUE(parts->spread != Spread::kAllRanks || parts->needs.size() == rooms_.size(),
-                        "an option for all ranks has ", parts->needs.size(),
-                        " shards, but there are ", rooms_.size(), " ranks.");
-    }
+    check(options);
     return planner::pack(options, rooms_, per_host_, fast);
   }
   bool fits(const std::vector<const Parts*>& options) const {
@@ -51,6 +47,26 @@ class Rooms {
     const std::optional<Placement> placement = pack(options, true);
     if (!placement) return std::nullopt;
     return planner::slowest(options, *placement, rooms_.size());
+  }
+
+  // Bytes of HBM and of host memory that are missing, and options on ranks that lack some.
+  std::tuple<int64_t, int64_t, std::vector<size_t>> missing(
+      const std::vector<const Parts*>& options) const {
+    check(options);
+    std::vector<planner::Room> left = rooms_;
+    const Placement placement = planner::overfill(options, left);
+    std::vector<size_t> found;
+    for (size_t at = 0; at < options.size(); ++at) {
+      const auto is_short = [&](int r) { return left[r].hbm < 0 || left[r].host < 0; };
+      const std::vector<int>& ranks = placement[at];
+      if (std::any_of(ranks.begin(), ranks.end(), is_short)) found.push_back(at);
+    }
+    int64_t hbm = 0, host = 0;
+    for (const planner::Room& room : left) {
+      hbm -= std::min<int64_t>(room.hbm, 0);
+      host -= std::min<int64_t>(room.host, 0);
+    }
+    return {hbm, host, std::move(found)};
   }
 
   // The first pattern that fits: an option for each table.
@@ -74,6 +90,15 @@ class Rooms {
   }
 
  private:
+  void check(const std::vector<const Parts*>& options) const {
+    for (const Parts* parts : options) {
+      TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
+      TORCH_CHECK_VALUE(parts->spread != Spread::kAllRanks || parts->needs.size() == rooms_.size(),
+                        "an option for all ranks has ", parts->needs.size(),
+                        " shards, but there are ", rooms_.size(), " ranks.");
+    }
+  }
+
   std::vector<planner::Room> rooms_;
   int per_host_;
 };
@@ -113,6 +138,7 @@ void define_planner(py::module_& m) {
            py::arg("hbm"), py::arg("host"), py::arg("per_host"))
       .def("pack", &Rooms::pack, py::arg("options"), py::arg("fast"))
       .def("fits", &Rooms::fits, py::arg("options"))
+      .def("missing", &Rooms::missing, py::arg("options"))
       .def("fitting", &Rooms::fitting, py::arg("tables"))
       .def("patterns", &Rooms::patterns, py::arg("tables"))
       .def("fastest", &Rooms::fastest, py::arg("options"));

@@ -221,6 +221,43 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   return placement;
 }
 
+Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms) {
+  struct Shard {
+    const Need* need;
+    int* rank;
+  };
+  Placement placement(options.size());
+  std::vector<Shard> free;
+  const auto put = [&](const Need& need, size_t rank) {
+    rooms[rank].hbm = subtracted(rooms[rank].hbm, need.hbm);
+    rooms[rank].host = subtracted(rooms[rank].host, need.host);
+  };
+  for (size_t at = 0; at < options.size(); ++at) {
+    const Parts& parts = *options[at];
+    placement[at].resize(parts.needs.size());
+    std::iota(placement[at].begin(), placement[at].end(), 0);
+    for (size_t i = 0; i < parts.needs.size(); ++i) {
+      if (parts.spread == Spread::kAllRanks) {
+        put(parts.needs[i], i);
+      } else {
+        free.push_back({&parts.needs[i], &placement[at][i]});
+      }
+    }
+  }
+  const auto size = [](const Shard& shard) { return std::max(shard.need->hbm, shard.need->host); };
+  std::stable_sort(free.begin(), free.end(),
+                   [&](const Shard& a, const Shard& b) { return size(a) > size(b); });
+  for (const Shard& shard : free) {
+    const auto has_less = [&](const Room& a, const Room& b) {
+      return shard.need->hbm > 0 ? a.hbm < b.hbm : a.host < b.host;
+    };
+    const auto most = std::max_element(rooms.begin(), rooms.end(), has_less);
+    *shard.rank = static_cast<int>(most - rooms.begin());
+    put(*shard.need, static_cast<size_t>(*shard.rank));
+  }
+  return placement;
+}
+
 double slowest(const std::vector<const Parts*>& options, const Placement& placement,
                size_t num_ranks) {
   std::vector<double> times(num_ranks);

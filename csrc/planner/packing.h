@@ -59,6 +59,11 @@ constexpr int kFewShards = 6;
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
                               const std::vector<Room>& rooms, int per_host, bool fast);
 
+// Where each shard is if it goes to the rank with the most memory, the largest shard first, though
+// that may become less than nothing. Shards that must be on one host are not kept together.
+// rooms: the free memory; what is left is returned here.
+Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms);
+
 // The time of a step on the slowest rank.
 double slowest(const std::vector<const Parts*>& options, const Placement& placement,
                size_t num_ranks);

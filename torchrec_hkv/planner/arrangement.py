@@ -17,6 +17,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_hkv.planner.budget import Missing, missing_bytes
 from torchrec_hkv.planner.levels import Level
 from torchrec_hkv.planner.packing import Parts, Sums, fits, is_by_host, rooms_of, slowest
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
@@ -161,6 +162,10 @@ class Arranger:
             return None
         finally:
             _forget_ranks(proposal)
+
+    def missing(self, proposal: Sequence[ShardingOption]) -> Missing:
+        """The memory that a plan lacks."""
+        return missing_bytes(proposal, self._topology, self._parts)
 
     def _parts(self, option: ShardingOption) -> Parts:
         """The needs of an option whose times are filled in."""

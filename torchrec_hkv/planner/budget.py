@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 from torchrec.distributed.planner.types import (
-    PartitionByType,
     ShardingOption,
     Storage,
     Topology,
 )
 
 from torchrec_hkv.planner.options import full_name, kernel_of
+from torchrec_hkv.planner.packing import Parts, rooms_of
 from torchrec_hkv.planner.report import format_bytes
 
 _MOST_NAMED = 5
@@ -62,41 +60,22 @@ def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[Shar
     return list(by_table.values())
 
 
-def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Missing:
+def missing_bytes(
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    parts: Callable[[ShardingOption], Parts] = Parts,
+) -> Missing:
     """Estimates missing memory: each shard, largest first, is placed where most memory is left.
 
     Args:
         options: one option for each table.
         topology: topology with the memory available for tables.
+        parts: returns the needs of an option.
     """
-    left = np.array([[device.storage.hbm, device.storage.ddr] for device in topology.devices])
-    held: dict[int, list[ShardingOption]] = defaultdict(list)
-    free: list[tuple[tuple[int, int], ShardingOption]] = []
-    for option in options:
-        is_uniform = option.partition_by == PartitionByType.UNIFORM.value
-        for rank, shard in enumerate(option.shards):
-            needed = (0, 0) if (stored := shard.storage) is None else (stored.hbm, stored.ddr)
-            if is_uniform:
-                left[rank] -= needed
-                held[rank].append(option)
-            else:
-                free.append((needed, option))
-    for needed, option in sorted(free, key=lambda pair: -max(pair[0])):
-        rank = int(left[:, 0 if needed[0] > 0 else 1].argmax())
-        left[rank] -= needed
-        held[rank].append(option)
-    short = [rank for rank, room in enumerate(left) if min(room) < 0]
-    tables = {(option.path, option.name): option for rank in short for option in held[rank]}
-    return Missing(
-        hbm=sum(max(-int(left[rank, 0]), 0) for rank in short),
-        host=sum(max(-int(left[rank, 1]), 0) for rank in short),
-        tables=tuple(
-            sorted(
-                tables.values(),
-                key=lambda option: -(option.total_storage.hbm + option.total_storage.ddr),
-            )
-        ),
-    )
+    needs = [parts(option).needs for option in options]
+    hbm, host, short = rooms_of(topology).missing(needs)
+    order = sorted(short, key=lambda at: -(needs[at].hbm + needs[at].host))
+    return Missing(hbm, host, tuple(options[at] for at in order))
 
 
 def refusal(missing: Missing, topology: Topology) -> str:
