@@ -1,17 +1,26 @@
 #include "planner/sites.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace torchrec_hkv::planner {
 
 Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time)
-    : ranks_(std::move(ranks)), per_host_(per_host), has_hosts_(has_hosts), by_time_(by_time) {
+    : ranks_(std::move(ranks)),
+      per_host_(per_host),
+      has_hosts_(has_hosts),
+      by_time_(by_time),
+      order_(ranks_.size()) {
+  std::iota(order_.begin(), order_.end(), 0);
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int a, int b) { return a % per_host < b % per_host; });
   if (by_time) return;
   for (Rank& rank : ranks_) rank.time = 0;
 }
 
-// Ranks are preferred by their time, or the emptiest first; of equal ones the first.
+// Ranks are preferred by their time, or the emptiest first; of equal ones, as in TorchRec, those
+// that come first on their host.
 bool Sites::is_preferred(const Rank& a, const Rank& b) const {
   if (by_time_) return a.time < b.time;
   return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
@@ -34,7 +43,7 @@ int Sites::first(const Unit& unit) {
     return -1;
   }
   int found = -1;
-  for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
+  for (const int r : order_) {
     if (!ranks_[r].has(*unit.needs)) continue;
     if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
   }
@@ -55,7 +64,7 @@ std::vector<int> Sites::all(const Unit& unit) {
     }
     return found;
   }
-  for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
+  for (const int r : order_) {
     if (ranks_[r].has(*unit.needs)) add(r);
   }
   std::stable_sort(found.begin(), found.end(),

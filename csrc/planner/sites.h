@@ -90,6 +90,7 @@ class Sites {
   std::vector<Rank> ranks_;
   int per_host_;
   bool has_hosts_, by_time_;
+  std::vector<int> order_;      // of ranks: the first of each host, the second of each, and so on
   std::vector<int> taken_;      // ranks of shards
   std::vector<double> before_;  // times of these ranks before
   std::vector<int> placed_;     // sites of units
