@@ -1,4 +1,11 @@
-"""Tries levels of loss for the tables that lose something, with all others whole."""
+"""Tries levels of loss for the tables that lose something, with all others whole.
+
+An arrangement of n tables with s shards on r ranks takes a time of n + s * r, and s^2 / r more for
+each exchange of shards. For k tables with up to m levels that lose, the first answer takes 24
+arrangements, and each pass over single tables k * log(m). A pass over pairs takes k^2 * log(m),
+less those that the memory of all ranks together excludes. For many tables the number of all
+arrangements is bounded (:mod:`torchrec_hkv.planner.search`).
+"""
 
 from __future__ import annotations
 
