@@ -2,12 +2,15 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "planner/packing.h"
+#include "planner/patterns.h"
 #include "runtime/checks.h"
 
 namespace py = pybind11;
@@ -15,28 +18,27 @@ namespace py = pybind11;
 namespace torchrec_hkv::bindings {
 namespace {
 
+using planner::Choices;
 using planner::Need;
 using planner::Parts;
 using planner::Placement;
+using planner::Spread;
 
 // Free memory of ranks.
 class Rooms {
  public:
-  Rooms(const std::vector<int64_t>& hbm, const std::vector<int64_t>& host) {
+  Rooms(const std::vector<int64_t>& hbm, const std::vector<int64_t>& host, int per_host)
+      : per_host_(per_host) {
     TORCH_CHECK_VALUE(!hbm.empty() && hbm.size() == host.size(), "hbm has ", hbm.size(),
                       " ranks and host ", host.size(),
                       ", but both must have the same, at least 1.");
+    TORCH_CHECK_VALUE(per_host >= 1, "per_host is ", per_host, ", but must be at least 1.");
     for (size_t r = 0; r < hbm.size(); ++r) rooms_.push_back({hbm[r], host[r]});
   }
 
   std::optional<Placement> pack(const std::vector<const Parts*>& options, bool fast) const {
-    for (const Parts* parts : options) {
-      TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
-      TORCH_CHECK_VALUE(!parts->is_uniform || parts->needs.size() == rooms_.size(),
-                        "an option for all ranks has ", parts->needs.size(),
-                        " shards, but there are ", rooms_.size(), " ranks.");
-    }
-    return planner::pack(options, rooms_, fast);
+    check(options);
+    return planner::pack(options, rooms_, per_host_, fast);
   }
   bool fits(const std::vector<const Parts*>& options) const {
     return pack(options, false).has_value();
@@ -47,34 +49,98 @@ class Rooms {
     return planner::slowest(options, *placement, rooms_.size());
   }
 
+  // Bytes of HBM and of host memory that are missing, and options on ranks that lack some.
+  std::tuple<int64_t, int64_t, std::vector<size_t>> missing(
+      const std::vector<const Parts*>& options) const {
+    check(options);
+    std::vector<planner::Room> left = rooms_;
+    const Placement placement = planner::overfill(options, left);
+    std::vector<size_t> found;
+    for (size_t at = 0; at < options.size(); ++at) {
+      const auto is_short = [&](int r) { return left[r].hbm < 0 || left[r].host < 0; };
+      const std::vector<int>& ranks = placement[at];
+      if (std::any_of(ranks.begin(), ranks.end(), is_short)) found.push_back(at);
+    }
+    int64_t hbm = 0, host = 0;
+    for (const planner::Room& room : left) {
+      hbm -= std::min<int64_t>(room.hbm, 0);
+      host -= std::min<int64_t>(room.host, 0);
+    }
+    return {hbm, host, std::move(found)};
+  }
+
+  // The first pattern that fits: an option for each table.
+  std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
+    std::optional<std::vector<int>> found;
+    std::vector<const Parts*> options(tables.size());
+    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+      for (size_t at = 0; at < tables.size(); ++at) options[at] = &tables[at]->at(chosen[at]);
+      if (fits(options)) found = chosen;
+      return found.has_value();
+    });
+    return found;
+  }
+  std::vector<std::vector<int>> patterns(const std::vector<const Choices*>& tables) const {
+    std::vector<std::vector<int>> found;
+    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+      found.push_back(chosen);
+      return false;
+    });
+    return found;
+  }
+
  private:
+  void check(const std::vector<const Parts*>& options) const {
+    for (const Parts* parts : options) {
+      TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
+      TORCH_CHECK_VALUE(parts->spread != Spread::kAllRanks || parts->needs.size() == rooms_.size(),
+                        "an option for all ranks has ", parts->needs.size(),
+                        " shards, but there are ", rooms_.size(), " ranks.");
+    }
+  }
+
   std::vector<planner::Room> rooms_;
+  int per_host_;
 };
 
-Parts make_parts(const std::vector<std::tuple<int64_t, int64_t, double>>& needs, bool is_uniform) {
+Choices make_choices(const std::vector<std::shared_ptr<Parts>>& options) {
+  TORCH_CHECK_VALUE(!options.empty(), "a table has no options, but must have at least one.");
+  return Choices({options.begin(), options.end()});
+}
+
+Parts make_parts(const std::vector<std::tuple<int64_t, int64_t, double>>& needs, Spread spread) {
   std::vector<Need> made;
   for (const auto& [hbm, host, time] : needs) made.push_back({hbm, host, time});
-  return Parts(std::move(made), is_uniform);
+  return Parts(std::move(made), spread);
 }
 
 }  // namespace
 
 void define_planner(py::module_& m) {
-  py::class_<Parts>(m, "PlannerParts")
-      .def(py::init(&make_parts), py::arg("needs"), py::arg("is_uniform"))
+  py::enum_<Spread>(m, "PlannerSpread")
+      .value("ANY_RANK", Spread::kAnyRank)
+      .value("ALL_RANKS", Spread::kAllRanks)
+      .value("HOST_RANKS", Spread::kHostRanks)
+      .value("ONE_HOST", Spread::kOneHost);
+  py::class_<Parts, std::shared_ptr<Parts>>(m, "PlannerParts")
+      .def(py::init(&make_parts), py::arg("needs"), py::arg("spread"))
       .def("fits_where", &Parts::fits_where, py::arg("other"))
       .def("__len__", [](const Parts& parts) { return parts.needs.size(); })
-      .def_readonly("is_uniform", &Parts::is_uniform)
+      .def_readonly("spread", &Parts::spread)
       .def_readonly("hbm", &Parts::hbm)
       .def_readonly("host", &Parts::host)
       .def_readonly("most_hbm", &Parts::most_hbm)
       .def_readonly("most_bytes", &Parts::most_bytes)
       .def_readonly("time", &Parts::time);
+  py::class_<Choices>(m, "PlannerChoices").def(py::init(&make_choices), py::arg("options"));
   py::class_<Rooms>(m, "PlannerRooms")
-      .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&>(), py::arg("hbm"),
-           py::arg("host"))
+      .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, int>(),
+           py::arg("hbm"), py::arg("host"), py::arg("per_host"))
       .def("pack", &Rooms::pack, py::arg("options"), py::arg("fast"))
       .def("fits", &Rooms::fits, py::arg("options"))
+      .def("missing", &Rooms::missing, py::arg("options"))
+      .def("fitting", &Rooms::fitting, py::arg("tables"))
+      .def("patterns", &Rooms::patterns, py::arg("tables"))
       .def("fastest", &Rooms::fastest, py::arg("options"));
 }
 

@@ -3,87 +3,22 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <tuple>
+
+#include "planner/exchange.h"
+#include "planner/sites.h"
 
 namespace torchrec_hkv::planner {
 namespace {
 
-// Number of additional attempts to place a shard after which a search gives up; fewer if there are
-// many shards.
-constexpr size_t kManyShards = 64;
+// Number of units up to which a search goes back far; of additional attempts to place a unit after
+// which it gives up.
+constexpr size_t kManyUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
-
-// Sums of bytes may exceed 64 bits if the memory of ranks is taken as endless.
-int64_t added(int64_t a, int64_t b) {
-  int64_t sum;
-  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
-}
-int64_t subtracted(int64_t a, int64_t b) {
-  int64_t rest;
-  return __builtin_sub_overflow(a, b, &rest) ? std::numeric_limits<int64_t>::min() : rest;
-}
-
-struct Rank {
-  int64_t hbm;
-  int64_t host;
-  double time;
-
-  bool has(const Need& need) const { return hbm >= need.hbm && host >= need.host; }
-  void take(const Need& need) {
-    hbm = subtracted(hbm, need.hbm);
-    host = subtracted(host, need.host);
-    time += need.time;
-  }
-  // Undoes take(). before: the time before.
-  void free(const Need& need, double before) {
-    hbm += need.hbm;
-    host += need.host;
-    time = before;
-  }
-  bool equals(const Rank& other) const {
-    return hbm == other.hbm && host == other.host && time == other.time;
-  }
-};
-
-// Ranks are preferred by their time, or the emptiest first; of equal ones the first.
-bool is_preferred(const Rank& a, const Rank& b, bool by_time) {
-  if (by_time) return a.time < b.time;
-  return std::tuple(-a.hbm, -a.host, a.time) < std::tuple(-b.hbm, -b.host, b.time);
-}
-
-int first_rank(const std::vector<Rank>& ranks, const Need& need, bool by_time) {
-  int found = -1;
-  for (int r = 0; r < static_cast<int>(ranks.size()); ++r) {
-    if (!ranks[r].has(need)) continue;
-    if (found < 0 || is_preferred(ranks[r], ranks[found], by_time)) found = r;
-  }
-  return found;
-}
-
-// Ranks with enough memory, the preferred first. Of equal ranks only the first is listed.
-std::vector<int> fitting_ranks(const std::vector<Rank>& ranks, const Need& need, bool by_time) {
-  std::vector<int> found;
-  for (int r = 0; r < static_cast<int>(ranks.size()); ++r) {
-    if (!ranks[r].has(need)) continue;
-    const auto is_equal = [&](int other) { return ranks[r].equals(ranks[other]); };
-    if (std::none_of(found.begin(), found.end(), is_equal)) found.push_back(r);
-  }
-  std::stable_sort(found.begin(), found.end(),
-                   [&](int a, int b) { return is_preferred(ranks[a], ranks[b], by_time); });
-  return found;
-}
-
-double slowest_of(const std::vector<Rank>& ranks) {
-  double most = 0;
-  for (const Rank& rank : ranks) most = std::max(most, rank.time);
-  return most;
-}
 
 // Branch and bound over all assignments.
 class Fastest {
  public:
-  Fastest(const std::vector<Need>& needs, std::vector<Rank> ranks)
-      : needs_(needs), ranks_(std::move(ranks)) {}
+  Fastest(const std::vector<Unit>& units, Sites sites) : units_(units), sites_(std::move(sites)) {}
 
   std::vector<int> run() {
     go_on();
@@ -92,91 +27,137 @@ class Fastest {
 
  private:
   void go_on() {
-    const double time = slowest_of(ranks_);
+    const double time = sites_.slowest();
     if (time >= least_) return;
-    if (taken_.size() == needs_.size()) {
+    if (sites_.num_placed() == units_.size()) {
       least_ = time;
-      best_ = taken_;
+      best_ = sites_.taken();
       return;
     }
-    const Need& need = needs_[taken_.size()];
-    for (const int r : fitting_ranks(ranks_, need, true)) {
-      const double before = ranks_[r].time;
-      ranks_[r].take(need);
-      taken_.push_back(r);
+    const Unit& unit = units_[sites_.num_placed()];
+    for (const int site : sites_.all(unit)) {
+      sites_.take(unit, site);
       go_on();
-      taken_.pop_back();
-      ranks_[r].free(need, before);
+      sites_.free(unit);
     }
   }
 
-  const std::vector<Need>& needs_;
-  std::vector<Rank> ranks_;
+  const std::vector<Unit>& units_;
+  Sites sites_;
   double least_ = std::numeric_limits<double>::infinity();
-  std::vector<int> taken_, best_;
+  std::vector<int> best_;
 };
 
-// Depth-first search in the order of the shards. Empty if it fails.
-std::vector<int> search(const std::vector<Need>& needs, std::vector<Rank> ranks, bool by_time) {
+// Depth-first search in the order of the units. Empty if it fails.
+std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
   struct Step {
-    int rank;
-    double time;              // of the rank before
     bool listed = false;      // whether `others` is set
-    std::vector<int> others;  // ranks still to be tried, the last first
+    std::vector<int> others;  // sites still to be tried, the last first
   };
   std::vector<Step> steps;
   bool back = false;
-  const int64_t more = needs.size() <= kManyShards ? kMostAttempts : kFewerAttempts;
-  for (int64_t i = static_cast<int64_t>(needs.size()) + more; i > 0; --i) {
-    // After a step back the last step has no rank.
+  const int64_t more = units.size() <= kManyUnits ? kMostAttempts : kFewerAttempts;
+  for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
+    // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
-    if (depth == needs.size()) {
-      std::vector<int> taken;
-      for (const Step& step : steps) taken.push_back(step.rank);
-      return taken;
-    }
-    const Need& need = needs[depth];
-    int rank = -1;
+    if (depth == units.size()) return sites.taken();
+    const Unit& unit = units[depth];
+    int site = -1;
     if (!back) {
       steps.emplace_back();
-      rank = first_rank(ranks, need, by_time);
+      site = sites.first(unit);
     } else {
       Step& step = steps.back();
       if (!step.listed) {
         step.listed = true;
-        step.others = fitting_ranks(ranks, need, by_time);
+        step.others = sites.all(unit);
         std::reverse(step.others.begin(), step.others.end());
         step.others.pop_back();  // was tried
       }
       if (!step.others.empty()) {
-        rank = step.others.back();
+        site = step.others.back();
         step.others.pop_back();
       }
     }
-    if (rank >= 0) {
-      steps.back().rank = rank;
-      steps.back().time = ranks[rank].time;
-      ranks[rank].take(need);
+    if (site >= 0) {
+      sites.take(unit, site);
       back = false;
       continue;
     }
     steps.pop_back();
     if (steps.empty()) return {};
-    ranks[steps.back().rank].free(needs[depth - 1], steps.back().time);
+    sites.free(units[depth - 1]);
     back = true;
   }
   return {};
 }
 
+// Places units, the largest first, where most memory is left, and then exchanges shards that do not
+// fit. Empty if it fails.
+std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites) {
+  bool all_fit = true;
+  for (const Unit& unit : units) {
+    const int site = sites.first(unit);
+    if (site >= 0) {
+      sites.take(unit, site);
+    } else if (unit.spread == Spread::kAnyRank) {
+      sites.overflow(unit);
+      all_fit = false;
+    } else {
+      return {};
+    }
+  }
+  std::vector<int> placed = sites.taken();
+  if (all_fit) return placed;
+  std::vector<Movable> shards;
+  size_t position = 0;
+  for (const Unit& unit : units) {
+    if (unit.spread == Spread::kAnyRank) shards.push_back({unit.needs, placed[position], position});
+    position += unit.count;
+  }
+  std::vector<Rank> ranks = sites.ranks();
+  if (!exchange(ranks, shards)) return {};
+  for (const Movable& shard : shards) placed[shard.position] = shard.rank;
+  return placed;
+}
+
+// Adds the units of an option. False if its shards can't be given to hosts.
+bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
+               std::vector<Unit>& units) {
+  const Need* needs = parts.needs.data();
+  const size_t count = parts.needs.size();
+  const int64_t size = std::max(parts.hbm, parts.host);
+  if (parts.spread == Spread::kAnyRank) {
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t own = std::max(needs[i].hbm, needs[i].host);
+      units.push_back({needs + i, 1, parts.spread, option, i, own});
+    }
+    return true;
+  }
+  if (num_hosts == 0) return false;
+  if (parts.spread == Spread::kOneHost) {
+    units.push_back({needs, count, parts.spread, option, 0, size});
+    return true;
+  }
+  const size_t block = static_cast<size_t>(per_host);
+  if (count % block != 0) return false;
+  for (size_t i = 0; i < count / block; ++i) {
+    // Of one size, so that they are placed after one another.
+    units.push_back({needs + i * block, block, parts.spread, option, i * block, size,
+                     i % static_cast<size_t>(num_hosts)});
+  }
+  return true;
+}
+
 }  // namespace
 
-Parts::Parts(std::vector<Need> shards, bool uniform)
-    : needs(std::move(shards)), is_uniform(uniform) {
+Parts::Parts(std::vector<Need> shards, Spread spread) : needs(std::move(shards)), spread(spread) {
   for (const Need& need : needs) {
     hbm = added(hbm, need.hbm);
     host = added(host, need.host);
     time += need.time;
     most_hbm = std::max(most_hbm, need.hbm);
+    most_host = std::max(most_host, need.host);
     most_bytes = std::max(most_bytes, added(need.hbm, need.host));
   }
 }
@@ -190,26 +171,22 @@ bool Parts::fits_where(const Parts& other) const {
 }
 
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, bool fast) {
-  struct Free {
-    const Need* need;
-    size_t option;
-    size_t shard;
-  };
+                              const std::vector<Room>& rooms, int per_host, bool fast) {
   std::vector<Rank> ranks;
   for (const Room& room : rooms) ranks.push_back({room.hbm, room.host, 0.0});
+  const int num_hosts = static_cast<int>(ranks.size()) / per_host;
   Placement placement(options.size());
-  std::vector<Free> free;
+  std::vector<Unit> units;
   double hbm = 0, host = 0;
   for (size_t at = 0; at < options.size(); ++at) {
     const Parts& parts = *options[at];
     placement[at].resize(parts.needs.size());
-    if (parts.is_uniform) {
+    if (parts.spread == Spread::kAllRanks) {
       std::iota(placement[at].begin(), placement[at].end(), 0);
       for (size_t r = 0; r < parts.needs.size(); ++r) ranks[r].take(parts.needs[r]);
       continue;
     }
-    for (size_t i = 0; i < parts.needs.size(); ++i) free.push_back({&parts.needs[i], at, i});
+    if (!add_units(parts, at, num_hosts, per_host, units)) return std::nullopt;
     hbm += static_cast<double>(parts.hbm);
     host += static_cast<double>(parts.host);
   }
@@ -222,20 +199,62 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   // Sums of doubles are exact up to 2^53 bytes; the search decides beyond.
   constexpr double kRounding = 1 + 1e-12;
   if (hbm > has_hbm * kRounding || host > has_host * kRounding) return std::nullopt;
-  std::stable_sort(free.begin(), free.end(), [](const Free& a, const Free& b) {
-    return std::max(a.need->hbm, a.need->host) > std::max(b.need->hbm, b.need->host);
-  });
-  std::vector<Need> needs;
-  for (const Free& shard : free) needs.push_back(*shard.need);
+  std::stable_sort(units.begin(), units.end(),
+                   [](const Unit& a, const Unit& b) { return a.size > b.size; });
+  const bool has_hosts = std::any_of(
+      units.begin(), units.end(), [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
+  const Sites by_time(ranks, per_host, has_hosts, true);
+  const Sites by_memory(std::move(ranks), per_host, has_hosts, false);
   std::vector<int> found;
-  if (fast && needs.size() <= kFewShards) {
-    found = Fastest(needs, ranks).run();
+  if (fast && !has_hosts && units.size() <= kFewShards) {
+    found = Fastest(units, by_time).run();
   } else {
-    if (fast) found = search(needs, ranks, true);
-    if (found.empty()) found = search(needs, ranks, false);
+    if (fast) found = search(units, by_time);
+    if (found.empty()) found = exchanged(units, by_memory);
+    if (found.empty() && units.size() <= kManyUnits) found = search(units, by_memory);
   }
-  if (found.empty() && !needs.empty()) return std::nullopt;
-  for (size_t i = 0; i < free.size(); ++i) placement[free[i].option][free[i].shard] = found[i];
+  if (found.empty() && !units.empty()) return std::nullopt;
+  auto rank = found.begin();
+  for (const Unit& unit : units) {
+    for (size_t i = 0; i < unit.count; ++i) placement[unit.option][unit.shard + i] = *rank++;
+  }
+  return placement;
+}
+
+Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms) {
+  struct Shard {
+    const Need* need;
+    int* rank;
+  };
+  Placement placement(options.size());
+  std::vector<Shard> free;
+  const auto put = [&](const Need& need, size_t rank) {
+    rooms[rank].hbm = subtracted(rooms[rank].hbm, need.hbm);
+    rooms[rank].host = subtracted(rooms[rank].host, need.host);
+  };
+  for (size_t at = 0; at < options.size(); ++at) {
+    const Parts& parts = *options[at];
+    placement[at].resize(parts.needs.size());
+    std::iota(placement[at].begin(), placement[at].end(), 0);
+    for (size_t i = 0; i < parts.needs.size(); ++i) {
+      if (parts.spread == Spread::kAllRanks) {
+        put(parts.needs[i], i);
+      } else {
+        free.push_back({&parts.needs[i], &placement[at][i]});
+      }
+    }
+  }
+  const auto size = [](const Shard& shard) { return std::max(shard.need->hbm, shard.need->host); };
+  std::stable_sort(free.begin(), free.end(),
+                   [&](const Shard& a, const Shard& b) { return size(a) > size(b); });
+  for (const Shard& shard : free) {
+    const auto has_less = [&](const Room& a, const Room& b) {
+      return shard.need->hbm > 0 ? a.hbm < b.hbm : a.host < b.host;
+    };
+    const auto most = std::max_element(rooms.begin(), rooms.end(), has_less);
+    *shard.rank = static_cast<int>(most - rooms.begin());
+    put(*shard.need, static_cast<size_t>(*shard.rank));
+  }
   return placement;
 }
 

@@ -14,18 +14,27 @@ struct Need {
   double time;
 };
 
+// The ranks on which the shards of an option may be.
+enum class Spread {
+  kAnyRank,    // each on any rank
+  kAllRanks,   // on all ranks, in order
+  kHostRanks,  // blocks of as many shards as a host has ranks: each on the ranks of a host, in
+               // order
+  kOneHost,    // on any ranks of one host
+};
+
 // The needs of the shards of an option.
 struct Parts {
-  Parts(std::vector<Need> shards, bool uniform);
+  Parts(std::vector<Need> shards, Spread spread);
 
   // Whether each shard fits where the same shard of `other` fits.
   bool fits_where(const Parts& other) const;
 
   std::vector<Need> needs;
-  bool is_uniform;  // the shards go to all ranks, in order
+  Spread spread;
   // Over all shards, and of the largest one.
   int64_t hbm = 0, host = 0;
-  int64_t most_hbm = 0, most_bytes = 0;
+  int64_t most_hbm = 0, most_host = 0, most_bytes = 0;
   double time = 0;
 };
 
@@ -39,12 +48,21 @@ struct Room {
 using Placement = std::vector<std::vector<int>>;
 
 // Assigns each shard to a rank with enough memory. fast: minimizes the time of the slowest rank: by
-// comparing all assignments of up to kFewShards shards, else by a search that prefers ranks with
-// little time. Without `fast`, and where that fails, the search prefers ranks with much memory.
+// comparing all assignments of up to kFewShards shards if each may be on any rank, else by a search
+// that prefers ranks and hosts with little time. Without `fast`, and where that fails, the search
+// prefers those with much memory. Blocks of an option are on different hosts while there are any.
 // Nothing is returned if no assignment was found.
+//
+// rooms: of ranks, those of a host after one another.
+// per_host: number of ranks of a host. Ranks that are left over belong to no host.
 constexpr int kFewShards = 6;
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, bool fast);
+                              const std::vector<Room>& rooms, int per_host, bool fast);
+
+// Where each shard is if it goes to the rank with the most memory, the largest shard first, though
+// that may become less than nothing. Shards that must be on one host are not kept together.
+// rooms: the free memory; what is left is returned here.
+Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms);
 
 // The time of a step on the slowest rank.
 double slowest(const std::vector<const Parts*>& options, const Placement& placement,

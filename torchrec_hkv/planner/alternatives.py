@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.budget import missing_bytes
+from torchrec_hkv.planner.budget import Missing
 from torchrec_hkv.planner.options import kernel_of
 
 
@@ -15,7 +15,7 @@ def why_rejected(
     plan: Sequence[ShardingOption],
     options: Sequence[ShardingOption],
     refused: Mapping[str, str],
-    topology: Topology,
+    missing: Callable[[list[ShardingOption]], Missing],
     rating: Callable[[list[ShardingOption]], float | None],
     best: float,
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
@@ -31,7 +31,7 @@ def why_rejected(
         plan: the options of all tables.
         options: the table's options for all kernels.
         refused: kernels that can't serve the table, with the reason.
-        topology: topology with the memory available for tables.
+        missing: returns the memory that options lack.
         rating: returns the time of a step on the slowest rank; None if options do not fit.
         best: that of the plan.
         loses_more: whether the first option is ruled out because it loses more quality than the
@@ -49,11 +49,11 @@ def why_rejected(
                 continue
             own = [option for option in own if not loses_more(option, chosen)]
             own = _notable(own) if are_many else own
-            reasons[kernel] = _reason(own, others, best, topology, rating)
+            reasons[kernel] = _reason(own, others, best, missing, rating)
     whole = [option for option in options if loses_more(chosen, option)]
     if whole and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"
-        reasons[name] = _reason(whole, others, best, topology, rating)
+        reasons[name] = _reason(whole, others, best, missing, rating)
     return reasons
 
 
@@ -61,7 +61,7 @@ def _reason(
     options: Sequence[ShardingOption],
     others: Sequence[ShardingOption],
     best: float,
-    topology: Topology,
+    missing: Callable[[list[ShardingOption]], Missing],
     rating: Callable[[list[ShardingOption]], float | None],
 ) -> str:
     ratings = [
@@ -73,8 +73,8 @@ def _reason(
             f"{_ms(best)}"
         )
     least = min(
-        (missing_bytes([*others, option], topology) for option in options),
-        key=lambda missing: missing.hbm + missing.host,
+        (missing([*others, option]) for option in options),
+        key=lambda lacks: lacks.hbm + lacks.host,
     )
     return f"it does not fit: {least} are missing" if least else "it fits no arrangement on ranks"
 

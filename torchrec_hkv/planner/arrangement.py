@@ -17,10 +17,11 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_hkv.planner.budget import Missing, missing_bytes
 from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.packing import Parts, fits, is_placed, rooms_of, slowest
+from torchrec_hkv.planner.packing import Parts, Sums, fits, is_by_host, rooms_of, slowest
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
-from torchrec_hkv.planner.patterns import Corners, Sized, spares, spread_patterns
+from torchrec_hkv.planner.patterns import Choices, Sized, spares
 from torchrec_hkv.planner.proposer import GreedyProposer
 from torchrec_hkv.progress import advance
 
@@ -78,8 +79,8 @@ class Arranger:
         )
         # By the id of an option or level, which is kept so that the id stays its own.
         self._timed: dict[int, tuple[ShardingOption, Parts]] = {}
-        self._thinned: dict[int, tuple[Level, list[Sized]]] = {}
-        self._corners: dict[int, tuple[Level, Corners]] = {}
+        self._choices: dict[int, tuple[Level, Choices]] = {}
+        self._sums = Sums(self._parts)
         self._least_times: dict[int, tuple[Level, float]] = {}
 
     @property
@@ -122,7 +123,14 @@ class Arranger:
     def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
         """Options that fit, not necessarily fast ones; None if none were found."""
         advance(1)
-        for sized in self._combinations(levels):
+        tables = [self._choices_of(level) for level in levels]
+        are_few = math.prod(len(table.options) for table in tables) <= _MOST_FITS
+        if self._is_own and not are_few and all(table.are_placed for table in tables):
+            chosen = self._rooms.fitting([table.needs for table in tables])
+            if chosen is None:
+                return None
+            return [t.options[at].option for t, at in zip(tables, chosen, strict=True)]
+        for sized in self._combinations(tables, are_few):
             if sum(one.parts.hbm for one in sized) > self._hbm:
                 continue
             if sum(one.parts.host for one in sized) > self._host:
@@ -155,6 +163,10 @@ class Arranger:
         finally:
             _forget_ranks(proposal)
 
+    def missing(self, proposal: Sequence[ShardingOption]) -> Missing:
+        """The memory that a plan lacks."""
+        return missing_bytes(proposal, self._topology, self._parts)
+
     def _parts(self, option: ShardingOption) -> Parts:
         """The needs of an option whose times are filled in."""
         found = self._timed.get(id(option))
@@ -162,14 +174,12 @@ class Arranger:
             found = self._timed[id(option)] = (option, Parts(option))
         return found[1]
 
-    def can_improve(self, proposal: Iterable[ShardingOption], time: float) -> bool:
+    def can_improve(self, proposal: Sequence[ShardingOption], time: float) -> bool:
         """Whether a plan could fit and take no more than ``time`` if the ranks shared the load
         evenly."""
-        hbm = host = 0
-        took = 0.0
-        for option in proposal:
-            parts = self._parts(option)
-            hbm, host, took = hbm + parts.hbm, host + parts.host, took + parts.time
+        if not self._is_own:
+            return True
+        hbm, host, _, took = self._sums.of(proposal)
         return self._may_be(hbm, host, took, time)
 
     def _may_be(self, hbm: int, host: int, took: float, time: float) -> bool:
@@ -211,9 +221,8 @@ class Arranger:
         return self._improved(best, by_table, losses)
 
     def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """The options without those that take longer to place but, on one host, spread shards like
-        other options."""
-        kept = [option for option in options if self._several_hosts or is_placed(option)]
+        """The options without those that, on one host, spread shards like other options."""
+        kept = [option for option in options if self._several_hosts or not is_by_host(option)]
         return kept or options
 
     def _better(
@@ -255,11 +264,9 @@ class Arranger:
         while best is not before and left > 0:
             before = best
             for index, own in enumerate(before.options):
-                plan = best.options
-                others = [self._parts(option) for option in plan]
-                others.pop(index)
-                hbm, host = sum(p.hbm for p in others), sum(p.host for p in others)
-                took, shards = sum(p.time for p in others), sum(p.num_shards for p in others)
+                plan, current = best.options, self._parts(own)
+                hbm, host, shards, took = self._sums.of(plan)
+                hbm, host, took = hbm - current.hbm, host - current.host, took - current.time
                 for option in by_table[own.path, own.name]:
                     parts = self._parts(option)
                     if left <= 0 or not self._may_be(
@@ -271,36 +278,29 @@ class Arranger:
                     best = self._better(best, changed, losses) or best
         return best
 
-    def _sized(self, level: Level) -> list[Sized]:
+    def _choices_of(self, level: Level) -> Choices:
         """Options of a level, without those that need more memory than another on every rank."""
-        cached = self._thinned.get(id(level))
+        cached = self._choices.get(id(level))
         if cached is not None:
             return cached[1]
         kept: list[Sized] = []
         every = [Sized(option, Parts(option)) for option in level.options]
-        for sized in sorted(every, key=lambda sized: sized.parts.size(False, True)):
-            if not is_placed(sized.option) and not self._several_hosts:
+        for sized in sorted(every, key=lambda sized: sized.parts.size):
+            if is_by_host(sized.option) and not self._several_hosts:
                 continue  # on one host other types spread shards alike
             if not any(spares(other, sized) for other in kept):
                 kept.append(sized)
-        kept = kept or every
-        self._thinned[id(level)] = (level, kept)
-        return kept
+        found = Choices.of(kept or every)
+        self._choices[id(level)] = (level, found)
+        return found
 
-    def _corners_of(self, level: Level) -> Corners:
-        found = self._corners.get(id(level))
-        if found is None:
-            found = self._corners[id(level)] = (level, Corners.of(self._sized(level)))
-        return found[1]
-
-    def _combinations(self, levels: Sequence[Level]) -> Iterator[Sequence[Sized]]:
+    def _combinations(self, tables: Sequence[Choices], are_few: bool) -> Iterator[Sequence[Sized]]:
         """All combinations, or a few promising ones if there are too many."""
-        tables = [self._sized(level) for level in levels]
-        if math.prod(map(len, tables)) <= _MOST_FITS:
-            yield from itertools.product(*tables)
-        else:
-            corners = [self._corners_of(level) for level in levels]
-            yield from spread_patterns(corners, self._hbm, self._host)
+        if are_few:
+            yield from itertools.product(*(table.options for table in tables))
+            return
+        for chosen in self._rooms.patterns([table.needs for table in tables]):
+            yield [table.options[at] for table, at in zip(tables, chosen, strict=True)]
 
 
 def _forget_ranks(proposal: Iterable[ShardingOption]) -> None:

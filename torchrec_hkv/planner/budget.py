@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.types import (
-    PartitionByType,
     ShardingOption,
     Storage,
     Topology,
 )
 
 from torchrec_hkv.planner.options import full_name, kernel_of
+from torchrec_hkv.planner.packing import Parts, rooms_of
 from torchrec_hkv.planner.report import format_bytes
 
 _MOST_NAMED = 5
@@ -61,42 +60,22 @@ def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[Shar
     return list(by_table.values())
 
 
-def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Missing:
+def missing_bytes(
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    parts: Callable[[ShardingOption], Parts] = Parts,
+) -> Missing:
     """Estimates missing memory: each shard, largest first, is placed where most memory is left.
 
     Args:
         options: one option for each table.
         topology: topology with the memory available for tables.
+        parts: returns the needs of an option.
     """
-    left = [Storage(device.storage.hbm, device.storage.ddr) for device in topology.devices]
-    held: dict[int, list[ShardingOption]] = defaultdict(list)
-    free: list[tuple[Storage, ShardingOption]] = []
-    for option in options:
-        is_uniform = option.partition_by == PartitionByType.UNIFORM.value
-        for rank, shard in enumerate(option.shards):
-            storage = shard.storage or Storage(0, 0)
-            if is_uniform:
-                left[rank] -= Storage(storage.hbm, storage.ddr)
-                held[rank].append(option)
-            else:
-                free.append((storage, option))
-    for storage, option in sorted(free, key=lambda pair: -max(pair[0].hbm, pair[0].ddr)):
-        by_hbm = storage.hbm > 0
-        rank = max(range(len(left)), key=lambda r: left[r].hbm if by_hbm else left[r].ddr)
-        left[rank] -= Storage(storage.hbm, storage.ddr)
-        held[rank].append(option)
-    short = [rank for rank, room in enumerate(left) if room.hbm < 0 or room.ddr < 0]
-    tables = {(option.path, option.name): option for rank in short for option in held[rank]}
-    return Missing(
-        hbm=sum(max(-left[rank].hbm, 0) for rank in short),
-        host=sum(max(-left[rank].ddr, 0) for rank in short),
-        tables=tuple(
-            sorted(
-                tables.values(),
-                key=lambda option: -(option.total_storage.hbm + option.total_storage.ddr),
-            )
-        ),
-    )
+    needs = [parts(option).needs for option in options]
+    hbm, host, short = rooms_of(topology).missing(needs)
+    order = sorted(short, key=lambda at: -(needs[at].hbm + needs[at].host))
+    return Missing(hbm, host, tuple(options[at] for at in order))
 
 
 def refusal(missing: Missing, topology: Topology) -> str:

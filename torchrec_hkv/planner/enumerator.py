@@ -17,6 +17,7 @@ from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss, loss_of
 from torchrec_hkv.planner.options import (
     BackendShardingOption,
+    CopiedOption,
     balance,
     config_of,
     disadvantage,
@@ -202,7 +203,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                 if key not in waiting:
                     waiting[key] = self._served(option.name, option.sharding_type)
                 option = BackendShardingOption.of(option, waiting[key].pop(0))
-            named.append(option)
+            named.append(option if is_ours(option) else CopiedOption.like(option))
         return named
 
     def _served(self, name: str, sharding_type: str) -> list[Candidate]:

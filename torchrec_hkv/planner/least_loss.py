@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.arrangement import Arranged, Arranger
+from torchrec_hkv.planner.budget import Missing
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
 from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
@@ -61,6 +62,8 @@ class LeastLoss:
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
         self._rater: Arranger | None = None
+        #: Of many tables, those that were tried last.
+        self._may_lose: set[Table] | None = None
 
     @property
     def is_traded(self) -> bool:
@@ -75,7 +78,7 @@ class LeastLoss:
             space: the enumerated options.
         """
         # A new plan begins.
-        self._rater = None
+        self._rater = self._may_lose = None
         loss = self._enumerator().loss
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
@@ -95,6 +98,10 @@ class LeastLoss:
     def rating(self, proposal: list[ShardingOption]) -> float | None:
         """Rating of a plan; None if it does not fit."""
         return self._for_ratings().rating(proposal)
+
+    def missing(self, proposal: list[ShardingOption]) -> Missing:
+        """The memory that a plan lacks."""
+        return self._for_ratings().missing(proposal)
 
     def _for_ratings(self) -> Arranger:
         if self._rater is None:
@@ -157,6 +164,7 @@ class LeastLoss:
         more: int = 0,
         any_loss: bool = False,
         any_time: bool = False,
+        near: Sequence[ShardingOption] | None = None,
     ) -> Arranged | None:
         """The plan with the least loss.
 
@@ -165,6 +173,8 @@ class LeastLoss:
             more: additional bytes of memory, over all ranks.
             any_loss: whether to ignore bounds on losses.
             any_time: whether to ignore the bound on time.
+            near: the plan that was found for less memory. Of many tables, those that might lose
+                then are tried, with sizes near those in the plan.
         """
         room = _with_more(self._room(), more)
         most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
@@ -178,14 +188,18 @@ class LeastLoss:
         if not _are_many(space):
             return search(EVERY_VARIANT).least_loss()
         bounded = () if any_loss else self._bounded(space)
-        for tables in (self._candidates(space, search, bounded), None):
+        if near is not None:
+            around = Thinning.coarse(self._may_lose, bounded).refined(_chosen(near))
+            return search(around).least_loss()
+        self._may_lose = self._candidates(space, search, bounded)
+        for tables in (self._may_lose, None):
             # First with few sizes of each table, then with those next to the chosen ones.
             thinning = Thinning.coarse(tables, bounded)
             found, before = search(thinning).least_loss(), None
             for _ in range(_MOST_REFINED):
                 if found is None or found is before:
                     break
-                thinning = thinning.refined(_chosen(found))
+                thinning = thinning.refined(_chosen(found.options))
                 before, found = found, self._better(found, search(thinning).least_loss())
             if found is not None:
                 return found
@@ -231,16 +245,19 @@ class LeastLoss:
         bound = self._enumerator().most_loss
         return {(option.path, option.name) for option in space if bound(option) is not None}
 
-    def with_more(self, space: list[ShardingOption], more: int) -> Arranged | None:
+    def with_more(
+        self, space: list[ShardingOption], more: int, plan: Sequence[ShardingOption]
+    ) -> Arranged | None:
         """The plan with more memory.
 
         Args:
             space: the enumerated options.
             more: additional bytes of memory, over all ranks.
+            plan: the plan without them.
         """
         if self.is_traded and self._most_loss:
             return self._fastest(space, more)
-        return self.least(space, more)
+        return self.least(space, more, near=plan)
 
     def check_time(self, plan: list[ShardingOption]) -> None:
         """Raises if a plan exceeds the bound on time.
@@ -300,7 +317,7 @@ class LeastLoss:
             return None
         thinning = EVERY_VARIANT
         if _are_many(space):
-            thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(least))
+            thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(least.options))
         levels = self._levels(space, room, thinning=thinning)
         if any(not table.all for table in levels.values()):
             return None
@@ -327,9 +344,9 @@ class LeastLoss:
         return Arranger(room, self._partitioner, self._perf_model, fill_in, most_loss)
 
 
-def _chosen(plan: Arranged) -> dict[Table, BackendOptions]:
+def _chosen(plan: Sequence[ShardingOption]) -> dict[Table, BackendOptions]:
     """The options of tables on backends."""
-    return {(o.path, o.name): o.backend_options for o in plan.options if is_ours(o)}
+    return {(o.path, o.name): o.backend_options for o in plan if is_ours(o)}
 
 
 def _are_many(space: Sequence[ShardingOption]) -> bool:

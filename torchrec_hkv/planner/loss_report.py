@@ -41,7 +41,7 @@ def loss_reports(
     memory = "host memory" if room.compute_device == "cpu" else "HBM"
     wider: dict[Key, ShardingOption] = {}
     if any(rejected.get(key) for key in lossy):
-        found = least_loss.with_more(space, _GIB)
+        found = least_loss.with_more(space, _GIB, plan)
         wider = {} if found is None else {(o.path, o.name): o for o in found.options}
     return {
         key: LossReport(

@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Self, TypeGuard, TypeVar
 
 from torch import nn
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
@@ -32,7 +32,42 @@ _CONFIGS: weakref.WeakKeyDictionary[nn.Module, dict[str, BaseEmbeddingConfig]] =
 )
 
 
-class BackendShardingOption(ShardingOption):
+class CopiedOption(ShardingOption):
+    """A sharding option that is quickly copied: TorchRec's enumerator copies all options, with a
+    shard for each of many ranks."""
+
+    @classmethod
+    def like(cls, option: ShardingOption) -> Self:
+        """Makes it from an option of TorchRec's enumerator."""
+        made = cls.__new__(cls)
+        made.__dict__.update(option.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, object] | None) -> Self:
+        rest = copy.copy(self)
+        rest.shards = []
+        made = super(CopiedOption, rest).__deepcopy__(memo)
+        # Sizes are shared: they are not changed after the enumeration.
+        made.shards = [
+            Shard(each.size, each.offset, _clone(each.storage), _clone(each.perf), each.rank)
+            for each in self.shards
+        ]
+        return made
+
+
+_T = TypeVar("_T")
+
+
+def _clone(value: _T) -> _T:
+    """A copy of an object with plain attributes, without the work of the module ``copy``."""
+    if value is None:
+        return value
+    made = object.__new__(type(value))
+    made.__dict__.update(value.__dict__)
+    return made
+
+
+class BackendShardingOption(CopiedOption):
     """A sharding option for a table on a backend. TorchRec sees one kernel for all backends.
 
     Attributes:
@@ -57,8 +92,7 @@ class BackendShardingOption(ShardingOption):
     @classmethod
     def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
         """Makes it from an option of TorchRec's enumerator."""
-        made = cls.__new__(cls)
-        made.__dict__.update(option.__dict__)
+        made = cls.like(option)
         made.backend, made.backend_options = candidate.backend, candidate.options
         made.label, made.is_open = candidate.label, candidate.is_open
         return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.types import PartitionByType, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv import _C
 
@@ -13,6 +15,14 @@ _ENDLESS = 1 << 61
 
 #: Free memory of ranks.
 Rooms = _C.PlannerRooms
+
+#: The ranks on which the shards of an option may be.
+_SPREADS = {
+    PartitionByType.DEVICE.value: _C.PlannerSpread.ANY_RANK,
+    PartitionByType.UNIFORM.value: _C.PlannerSpread.ALL_RANKS,
+    PartitionByType.HOST.value: _C.PlannerSpread.HOST_RANKS,
+    PartitionByType.MULTI_HOST.value: _C.PlannerSpread.HOST_RANKS,
+}
 
 
 class Parts:
@@ -41,8 +51,7 @@ class Parts:
             )
             for shard in option.shards
         ]
-        is_uniform = option.partition_by == PartitionByType.UNIFORM.value
-        self.needs = _C.PlannerParts(of_shards, is_uniform)
+        self.needs = _C.PlannerParts(of_shards, _spread(option))
         self.is_placed = is_placed(option)
         self.hbm, self.host = self.needs.hbm, self.needs.host
         self.time = self.needs.time
@@ -52,17 +61,47 @@ class Parts:
         """Number of shards."""
         return len(self.needs)
 
-    def size(self, in_hbm: bool, first_largest: bool) -> tuple[int, int]:
-        """Sort key: the bytes of all shards and of the largest one.
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sort key: the bytes of the largest shard, then of all shards."""
+        return self.needs.most_bytes, self.hbm + self.host
 
-        Args:
-            in_hbm: whether only HBM counts.
-            first_largest: whether the largest shard comes first.
+
+class Sums:
+    """Sums over the options of plans. Those of a plan that differs in a few options from the plan
+    before take few additions."""
+
+    def __init__(self, parts: Callable[[ShardingOption], Parts]) -> None:
         """
-        needs = self.needs
-        largest = needs.most_hbm if in_hbm else needs.most_bytes
-        total = self.hbm if in_hbm else self.hbm + self.host
-        return (largest, total) if first_largest else (total, largest)
+        Args:
+            parts: returns the needs of an option.
+        """
+        self._parts = parts
+        self._plan: list[ShardingOption] = []
+        self._sums = (0, 0, 0, 0.0)
+
+    def of(self, plan: Sequence[ShardingOption]) -> tuple[int, int, int, float]:
+        """Bytes of HBM and of host memory, shards, and time."""
+        before = self._plan
+        if len(before) != len(plan):
+            before, self._sums = [], (0, 0, 0, 0.0)
+        for old, new in itertools.zip_longest(before, plan):
+            if old is new:
+                continue
+            if old is not None:
+                self._add(self._parts(old), -1)
+            self._add(self._parts(new), 1)
+        self._plan = list(plan)
+        return self._sums
+
+    def _add(self, parts: Parts, times: int) -> None:
+        hbm, host, shards, took = self._sums
+        self._sums = (
+            hbm + times * parts.hbm,
+            host + times * parts.host,
+            shards + times * parts.num_shards,
+            took + times * parts.time,
+        )
 
 
 def rooms_of(topology: Topology) -> Rooms:
@@ -70,14 +109,25 @@ def rooms_of(topology: Topology) -> Rooms:
     return Rooms(
         [min(device.storage.hbm, _ENDLESS) for device in topology.devices],
         [min(device.storage.ddr, _ENDLESS) for device in topology.devices],
+        # Older TorchRecs know no groups of hosts.
+        getattr(topology, "intra_group_size", topology.local_world_size),
     )
+
+
+def _spread(option: ShardingOption) -> _C.PlannerSpread:
+    if option.sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+        return _C.PlannerSpread.ONE_HOST
+    return _SPREADS[option.partition_by]
 
 
 def is_placed(option: ShardingOption) -> bool:
     """Whether :func:`pack` supports the way in which the option's shards are assigned."""
-    kind = option.partition_by
-    is_free = kind == PartitionByType.DEVICE.value and option.dependency is None
-    return kind == PartitionByType.UNIFORM.value or is_free
+    return option.partition_by == PartitionByType.UNIFORM.value or option.dependency is None
+
+
+def is_by_host(option: ShardingOption) -> bool:
+    """Whether shards of the option must be on one host."""
+    return option.partition_by in (PartitionByType.HOST.value, PartitionByType.MULTI_HOST.value)
 
 
 def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:

@@ -329,7 +329,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 plan,
                 by_table[chosen.path, chosen.name],
                 self._enumerator.refused[chosen.path, chosen.name],
-                room,
+                self._least_loss.missing,
                 self._least_loss.rating,
                 best,
                 self._loses_more,

@@ -1,0 +1,93 @@
+#include "planner/exchange.h"
+
+#include <algorithm>
+
+namespace torchrec_hkv::planner {
+namespace {
+
+// Number of steps for each rank after which an exchange gives up.
+constexpr int kMostSteps = 8;
+
+// Bytes that count as endless. Their sums fit in 64 bits.
+constexpr int64_t kEndless = int64_t{1} << 60;
+
+int64_t missing(int64_t hbm, int64_t host) {
+  const auto of = [](int64_t free) { return free >= 0 ? 0 : -std::max(free, -kEndless); };
+  return of(hbm) + of(host);
+}
+int64_t missing(const Rank& rank) { return missing(rank.hbm, rank.host); }
+
+struct Change {
+  int64_t gain = 0;  // how much less is missing
+  Movable* moved = nullptr;
+  Movable* other = nullptr;  // goes the other way; none if null
+  int to = -1;
+};
+
+// What is missing on two ranks less than before if one gives (hbm, host) to the other.
+int64_t gain_of(const Rank& from, const Rank& to, int64_t hbm, int64_t host) {
+  return missing(from) + missing(to) - missing(added(from.hbm, hbm), added(from.host, host)) -
+         missing(subtracted(to.hbm, hbm), subtracted(to.host, host));
+}
+
+Change best_change(int from, std::vector<Rank>& ranks,
+                   std::vector<std::vector<Movable*>>& by_rank) {
+  Change best;
+  const int64_t all = missing(ranks[from]);
+  const auto offer = [&](Movable* moved, Movable* other, int to) {
+    const int64_t hbm = moved->need->hbm - (other ? other->need->hbm : 0);
+    const int64_t host = moved->need->host - (other ? other->need->host : 0);
+    const int64_t gain = gain_of(ranks[from], ranks[to], hbm, host);
+    if (gain > best.gain) best = {gain, moved, other, to};
+  };
+  std::vector<int> others;
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
+    // A rank that is full can't take more without lacking as much.
+    if (rank != from && (ranks[rank].hbm > 0 || ranks[rank].host > 0)) others.push_back(rank);
+  }
+  std::stable_sort(others.begin(), others.end(), [&](int a, int b) {
+    return std::max(ranks[a].hbm, ranks[a].host) > std::max(ranks[b].hbm, ranks[b].host);
+  });
+  for (const int to : others) {
+    for (Movable* moved : by_rank[from]) {
+      offer(moved, nullptr, to);
+      for (Movable* other : by_rank[to]) offer(moved, other, to);
+      if (best.gain == all) return best;
+    }
+    if (best.gain > all / 2) break;  // good enough: other ranks would take as long again
+  }
+  return best;
+}
+
+void move(Movable* shard, int to, std::vector<Rank>& ranks,
+          std::vector<std::vector<Movable*>>& by_rank) {
+  auto& own = by_rank[shard->rank];
+  own.erase(std::find(own.begin(), own.end(), shard));
+  Rank& before = ranks[shard->rank];
+  before.free(*shard->need, before.time - shard->need->time);
+  ranks[to].take(*shard->need);
+  by_rank[to].push_back(shard);
+  shard->rank = to;
+}
+
+}  // namespace
+
+bool exchange(std::vector<Rank>& ranks, std::vector<Movable>& shards) {
+  std::vector<std::vector<Movable*>> by_rank(ranks.size());
+  for (Movable& shard : shards) {
+    if (shard.need->hbm > 0 || shard.need->host > 0) by_rank[shard.rank].push_back(&shard);
+  }
+  const auto lacks_less = [](const Rank& a, const Rank& b) { return missing(a) < missing(b); };
+  for (int step = 0; step < kMostSteps * static_cast<int>(ranks.size()); ++step) {
+    const auto most = std::max_element(ranks.begin(), ranks.end(), lacks_less);
+    if (missing(*most) == 0) return true;
+    const int from = static_cast<int>(most - ranks.begin());
+    const Change change = best_change(from, ranks, by_rank);
+    if (change.gain == 0) return false;
+    move(change.moved, change.to, ranks, by_rank);
+    if (change.other != nullptr) move(change.other, from, ranks, by_rank);
+  }
+  return false;
+}
+
+}  // namespace torchrec_hkv::planner

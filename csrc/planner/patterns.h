@@ -1,0 +1,46 @@
+// Combinations of options that are likely to fit, for many tables.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "planner/packing.h"
+
+namespace torchrec_hkv::planner {
+
+// The options of a table, and which are the most economical ones.
+class Choices {
+ public:
+  // options: at least one. Of equal ones the first is preferred.
+  explicit Choices(std::vector<std::shared_ptr<const Parts>> options);
+
+  const Parts& at(int option) const { return *options_[static_cast<size_t>(option)]; }
+  // The option that takes the least memory.
+  int whole() const { return whole_; }
+  // The option whose largest shard takes the least memory.
+  int spread() const { return spread_; }
+  // The same for HBM alone.
+  int whole_in_host() const { return whole_in_host_; }
+  int spread_in_host() const { return spread_in_host_; }
+  // The option with the least memory of those whose shards take no more than this. spread() if
+  // there is none.
+  int within(int64_t hbm, int64_t host) const;
+
+ private:
+  std::vector<std::shared_ptr<const Parts>> options_;
+  int whole_, spread_, whole_in_host_, spread_in_host_;
+};
+
+// Calls `fits` with combinations of options, by table, until it returns true. Only combinations
+// that fit into the memory of all ranks together are tried.
+//
+// Tables are spread over ranks so that no shard takes more than a part of a rank's memory, a
+// smaller and smaller one; then the largest tables as far as possible, more and more of them. This
+// is repeated with as many tables in host memory as needed, and with all of them.
+//
+// Returns whether a combination was found.
+bool find_pattern(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
+                  const std::function<bool(const std::vector<int>&)>& fits);
+
+}  // namespace torchrec_hkv::planner

@@ -1,0 +1,163 @@
+#include "planner/sites.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace torchrec_hkv::planner {
+
+Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time)
+    : ranks_(std::move(ranks)),
+      per_host_(per_host),
+      has_hosts_(has_hosts),
+      by_time_(by_time),
+      order_(ranks_.size()) {
+  std::iota(order_.begin(), order_.end(), 0);
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int a, int b) { return a % per_host < b % per_host; });
+  if (by_time) return;
+  for (Rank& rank : ranks_) rank.time = 0;
+}
+
+// Ranks are preferred by their time, or the emptiest first; of equal ones, as in TorchRec, those
+// that come first on their host.
+bool Sites::is_preferred(const Rank& a, const Rank& b) const {
+  if (by_time_) return a.time < b.time;
+  return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
+}
+
+double Sites::slowest() const {
+  double most = 0;
+  for (const Rank& rank : ranks_) most = std::max(most, rank.time);
+  return most;
+}
+
+int Sites::first(const Unit& unit) {
+  if (unit.spread != Spread::kAnyRank) {
+    for (const int site : hosts(unit)) {
+      if (take(unit, site)) {
+        free(unit);
+        return site;
+      }
+    }
+    return -1;
+  }
+  int found = -1;
+  for (const int r : order_) {
+    if (!ranks_[r].has(*unit.needs)) continue;
+    if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
+  }
+  return found;
+}
+
+std::vector<int> Sites::all(const Unit& unit) {
+  std::vector<int> found;
+  const auto add = [&](int site) {
+    const auto is_equal = [&](int other) { return are_equal(unit, site, other); };
+    if (std::none_of(found.begin(), found.end(), is_equal)) found.push_back(site);
+  };
+  if (unit.spread != Spread::kAnyRank) {
+    for (const int site : hosts(unit)) {
+      if (!take(unit, site)) continue;
+      free(unit);
+      add(site);
+    }
+    return found;
+  }
+  for (const int r : order_) {
+    if (ranks_[r].has(*unit.needs)) add(r);
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [&](int a, int b) { return is_preferred(ranks_[a], ranks_[b]); });
+  return found;
+}
+
+bool Sites::take(const Unit& unit, int site) {
+  const size_t begin = taken_.size();
+  for (size_t i = 0; i < unit.count; ++i) {
+    const Need& need = unit.needs[i];
+    int rank = site;
+    if (unit.spread == Spread::kHostRanks) rank = site * per_host_ + static_cast<int>(i);
+    if (unit.spread == Spread::kOneHost) rank = in_host(need, site);
+    if (rank < 0 || !ranks_[rank].has(need)) {
+      undo(unit, begin);
+      return false;
+    }
+    put(need, rank);
+  }
+  placed_.push_back(site);
+  return true;
+}
+
+void Sites::overflow(const Unit& unit) {
+  const Need& need = *unit.needs;
+  const auto more = [&](const Rank& a, const Rank& b) {
+    return need.hbm > 0 ? a.hbm < b.hbm : a.host < b.host;
+  };
+  const auto most = std::max_element(ranks_.begin(), ranks_.end(), more);
+  const int rank = static_cast<int>(most - ranks_.begin());
+  put(need, rank);
+  placed_.push_back(rank);
+}
+
+void Sites::free(const Unit& unit) {
+  undo(unit, taken_.size() - unit.count);
+  placed_.pop_back();
+}
+
+void Sites::put(const Need& need, int rank) {
+  taken_.push_back(rank);
+  before_.push_back(ranks_[rank].time);
+  ranks_[rank].take(by_time_ ? need : Need{need.hbm, need.host, 0});
+}
+
+void Sites::undo(const Unit& unit, size_t begin) {
+  while (taken_.size() > begin) {
+    ranks_[taken_.back()].free(unit.needs[taken_.size() - begin - 1], before_.back());
+    taken_.pop_back();
+    before_.pop_back();
+  }
+}
+
+// The preferred rank of a host, of those with enough memory; -1 if there is none.
+int Sites::in_host(const Need& need, int host) const {
+  int found = -1;
+  for (int r = host * per_host_; r < (host + 1) * per_host_; ++r) {
+    if (ranks_[r].has(need) && (found < 0 || is_preferred(ranks_[r], ranks_[found]))) found = r;
+  }
+  return found;
+}
+
+// Hosts on which a unit may be, the preferred first: by the time of all ranks together, or those
+// whose fullest rank is emptiest.
+std::vector<int> Sites::hosts(const Unit& unit) const {
+  std::vector<Rank> of_hosts;
+  std::vector<int> order;
+  for (int h = 0; h < static_cast<int>(ranks_.size()) / per_host_; ++h) {
+    Rank all = ranks_[h * per_host_];
+    for (int r = h * per_host_ + 1; r < (h + 1) * per_host_; ++r) {
+      all.hbm = std::min(all.hbm, ranks_[r].hbm);
+      all.host = std::min(all.host, ranks_[r].host);
+      all.time += ranks_[r].time;
+    }
+    of_hosts.push_back(all);
+    if (std::find(placed_.end() - unit.apart, placed_.end(), h) == placed_.end()) {
+      order.push_back(h);
+    }
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return is_preferred(of_hosts[a], of_hosts[b]); });
+  return order;
+}
+
+bool Sites::are_equal(const Unit& unit, int a, int b) const {
+  if (unit.spread == Spread::kAnyRank) {
+    // Ranks of different hosts differ if others must be on one host.
+    return ranks_[a].equals(ranks_[b]) && (!has_hosts_ || a / per_host_ == b / per_host_);
+  }
+  const auto ranks = ranks_.begin();
+  return std::equal(ranks + a * per_host_, ranks + (a + 1) * per_host_, ranks + b * per_host_,
+                    [](const Rank& one, const Rank& other) { return one.equals(other); });
+}
+
+}  // namespace torchrec_hkv::planner

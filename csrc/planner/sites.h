@@ -1,0 +1,99 @@
+// Ranks and hosts while shards are placed on them (packing.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "planner/packing.h"
+
+namespace torchrec_hkv::planner {
+
+// Sums of bytes may exceed 64 bits if the memory of ranks is taken as endless.
+inline int64_t added(int64_t a, int64_t b) {
+  int64_t sum;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
+}
+inline int64_t subtracted(int64_t a, int64_t b) {
+  int64_t rest;
+  return __builtin_sub_overflow(a, b, &rest) ? std::numeric_limits<int64_t>::min() : rest;
+}
+
+// Free memory of a rank, and the time of the shards on it.
+struct Rank {
+  int64_t hbm;
+  int64_t host;
+  double time;
+
+  bool has(const Need& need) const { return hbm >= need.hbm && host >= need.host; }
+  void take(const Need& need) {
+    hbm = subtracted(hbm, need.hbm);
+    host = subtracted(host, need.host);
+    time += need.time;
+  }
+  // Undoes take(). before: the time before.
+  void free(const Need& need, double before) {
+    hbm += need.hbm;
+    host += need.host;
+    time = before;
+  }
+  bool equals(const Rank& other) const {
+    return hbm == other.hbm && host == other.host && time == other.time;
+  }
+};
+
+// What is placed in one step: a shard, or all shards that must be on one host.
+struct Unit {
+  const Need* needs;
+  size_t count;
+  Spread spread;
+  size_t option, shard;  // the first shard
+  int64_t size;          // units are placed by size, the largest first
+  size_t apart = 0;      // number of units before this one that must be on other hosts
+};
+
+// Ranks while units are placed. The sites of a unit are ranks or hosts.
+class Sites {
+ public:
+  // has_hosts: whether there are units that must be on one host.
+  // by_time: whether ranks and hosts with little time are preferred, rather than empty ones. If
+  // not, times are zeros: what fits must not depend on whether times are known.
+  Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time);
+
+  double slowest() const;
+  // The preferred site with enough memory; -1 if there is none.
+  int first(const Unit& unit);
+  // Sites with enough memory, the preferred first. Of equal ones only the first is listed.
+  std::vector<int> all(const Unit& unit);
+  // Places a unit; false if there is not enough memory.
+  bool take(const Unit& unit, int site);
+  // Places a shard on the rank with the most memory, which may become less than nothing.
+  void overflow(const Unit& unit);
+  // Undoes the last successful take().
+  void free(const Unit& unit);
+
+  size_t num_placed() const { return placed_.size(); }
+  // The rank of each shard, in the order of the units.
+  const std::vector<int>& taken() const { return taken_; }
+  const std::vector<Rank>& ranks() const { return ranks_; }
+
+ private:
+  bool is_preferred(const Rank& a, const Rank& b) const;
+  void put(const Need& need, int rank);
+  void undo(const Unit& unit, size_t begin);
+  int in_host(const Need& need, int host) const;
+  std::vector<int> hosts(const Unit& unit) const;
+  bool are_equal(const Unit& unit, int a, int b) const;
+
+  std::vector<Rank> ranks_;
+  int per_host_;
+  bool has_hosts_, by_time_;
+  std::vector<int> order_;      // of ranks: the first of each host, the second of each, and so on
+  std::vector<int> taken_;      // ranks of shards
+  std::vector<double> before_;  // times of these ranks before
+  std::vector<int> placed_;     // sites of units
+};
+
+}  // namespace torchrec_hkv::planner

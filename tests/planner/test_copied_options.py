@@ -1,0 +1,62 @@
+"""Quick copies of sharding options equal TorchRec's, and share nothing that changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ShardingOption
+
+from tests.support.models import make_model
+from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from torchrec_hkv.planner.options import is_ours
+
+pytestmark = pytest.mark.compat
+
+
+@pytest.fixture(scope="module")
+def options():
+    table = EmbeddingBagConfig(
+        name="t", num_embeddings=100_000, embedding_dim=16, feature_names=["f"]
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=4, local_world_size=2, compute_device="cuda"),
+        constraints={"t": ParameterConstraints(compute_kernels=["fused", "hkv", "tt"])},
+    )
+    model = make_model([table], device=torch.device("meta"))
+    return planner._enumerator.enumerate(model, get_default_sharders())
+
+
+def _shards(option):
+    return [(s.size, s.offset, s.storage, s.perf, s.rank) for s in option.shards]
+
+
+def test_copies_equal_those_of_torchrec(options):
+    assert any(map(is_ours, options))
+    assert not all(map(is_ours, options))
+    for option in options:
+        for rank, shard in enumerate(option.shards):
+            shard.rank = rank % 4
+        made, stock = copy.deepcopy(option), ShardingOption.__deepcopy__(option, {})
+        assert type(made) is type(option)
+        assert _shards(made) == _shards(stock)
+        assert hash(made) == hash(option)
+        left_out = {"origin", "made_shards"}  # another process does not need them
+        assert set(vars(made)) - left_out == set(vars(stock)) - left_out
+        assert (made.tensor, made.module) == (option.tensor, option.module)
+
+
+def test_changes_of_copies_do_not_reach_the_original(options):
+    for option in options:
+        before = copy.deepcopy(_shards(option))
+        made = copy.deepcopy(option)
+        for shard in made.shards:
+            shard.rank = 7
+            shard.storage.hbm += 1
+            shard.perf.fwd_compute += 1
+        made.input_lengths.append(1.0)
+        assert _shards(option) == before
+        assert made.input_lengths != option.input_lengths

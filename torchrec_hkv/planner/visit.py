@@ -1,0 +1,232 @@
+"""Tries levels of loss for the tables that lose something, with all others whole.
+
+An arrangement of n tables with s shards on r ranks takes a time of n + s * r, and s^2 / r more for
+each exchange of shards. For k tables with up to m levels that lose, the first answer takes 24
+arrangements, and each pass over single tables k * log(m). A pass over pairs takes k^2 * log(m),
+less those that the memory of all ranks together excludes. For many tables the number of all
+arrangements is bounded (:mod:`torchrec_hkv.planner.search`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchrec.distributed.planner.types import ShardingOption
+
+from torchrec_hkv.planner.levels import Level
+from torchrec_hkv.planner.prices import Bound, Table
+
+if TYPE_CHECKING:
+    from torchrec_hkv.planner.search import Search
+
+#: Number of bisection steps for the price of a byte in the first answer.
+_PRICES = 24
+#: Losses that differ by less are equal.
+EQUAL = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """Levels that fit, with options that prove it."""
+
+    loss: float
+    levels: list[Level]
+    options: list[ShardingOption]
+
+
+class Visit:
+    """Tries the levels of some tables, with fixed levels for all others.
+
+    Attributes:
+        best: the best plan so far with less loss than the limit.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        names: Sequence[Table],
+        fixed: Mapping[Table, Level | None],
+        free: Sequence[Table],
+        bound: Bound,
+        limit: float,
+    ) -> None:
+        self._search, self._names, self._fixed, self._free = search, names, fixed, free
+        self._bound, self._limit = bound, limit
+        self.best: Best | None = None
+        self._own: dict[Table, Level] | None = None  # of these tables, the best so far
+        self._tried: dict[tuple[int, ...], bool] = {}
+        self._taken = sums_of(level for level in fixed.values() if level is not None)
+        # Loss and price of the other tables, and of the free ones from each place on, at least.
+        taken = sum(bound.size(level) for level in fixed.values() if level is not None)
+        self._base = bound.price * (taken - bound.room)
+        costs = [bound.cheapest[table] for table in free]
+        self._after = [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
+
+    def _try(self, chosen: Mapping[Table, Level]) -> bool:
+        """Whether levels fit. Keeps them if they have less loss than the best so far."""
+        key = tuple(id(chosen[table]) for table in self._free)
+        if key in self._tried:
+            return self._tried[key]
+        levels = [chosen.get(name) or self._fixed[name] for name in self._names]
+        options = self._search.check([level for level in levels if level is not None])
+        self._tried[key] = options is not None
+        if options is None:
+            return False
+        loss = _loss(chosen)
+        if loss <= self._search.most_loss and self._is_better(loss):
+            self.best = Best(loss, [level for level in levels if level is not None], options)
+        if self._own is None or loss < _loss(self._own):
+            self._own = dict(chosen)
+        return True
+
+    def smallest(self) -> bool:
+        """Whether the smallest levels fit."""
+        return self._try(
+            {table: min(self._search.lossy(table), key=self._bound.size) for table in self._free}
+        )
+
+    def by_prices(self) -> None:
+        """Finds a first answer: each table takes the level with the lowest sum of loss and price of
+        what is scarce, at the lowest price at which the levels fit."""
+        if len(self._free) < 2:
+            return
+        size = self._bound.size
+        low, high = -70.0, 10.0  # logarithms of prices
+        for _ in range(_PRICES):
+            middle = (low + high) / 2
+            price = math.exp(middle)
+            chosen = {
+                table: min(
+                    self._search.lossy(table),
+                    key=lambda level: level.loss.value + price * size(level),
+                )
+                for table in self._free
+            }
+            if self._try(chosen):
+                high = middle
+            else:
+                low = middle
+
+    def one_by_one(self) -> None:
+        """Gives what is left to one table after the other, while the loss becomes less."""
+        if len(self._free) < 3 or self._own is None:
+            return
+        before = math.inf
+        while _loss(self._own) < before - EQUAL:
+            before = _loss(self._own)
+            for table in sorted(self._free, key=lambda t: -self._own[t].loss.value):
+                others = {other: self._own[other] for other in self._free if other != table}
+                self._last(table, others, _loss(others), self._own[table].loss.value)
+
+    def two_by_two(self) -> None:
+        """Gives one table its next smaller level, and what this frees to another table, while the
+        loss becomes less."""
+        before = math.inf
+        while self._own is not None and _loss(self._own) < before - EQUAL:
+            before = _loss(self._own)
+            for lowered, raised in itertools.permutations(self._free, 2):
+                if self._search.is_exhausted:
+                    return
+                own = self._own
+                lower = self._next_smaller(lowered, own[lowered])
+                if lower is None:
+                    continue
+                others = {**own, lowered: lower}
+                del others[raised]
+                known = _loss(others)
+                self._last(raised, others, known, _loss(own) - known - EQUAL)
+
+    def _next_smaller(self, table: Table, level: Level) -> Level | None:
+        chain = [each for each in self._search.lossy(table) if each.chain == level.chain]
+        place = chain.index(level) + 1
+        return chain[place] if place < len(chain) else None
+
+    def all_levels(self, chosen: Mapping[Table, Level] | None = None, cost: float = 0.0) -> None:
+        """Tries all combinations of levels that may have less loss than the best so far.
+
+        Args:
+            chosen: the levels of the first tables.
+            cost: their loss and price.
+        """
+        chosen = dict(chosen or {})
+        place = len(chosen)
+        rest = self._free[place:]
+        if not rest:
+            self._try(chosen)
+            return
+        known = _loss(chosen)
+        if len(rest) == 1:
+            self._last(rest[0], chosen, known)
+            return
+        after = sum(self._search.lossy(table)[0].loss.value for table in rest[1:])
+        price, size = self._bound.price, self._bound.size
+        for level in self._search.lossy(rest[0]):
+            loss = level.loss.value
+            if not self._search.look() or not self._is_better(known + loss + after):
+                break
+            then = cost + loss + price * size(level)
+            if self._is_better(self._base + then + self._after[place + 1]):
+                self.all_levels({**chosen, rest[0]: level}, then)
+
+    def _is_better(self, loss: float) -> bool:
+        limit = self._limit if self.best is None else self.best.loss - EQUAL
+        return loss < limit and loss <= self._search.most_loss + EQUAL
+
+    def _last(
+        self, table: Table, chosen: Mapping[Table, Level], known: float, most: float = math.inf
+    ) -> None:
+        """Finds the level of the last table: in each chain, the largest size that fits.
+
+        Args:
+            table: the table.
+            chosen: the levels of the other tables.
+            known: their loss.
+            most: only levels with less loss are tried.
+        """
+        chains: dict[tuple[str, ...], list[Level]] = {}
+        for level in self._search.lossy(table):
+            if level.loss.value >= most:
+                break
+            chains.setdefault(level.chain, []).append(level)
+        hbm, host, total = map(sum, zip(self._taken, sums_of(chosen.values()), strict=True))
+        for chain in sorted(chains.values(), key=lambda levels: levels[0].loss.value):
+            if most == math.inf:
+                own = [level for level in chain if self._is_better(known + level.loss.value)]
+            else:
+                own = chain
+            # Those before `low` do not fit.
+            low = _first(
+                own,
+                lambda level: self._search.has(
+                    hbm + level.hbm, host + level.host, total + level.total
+                ),
+            )
+            _first(own, lambda level: self._try({**chosen, table: level}), low)
+
+
+def sums_of(levels: Iterable[Level]) -> tuple[int, int, int]:
+    """The least HBM, host memory and memory in total that levels take."""
+    hbm = host = total = 0
+    for level in levels:
+        hbm, host, total = hbm + level.hbm, host + level.host, total + level.total
+    return hbm, host, total
+
+
+def _first(levels: Sequence[Level], fits: Callable[[Level], bool], low: int = 0) -> int:
+    """Bisection for the first level that fits, the largest of a chain coming first."""
+    high = len(levels)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(levels[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _loss(chosen: Mapping[Table, Level]) -> float:
+    return sum(level.loss.value for level in chosen.values())
