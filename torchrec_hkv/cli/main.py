@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -79,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130, "error: Interrupted.\n")
-    print(json.dumps(answer.content, indent=2) if parsed.json else answer.text)
-    sys.stdout.flush()
+    try:
+        print(json.dumps(answer.content, indent=2) if parsed.json else answer.text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has read enough
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.code
