@@ -52,7 +52,7 @@ from torchrec_hkv import (
 from torchrec_hkv.checkpoint.defaults import THREADS
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
-KEYS = ("table_device", "gigabytes", "dim", "optimizer", "eviction", "untouched")
+KEYS = ("table_device", "gigabytes", "dim", "optimizer", "eviction", "untouched", "repeat")
 #: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float], Callable[[int], int]]]
 OPTIMIZERS = {
@@ -206,7 +206,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
     checkpoint.save(folder / "warm", warm)  # imports, and threads that begin
     checkpoint.load(folder / "warm", warm)
     del warm
-    for _ in range(args.repeat):
+    for repeat in range(args.repeat):
         shutil.rmtree(path, ignore_errors=True)
         disk = disk_rates(folder / "disk", args.bytes, args.threads, progress)
         if not progress.allows("the save", args.bytes / disk.write):
@@ -241,6 +241,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
             "batch_mb": args.batch_mb,
             "past_cache": direct,
             "untouched": args.untouched,
+            "repeat": repeat,
             "disk_write_gb_s": round(disk.write / 1e9, 3),
             "disk_read_gb_s": round(disk.read / 1e9, 3),
             "save_s": round(saved_s, 2),

@@ -44,7 +44,7 @@ def test_processes_share_the_ids():
 @pytest.mark.slow
 def test_too_many_ids_get_one_sentence():
     message = refusal("billion_ids.py", "--ids", 10**13)
-    assert "init_capacity is 11,111,111,111,111, but the memory" in message
+    assert "init_capacity is 11,111,111,111,111, but the free or allowed memory" in message
 
 
 @pytest.mark.slow

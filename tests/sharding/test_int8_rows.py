@@ -83,7 +83,7 @@ def _refused(rank, world_size, device, sharding_type, options):
 
 def test_columns_are_not_sharded(run_ranks):
     for message in run_ranks(2, _refused, "column_wise", {}):
-        assert "a shard has 32 of 64 columns, but columns of rows of torch.int8" in message
+        assert "a shard has 32 of 64 columns, but a row of torch.int8" in message
 
 
 def test_dense_tables_are_refused():

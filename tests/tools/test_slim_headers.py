@@ -53,6 +53,7 @@ def test_pybind11_is_included_where_python_objects_are_made():
         "bindings/planner_module.h",
         "bindings/replay_module.cpp",
         "bindings/replay_module.h",
+        "bindings/serving/id_lists.h",
         "bindings/serving/serving_module.cpp",
         "bindings/serving/serving_module.h",
         "bindings/tensor_train/tensor_train_module.cpp",
