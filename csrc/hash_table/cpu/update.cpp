@@ -215,9 +215,9 @@ class Update {
     }
   }
 
-  // The processor prefetches the lines after the first ones.
+  // Of long gradients the first lines; the processor prefetches those after them.
   void prefetch_gradient(const TableView& table, int64_t place) const {
-    constexpr int64_t kMostBytes = 4 * kCacheLine;
+    constexpr int64_t kMostBytes = 16 * kCacheLine;
     const char* const from = gradients_.data() + place * element_size(kType);
     prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
   }
