@@ -38,6 +38,23 @@ def test_files_of_very_different_sizes(tmp_path):
     assert entries(loaded) == entries(table)
 
 
+def test_a_short_file_does_not_make_rounds_long(tmp_path, monkeypatch):
+    """The memory of a load is that of its longest rounds."""
+    table = filled("cpu", 5000, 6000)
+    save(table._group, 0, tmp_path, shard_bytes=entry_bytes_of(table) * 4990)
+    reserved = []
+
+    class Recorded(side_by_side.Staging):
+        def __init__(self, fields, entries, pin):
+            reserved.append(entries * side_by_side.entry_bytes(fields))
+            super().__init__(fields, entries, pin)
+
+    monkeypatch.setattr(side_by_side, "Staging", Recorded)
+    limit = 4_000
+    load(like(table), tmp_path, batch_bytes=limit)
+    assert 0 < sum(reserved) <= limit
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_any_bit_of_any_file(tmp_path, seed):
     choice = random.Random(seed)

@@ -78,9 +78,13 @@ class _File:
         """The largest number of entries in one of ``count`` rounds."""
         return -(-self._entries // count)
 
-    def submit(self, pool: Executor, number: int, count: int, staging: Staging) -> Future[Read]:
-        """Reads the entries of a round."""
+    def submit(
+        self, pool: Executor, number: int, count: int, staging: Staging
+    ) -> Future[Read] | None:
+        """Reads the entries of a round; None if it has none."""
         begin, end = (self._entries * k // count for k in (number, number + 1))
+        if begin == end:
+            return None
         return pool.submit(read_and_look, self._reader, begin, end - begin, staging, self._check)
 
     def take(self, future: Future[Read]) -> dict[str, Tensor]:
@@ -98,17 +102,21 @@ def _of_files(
     files: Sequence[_File], fields: Sequence[Field], size: int, pool: Executor, pin: bool
 ) -> Iterator[list[dict[str, Tensor]]]:
     entries = sum(file.most(1) for file in files)
-    # As many as the largest file allows to have an entry of each in every round.
-    count = min(-(-entries // size), min(file.most(1) for file in files))
+    # A short file has no entries in some of the rounds.
+    count = min(-(-entries // size), max(file.most(1) for file in files))
     free = [
         [Staging(fields, file.most(count), pin) for file in files]
         for _ in range(min(_AHEAD + 1, count))
     ]
-    ahead: list[tuple[list[Future[Read]], list[Staging]]] = []
+    ahead: list[tuple[list[Future[Read] | None], list[Staging]]] = []
 
     def take() -> Iterator[list[dict[str, Tensor]]]:
         futures, stagings = ahead.pop(0)
-        batches = [file.take(future) for file, future in zip(files, futures, strict=True)]
+        batches = [
+            file.take(future)
+            for file, future in zip(files, futures, strict=True)
+            if future is not None
+        ]
         yield batches
         advance(sum(len(batch["ids"]) for batch in batches) * entry_bytes(fields))
         free.append(stagings)
