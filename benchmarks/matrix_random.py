@@ -1,7 +1,7 @@
 """Random cells for the matrix (``benchmarks/matrix.py``): shapes that nobody chose.
 
-Sections show what was thought of. Of thousands of random shapes, those with the highest ratios show
-what was not.
+The sections hold shapes that somebody thought of. The random shapes with the highest ratios show
+what the sections miss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEAST_IDS = 2000
 
 
 def random_cells(device: str, number: int, seed: int) -> list[Cell]:
-    """Different cells; of equal arguments the same.
+    """Different cells. The same arguments give the same cells.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``. Cells for a CPU are smaller.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner.shard_estimators import _calculate_storage_specific_sizes
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -46,6 +46,12 @@ def stock_table_bytes(option: ShardingOption) -> list[int]:
         sharding_type=option.sharding_type,
         optimizer_class=optimizer_classes[0],
     )
+
+
+def ranks_of_host(topology: Topology) -> int:
+    """Number of ranks of a host, or of a group of hosts where a topology has such groups, which
+    older versions lack."""
+    return getattr(topology, "intra_group_size", topology.local_world_size)
 
 
 def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:

@@ -1,4 +1,4 @@
-// What loads of saved tables run on a CPU, beside threads that read files.
+// CPU kernels of loads of saved tables. They run beside threads that read files.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,10 @@ struct Restored {
   const int64_t* slots;  // [entries.n]
 };
 
-// As restore_slots for all batches, whose slots ascend in each. Works through the table a region at
-// a time, whose lines are then in a cache for the entries of all batches. Returns how many entries
-// were not placed. Runs on threads that do not spin, because others read files meanwhile.
+// As restore_slots for all batches, whose slots ascend in each. Fills one region of the table
+// after the other, so that the region stays in a cache for the entries of all batches. Returns how
+// many entries were not placed. Runs on threads that do not spin, because others read files
+// meanwhile.
 int64_t restore_together(const TableView& table, const std::vector<Restored>& batches, int threads);
 
 // Returns a slot whose id is in another slot, too, or kNoSlot. Runs on threads as above.

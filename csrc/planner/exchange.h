@@ -1,4 +1,4 @@
-// Exchanges shards between ranks whose memory does not suffice and others.
+// Moves shards from ranks whose memory does not suffice to other ranks.
 #pragma once
 
 #include <vector>

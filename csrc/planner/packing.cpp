@@ -10,9 +10,9 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-// Number of units up to which a search goes back far; of additional attempts to place a unit after
-// which it gives up.
-constexpr size_t kManyUnits = 64;
+// A search gives up after this number of attempts to place a unit, beside one for each unit:
+// kMostAttempts for up to kFewUnits units, else kFewerAttempts.
+constexpr size_t kFewUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
 
 // Branch and bound over all assignments.
@@ -56,7 +56,7 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
   };
   std::vector<Step> steps;
   bool back = false;
-  const int64_t more = units.size() <= kManyUnits ? kMostAttempts : kFewerAttempts;
+  const int64_t more = units.size() <= kFewUnits ? kMostAttempts : kFewerAttempts;
   for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
     // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
@@ -211,7 +211,7 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   } else {
     if (fast) found = search(units, by_time);
     if (found.empty()) found = exchanged(units, by_memory);
-    if (found.empty() && units.size() <= kManyUnits) found = search(units, by_memory);
+    if (found.empty() && units.size() <= kFewUnits) found = search(units, by_memory);
   }
   if (found.empty() && !units.empty()) return std::nullopt;
   auto rank = found.begin();

@@ -24,14 +24,14 @@ struct HostRows {
   HostRow* ordered;     // [capacity]
   char* copies;         // [capacity, slot_bytes]
   uint32_t* counts;     // rows of each stretch; later the place of its next row
-  uint32_t* number;     // of the rows that were listed, some of which found no room
+  uint32_t* number;     // of listed rows; those after `capacity` rows are not kept
   uint16_t* stretches;  // [capacity] of each listed row
   const char** found;   // the rows of a lookup
   int64_t slot_bytes;   // a multiple of 16
   uint32_t capacity;    // further rows are read in place; 0: all are
   int32_t shift;        // from a byte of the tables' rows to its stretch
 
-  // Where these are in `memory`, and whose size it must have: `bytes`.
+  // Divides staging.memory among these. bytes: the size that the memory must have.
   static HostRows in(const Staging& staging, size_t* bytes);
 
   // Lists a row of this table if it is in host memory. Called by all lanes of a warp.
@@ -53,9 +53,9 @@ struct HostRows {
   }
 };
 
-// Before rows are listed.
+// Call it before rows are listed.
 void begin_list(const HostRows& rows, cudaStream_t stream);
-// Copies the listed rows, and lets found[] refer to the copies.
+// Copies the listed rows, and points found[] to the copies.
 void copy_listed(const HostRows& rows, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::serving::cuda

@@ -9,10 +9,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
-// The order takes longer than it gains if fewer rows are looked up.
+// For fewer rows, ordering takes longer than it saves.
 constexpr int64_t kFewRows = 1 << 13;
-// Of the copies of one lookup.
-constexpr int64_t kMostBytes = int64_t{256} << 20;
+// Limit of the bytes that one lookup copies. It reads further rows in place.
+constexpr int64_t kMostCopiedBytes = int64_t{256} << 20;
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
@@ -106,7 +106,7 @@ HostRows HostRows::in(const Staging& staging, size_t* bytes) {
   HostRows made{};
   made.slot_bytes = static_cast<int64_t>(aligned(static_cast<size_t>(staging.row_bytes)));
   made.found = staging.found;
-  const int64_t room = kMostBytes / made.slot_bytes;
+  const int64_t room = kMostCopiedBytes / made.slot_bytes;
   if (staging.host_bytes > 0 && staging.num_found >= kFewRows && staging.num_found <= UINT32_MAX) {
     made.capacity = static_cast<uint32_t>(min(staging.num_found, room));
   }

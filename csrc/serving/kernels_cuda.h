@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::serving::cuda {
 
-// Where the rows of a lookup are, and scratch memory to copy rows from host memory to.
+// The rows that a lookup finds, and scratch memory for copies of those in host memory.
 struct Staging {
   const char** found;  // scratch [num_found]
   int64_t num_found;

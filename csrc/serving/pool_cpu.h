@@ -44,8 +44,9 @@ Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
   }
 }
 
-// Of the rows of a long bag that are read together: half of a first-level cache.
-constexpr int64_t kBytesOfBlock = 16384, kLeastBlock = 8;
+// A long bag is summed a block of rows at a time. Bytes of a block, which take half of an L1 cache,
+// and its least number of rows.
+constexpr int64_t kBlockBytes = 16384, kLeastBlockRows = 8;
 
 // Sums of the bags of a feature.
 template <RowFormat kFormat, Adding kAdding>
@@ -58,9 +59,11 @@ class Pool {
     std::vector<float> partial;
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t first = feature_.offsets[bag], last = feature_.offsets[bag + 1];
-      // A row is read 64 columns at a time. Those of a long bag would leave the cache in between.
+      // Sums take 64, 8 or 1 columns of all rows at a time. The rows of a long bag would leave the
+      // cache before their next columns are read.
+      const bool in_one_pass = table_.dim == 64 || table_.dim == 8 || table_.dim == 1;
       const int64_t block =
-          table_.dim <= 64 ? last - first : std::max(kLeastBlock, kBytesOfBlock / table_.row_bytes);
+          in_one_pass ? last - first : std::max(kLeastBlockRows, kBlockBytes / table_.row_bytes);
       if (last - first > block) partial.resize(table_.dim);
       int64_t from = first;
       do {
@@ -74,9 +77,9 @@ class Pool {
  private:
   // Some rows of a bag.
   struct Block {
-    int64_t bag, first, last;  // the bag, and its rows
-    int64_t from, to;          // of these, the ones of the block
-    float* partial;            // sums of the blocks before; null if there is no other block
+    int64_t bag, first, last;  // number of the bag; its rows are [first, last)
+    int64_t from, to;          // the block's rows are [from, to)
+    float* partial;            // sums of the blocks before; unused if the bag has one block
   };
 
   void add(const Block& block) const {

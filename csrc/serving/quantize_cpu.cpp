@@ -28,9 +28,8 @@ struct Range {
   uint32_t magnitude;  // bits of the largest absolute value; larger than kInfinityBits for NaN
 };
 
-// One of eight values by `pick`, which takes one of two values or, element by element, of two
-// vectors. Halves are compared with each other, because one after the other takes longer than the
-// rest of a row.
+// Reduces eight values to one. pick(a, b): one of two values, for each element of two vectors.
+// Halves are reduced at a time: one value after the other would take longer than the rest of a row.
 template <typename Vector, typename Pick>
 [[gnu::always_inline]] inline auto reduced(const Vector& eight, const Pick& pick) {
   const Vector four = pick(eight, __builtin_shufflevector(eight, eight, 4, 5, 6, 7, 0, 1, 2, 3));

@@ -161,6 +161,11 @@ class Application(FastAPI):
             more = message.get("more_body", False)
         try:
             body = orjson.loads(b"".join(parts))
+            if not isinstance(body, dict):
+                raise ValueError(
+                    f"the request is a {type(body).__name__}, but must be an object with args or "
+                    "kwargs."
+                )
             outputs = await self._batcher.predict(body.get("args", []), body.get("kwargs", {}))
             status, answer = 200, orjson.dumps({"outputs": outputs})
         except (ValueError, TypeError, AttributeError) as error:

@@ -60,6 +60,9 @@ def test_served(run_ranks, tmp_path):
             torch.testing.assert_close(got, want[number % 3]["scores"], rtol=1e-6, atol=1e-6)
         assert answers[-1].status_code == 422
         assert client.post("/predict", json={"args": [[[1.0]], [2], []]}).status_code == 422
+        refused = client.post("/predict", json=[1])
+        assert refused.status_code == 422
+        assert refused.json()["detail"].startswith("the request is a list, but must be an object")
         health = client.get("/health")
         assert (health.status_code, health.json()["is_following"]) == (200, False)
         metrics = client.get("/metrics").text

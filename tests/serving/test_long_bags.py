@@ -13,7 +13,7 @@ LENGTHS = (0, 1, 31, 32, 33, 700, 0, 2000)
 
 
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
-@pytest.mark.parametrize("dim", [3, 64, 65, 128, 203, 300])
+@pytest.mark.parametrize("dim", [3, 8, 56, 64, 65, 128, 203, 300])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums(row_format, dim, weighted):
     generator = torch.Generator().manual_seed(dim)

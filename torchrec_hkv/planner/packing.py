@@ -9,6 +9,7 @@ from torchrec.distributed.planner.types import PartitionByType, ShardingOption, 
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv import _C
+from torchrec_hkv.compat import ranks_of_host
 
 #: Bytes that count as endless. Their sums fit in 64 bits.
 _ENDLESS = 1 << 61
@@ -68,8 +69,8 @@ class Parts:
 
 
 class Sums:
-    """Sums over the options of plans. Those of a plan that differs in a few options from the plan
-    before take few additions."""
+    """Sums over the options of plans. If a plan differs from the one before in few options, its
+    sums take few additions."""
 
     def __init__(self, parts: Callable[[ShardingOption], Parts]) -> None:
         """
@@ -109,8 +110,7 @@ def rooms_of(topology: Topology) -> Rooms:
     return Rooms(
         [min(device.storage.hbm, _ENDLESS) for device in topology.devices],
         [min(device.storage.ddr, _ENDLESS) for device in topology.devices],
-        # Older TorchRecs know no groups of hosts.
-        getattr(topology, "intra_group_size", topology.local_world_size),
+        ranks_of_host(topology),
     )
 
 

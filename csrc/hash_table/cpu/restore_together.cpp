@@ -12,7 +12,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Of a region: half of a small second-level cache.
+// Bytes of the entries of a region, which take half of a small L2 cache.
 constexpr int64_t kRegionBytes = 256 << 10;
 
 int64_t region_slots(const TableView& table, const Widths& widths) {

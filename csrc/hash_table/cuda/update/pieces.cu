@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kPieceThreads = 128;
 constexpr int kPieceBlocks = 6;  // of a multiprocessor
-constexpr int kFloats = 32;      // of gradients in flight, for each lane
+constexpr int kFloats = 32;      // that a lane has in flight
 
 // The gradients of a chunk of positions, without repetitions.
 template <int kLanes>
