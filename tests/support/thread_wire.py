@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -27,9 +26,15 @@ class _Room:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
         self.given: list[Tensor | None] = [None] * size
-        self.messages: list[dict[int, queue.Queue[Tensor]]] = [
-            collections.defaultdict(queue.Queue) for _ in range(size)
-        ]
+        self._lock = threading.Lock()
+        self._messages: dict[tuple[int, int], queue.Queue[Tensor]] = {}
+
+    def messages(self, rank: int, number: int) -> queue.Queue[Tensor]:
+        """Where a replica's message with this number arrives."""
+        # Sender and receiver may ask for it at the same time, and must get the same queue. A
+        # defaultdict may give each of them one of its own.
+        with self._lock:
+            return self._messages.setdefault((rank, number), queue.Queue())
 
     def meet(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.given[rank] = tensor.clone()
@@ -83,10 +88,10 @@ class ThreadWire(Wire):
         return self._swaps and super().swaps(device)
 
     def _send(self, tensor: Tensor, number: int) -> _Departure:
-        return _Departure(self._room.messages[1 - self.rank][number], tensor)
+        return _Departure(self._room.messages(1 - self.rank, number), tensor)
 
     def _receive(self, tensor: Tensor, number: int) -> _Arrival:
-        return _Arrival(self._room.messages[self.rank][number], tensor)
+        return _Arrival(self._room.messages(self.rank, number), tensor)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))
