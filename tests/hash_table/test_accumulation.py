@@ -20,6 +20,16 @@ def _group(optimizer, device):
     return TableGroup(SPECS, FEATURES, optimizer, device=device)
 
 
+def _random_bags(size, pool):
+    """Bags of 0, 1, 2 or 4 ids: their means are exact, so no sum depends on its order.
+
+    Adam would turn a rounding error into a whole step where gradients of a row cancel out.
+    """
+    lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(FEATURES) * size,))]
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    return Bags(pool[torch.randint(0, len(pool), (int(offsets[-1]),))], offsets, size)
+
+
 def _together(batches, grads, weights):
     """The batches as one, sample after sample: bags, gradient, weights."""
     ids, lengths, scales = [], [], []
@@ -43,7 +53,7 @@ def test_as_one_batch(device_type, optimizer, sizes, mean, weighted):
     pool = random_ids(12)
     group, other = (_group(optimizer, device_type) for _ in range(2))
     for _ in range(2):
-        batches = [Bags.random(len(FEATURES), size, pool) for size in sizes]
+        batches = [_random_bags(size, pool) for size in sizes]
         grads = [exact_gradients(size, group.total_dim) for size in sizes]
         weights = [torch.randint(1, 9, (len(bags.ids),)) / 4 for bags in batches]
         steps = group.optimizer_steps.tolist()
@@ -68,7 +78,6 @@ def test_as_one_batch(device_type, optimizer, sizes, mean, weighted):
         ours, expected = rows_by_id(group, table), rows_by_id(other, table)
         assert ours.keys() == expected.keys()
         for id_, row in ours.items():
-            # Sums of thirds (the mean) depend on their order.
             torch.testing.assert_close(row, expected[id_], rtol=1e-5, atol=1e-6)
 
 
