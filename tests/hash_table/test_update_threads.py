@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.batches import Bags, lookup, rows_by_id
+from tests.support.piece_sums import sums_in_pieces
 from torchrec_hkv.hash_table import (
     SGD,
     Adagrad,
@@ -22,7 +23,6 @@ from torchrec_hkv.hash_table import (
 )
 
 BATCH, IDS, LENGTH = 700, 40_000, 100
-PIECE = 64
 #: Two features of one table, and tables whose positions are cut in several parts or in one.
 DIMS, FEATURES = (64, 132, 3), [0, 0, 1, 2]
 
@@ -56,22 +56,6 @@ def make(optimizer: Optimizer, **options: Any) -> TableGroup:
     return TableGroup(specs, FEATURES, optimizer, "cpu")
 
 
-def sums_in_pieces(ids: Tensor, terms: Tensor) -> Tensor:
-    """Sums of the terms of each id, ``[IDS, dim]``."""
-    by_id = ids.sort(stable=True).indices
-    counts = ids.bincount(minlength=IDS)
-    left = torch.empty_like(ids)  # of the id's positions, behind each
-    left[by_id] = counts.cumsum(0).repeat_interleave(counts) - 1 - torch.arange(len(ids))
-    piece = left // PIECE
-    pieces = int(piece.max()) + 1
-    assert pieces > 3
-    sums = torch.zeros(pieces * IDS, terms.shape[1]).index_add_(0, piece * IDS + ids, terms)
-    total = torch.zeros(IDS, terms.shape[1], dtype=torch.double)
-    for part in reversed(sums.split(IDS)):
-        total += part
-    return total.float()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -100,7 +84,7 @@ def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
         terms[table].append(grad[:, first : first + dim][bag_of] * scale[own, None])
         first += dim
     sums = [
-        sums_in_pieces(torch.cat(ids), torch.cat(of))
+        sums_in_pieces(torch.cat(ids), torch.cat(of), IDS)
         for ids, of in zip(positions, terms, strict=True)
     ]
     for table, summed in enumerate(sums):

@@ -1,7 +1,9 @@
 // Gradients of the positions of a batch, and sums of them, on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/vectors_cpu.h"
 #include "hash_table/cpu/bucket.h"
@@ -69,58 +71,79 @@ struct RowGradients {
 // pieces of kPiece (the first may be shorter), and the pieces in double.
 constexpr int64_t kPiece = 64;
 
-// to[k] = the sum of columns `column` + k, for kVectors vectors. The sums stay in registers.
+// The number of pieces of n gradients, and the first gradient of a piece.
+inline int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
+inline int64_t piece_start(int64_t n, int64_t piece) {
+  return std::max<int64_t>(0, n - (pieces_of(n) - piece) * kPiece);
+}
+
+// to[k] = the sum of columns `column` + k of the gradients [first, last), for kVectors vectors. The
+// sums stay in registers.
 template <RowType kType, bool kScaled, typename Vector, int kVectors>
-void sum_vectors(const RowGradients& gradients, int32_t column, float* to) {
+void sum_vectors(const RowGradients& gradients, int64_t first, int64_t last, int32_t column,
+                 float* to) {
   constexpr int kLanes = kColumnsOf<Vector>;
   const int64_t bytes = element_size(kType);
   const char* const data = gradients.data + column * bytes;
   const int64_t* const places = gradients.places;
+  const auto load = [&](int64_t i, int v, Vector& columns) {
+    load_columns<kType>(data + (places[i] + v * kLanes) * bytes, columns);
+    if (kScaled) columns *= gradients.scales[i];
+  };
   Vector sums[kVectors];
-  const auto add_piece = [&](int64_t first, int64_t last) {
-    const auto load = [&](int64_t i, int v, Vector& columns) {
-      load_columns<kType>(data + (places[i] + v * kLanes) * bytes, columns);
-      if (kScaled) columns *= gradients.scales[i];
-    };
-    unrolled<kVectors>([&](auto v) { load(first, v, sums[v]); });
-    for (int64_t i = first + 1; i < last; ++i) {
-      unrolled<kVectors>([&](auto v) {
-        Vector columns;
-        load(i, v, columns);
-        sums[v] += columns;
-      });
-    }
-  };
-  const auto put = [](const Vector& columns, float* place) {
-    store_columns<RowType::kFloat32>(columns, reinterpret_cast<char*>(place));
-  };
-  if (gradients.n <= kPiece) {
-    add_piece(0, gradients.n);
-    unrolled<kVectors>([&](auto v) { put(sums[v], to + v * kLanes); });
-    return;
+  unrolled<kVectors>([&](auto v) { load(first, v, sums[v]); });
+  for (int64_t i = first + 1; i < last; ++i) {
+    unrolled<kVectors>([&](auto v) {
+      Vector columns;
+      load(i, v, columns);
+      sums[v] += columns;
+    });
   }
-  double totals[kVectors * kLanes] = {};
-  float piece[kVectors * kLanes];
-  int64_t first = 0;
-  for (int64_t last = (gradients.n - 1) % kPiece + 1; first < gradients.n; last += kPiece) {
-    add_piece(first, last);
-    unrolled<kVectors>([&](auto v) { put(sums[v], piece + v * kLanes); });
-    for (int c = 0; c < kVectors * kLanes; ++c) totals[c] += piece[c];
-    first = last;
-  }
-  for (int c = 0; c < kVectors * kLanes; ++c) to[c] = static_cast<float>(totals[c]);
+  unrolled<kVectors>([&](auto v) {
+    store_columns<RowType::kFloat32>(sums[v], reinterpret_cast<char*>(to + v * kLanes));
+  });
 }
+
+// sum[c] = the sum of column c of a piece, for `dim` columns.
+template <RowType kType>
+void sum_piece(const RowGradients& gradients, int64_t piece, int32_t dim, float* sum) {
+  const int64_t first = piece_start(gradients.n, piece), last = piece_start(gradients.n, piece + 1);
+  for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
+    if (gradients.scales != nullptr) {
+      sum_vectors<kType, true, Vector, kVectors>(gradients, first, last, c, sum + c);
+    } else {
+      sum_vectors<kType, false, Vector, kVectors>(gradients, first, last, c, sum + c);
+    }
+  });
+}
+
+// Adds sums of pieces, in their order.
+class PieceTotals {
+ public:
+  explicit PieceTotals(int32_t widest) : totals_(widest) {}
+
+  void clear(int32_t dim) { std::fill_n(totals_.begin(), dim, 0.0); }
+  void add(const float* piece, int32_t dim) {
+    for (int32_t c = 0; c < dim; ++c) totals_[c] += piece[c];
+  }
+  void round(int32_t dim, float* sum) const {
+    for (int32_t c = 0; c < dim; ++c) sum[c] = static_cast<float>(totals_[c]);
+  }
+
+ private:
+  std::vector<double> totals_;
+};
 
 // sum[c] = the sum of column c, for `dim` columns.
 template <RowType kType>
-void sum_gradients(const RowGradients& gradients, int32_t dim, float* sum) {
-  for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
-    if (gradients.scales != nullptr) {
-      sum_vectors<kType, true, Vector, kVectors>(gradients, c, sum + c);
-    } else {
-      sum_vectors<kType, false, Vector, kVectors>(gradients, c, sum + c);
-    }
-  });
+void sum_gradients(const RowGradients& gradients, int32_t dim, PieceTotals& totals, float* sum) {
+  if (gradients.n <= kPiece) return sum_piece<kType>(gradients, 0, dim, sum);
+  totals.clear(dim);
+  for (int64_t piece = 0; piece < pieces_of(gradients.n); ++piece) {
+    sum_piece<kType>(gradients, piece, dim, sum);
+    totals.add(sum, dim);
+  }
+  totals.round(dim, sum);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

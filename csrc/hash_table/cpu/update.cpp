@@ -1,9 +1,13 @@
 // The backward on the CPU. Positions are grouped by slot. One thread sums the gradients of a row
 // with several positions in the order of the batch (in pieces if they are many, see gradients.h),
-// so the result does not depend on the number of threads. Rows with one position are updated in the
+// so the result does not depend on the number of threads. Rows with very many positions are summed
+// by all threads after the others (long_rows.h). Rows with one position are updated in the
 // order of the batch, because the rows of a bag share its gradient.
 #include <algorithm>
 #include <atomic>
+#include <iterator>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "common/elements_cpu.h"
@@ -12,6 +16,7 @@
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/gradients.h"
 #include "hash_table/cpu/group.h"
+#include "hash_table/cpu/long_rows.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -95,12 +100,17 @@ class Update {
     // The largest partitions come first, so that the last ones balance the threads.
     std::atomic<int64_t> next = 0;
     const int64_t workers = std::min<int64_t>(threads_, partitions_.size());
+    std::vector<LongRow> long_rows;
+    std::mutex lock;  // of long_rows
     parallel_for(workers, 1, threads_, [&](int64_t, int64_t) {
       Worker worker(*this);
       for (int64_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < partitions_.size();) {
         update_partition(partitions_[p], worker);
       }
+      const std::scoped_lock held(lock);
+      std::move(worker.long_rows.begin(), worker.long_rows.end(), std::back_inserter(long_rows));
     });
+    update_long(long_rows);
     if (partitions_.dealt() > 0) update_dealt();
   }
 
@@ -109,11 +119,14 @@ class Update {
   struct Worker {
     explicit Worker(const Update& update)
         : buffer(update.widest_),
+          totals(update.widest_),
           updater(update.optimizer_, update.learning_rate_, update.widest_) {}
 
     SlotGroups groups;
     LoneRows lone;
+    std::vector<LongRow> long_rows;  // which are left to update_long
     std::vector<float> buffer;
+    PieceTotals totals;
     RowUpdater updater;
   };
 
@@ -123,7 +136,7 @@ class Update {
     const TableView& table = tables_[partition.table];
     SlotGroups& groups = worker.groups;
     groups.assign(partitions_, partition, gradients_, table.first_slot, worker.lone);
-    update_repeated(table, groups, worker);
+    update_repeated(partition.table, groups, worker);
     if (partition.bits > 0) {
       for (int64_t i = 0; i < worker.lone.n; ++i) alone_[worker.lone.positions.get()[i]] = 1;
       return;
@@ -138,7 +151,8 @@ class Update {
     });
   }
 
-  void update_repeated(const TableView& table, const SlotGroups& groups, Worker& worker) const {
+  void update_repeated(int32_t number, const SlotGroups& groups, Worker& worker) const {
+    const TableView& table = tables_[number];
     const std::vector<SlotGroups::Repeated>& all = groups.repeated();
     const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
     const RowsAhead rows(table, static_cast<int64_t>(all.size()), slot);
@@ -149,13 +163,39 @@ class Update {
       // Gradients are numbered in the order of these rows. In a long sum the processor prefetches.
       const int64_t end = int64_t{all[i].first} + all[i].count;
       if (all[i].count > kGradientsAhead) asked = std::max(asked, end);
+      if (is_long(all[i].count, table.dim(), threads_)) {
+        worker.long_rows.push_back(long_row(number, slot(i), groups, all[i]));
+        continue;
+      }
       const int64_t until = std::min(last, end + kGradientsAhead);
       for (; asked < until; ++asked) prefetch_gradient(table, groups.places()[asked]);
       const float* const scales = gradients_.scaled() ? groups.scales() + all[i].first : nullptr;
       const int64_t* const places = groups.places() + all[i].first;
       const RowGradients gradients{gradients_.data(), places, scales, all[i].count};
-      sum_gradients<kType>(gradients, table.dim(), worker.buffer.data());
+      sum_gradients<kType>(gradients, table.dim(), worker.totals, worker.buffer.data());
       worker.updater.update(table, slot(i), worker.buffer.data());
+    }
+  }
+
+  LongRow long_row(int32_t table, int64_t slot, const SlotGroups& groups,
+                   const SlotGroups::Repeated& row) const {
+    const int64_t* const places = groups.places() + row.first;
+    LongRow copy{table, slot, {places, places + row.count}, {}};
+    if (gradients_.scaled()) {
+      const float* const scales = groups.scales() + row.first;
+      copy.scales.assign(scales, scales + row.count);
+    }
+    return copy;
+  }
+
+  void update_long(const std::vector<LongRow>& rows) const {
+    if (rows.empty()) return;
+    Worker worker(*this);
+    for (const LongRow& row : rows) {
+      const TableView& table = tables_[row.table];
+      const PieceSums<kType> pieces(row, table.dim(), gradients_.data(), threads_);
+      pieces.total(worker.totals, worker.buffer.data());
+      worker.updater.update(table, row.slot, worker.buffer.data());
     }
   }
 
