@@ -121,6 +121,10 @@ def test_opcheck(device_type):
     torch.library.opcheck(torch.ops.torchrec_hkv.bucketize, args)
 
 
+def test_opcheck_of_owner_ranks():
+    torch.library.opcheck(torch.ops.torchrec_hkv.owner_ranks, (random_ids(5), 3))
+
+
 @pytest.mark.parametrize(
     ("lengths", "values", "blocks", "match"),
     [

@@ -56,6 +56,10 @@ def power_law(n: int, seed: int) -> Tensor:
     return ((2 * IDS) ** unit - 1).long().mul(7919).remainder(2 * IDS).cuda()
 
 
+def test_opcheck():
+    torch.library.opcheck(OPS.serving_pinned, (torch.ones(70, 8, dtype=torch.uint8), CUDA))
+
+
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows(row_format, dtype):

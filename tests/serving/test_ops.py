@@ -49,6 +49,10 @@ def test_opcheck(tables):
     torch.library.opcheck(OPS.serving_tt, cores, test_utils=CHECKS)
     torch.library.opcheck(OPS.serving_place, (torch.arange(20), None, 1, 4, 0, 1, 0))
     torch.library.opcheck(OPS.serving_blocks, (torch.arange(20), 3))
+    # It returns a handle, so it has no fake. Nobody closes what the checks open: no tables.
+    no_tables = (*([] for _ in range(15)), torch.zeros(0, 2, dtype=torch.int64), [], [], [])
+    checks = ("test_schema", "test_autograd_registration")
+    torch.library.opcheck(OPS.serving_open, no_tables, test_utils=checks)
 
 
 def test_direct_calls(tables):

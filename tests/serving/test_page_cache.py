@@ -54,6 +54,10 @@ def test_read_pages(tmp_path):
     index, data = made.map(tmp_path)
     for begin, end in ((0, 1), (5000, made.num_bytes), (4095, 4097)):
         assert isinstance(OPS.serving_read_pages(index, begin, end), bool)
+    torch.library.opcheck(OPS.serving_expect_random, (index, True))
+    # It returns whether the system took the advice, so it has no fake.
+    checks = ("test_schema", "test_autograd_registration")
+    torch.library.opcheck(OPS.serving_read_pages, (index, 0, 5000), test_utils=checks)
     for begin, end in ((-1, 5), (5, 5), (0, made.num_bytes + 1)):
         with pytest.raises(ValueError, match=rf"is \[{begin}, {end}\), but must be within"):
             OPS.serving_read_pages(index, begin, end)

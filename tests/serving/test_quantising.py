@@ -90,6 +90,16 @@ def test_stops(row_format):
     assert row_formats.quantise_into(rows, row_format, 0.0, data[:8]).rows == 6
 
 
+def test_opcheck():
+    rows, data = torch.rand(4, 8), torch.zeros(4, 12, dtype=torch.uint8)
+    # It returns numbers that depend on the rows, so it has no fake.
+    checks = ("test_schema", "test_autograd_registration")
+    torch.library.opcheck(OPS.serving_quantize, (rows, 8, 1.0, 1.0, data), test_utils=checks)
+    torch.library.opcheck(OPS.serving_lower, (row_formats.to_bytes(rows, "int8"), 1))
+    torch.library.opcheck(OPS.serving_gather, (data, torch.tensor([3, 0]), data[:2].clone()))
+    torch.library.opcheck(OPS.serving_split, (torch.arange(9), 4))
+
+
 def test_refused():
     rows, data = torch.zeros(4, 8), torch.zeros(4, 12, dtype=torch.uint8)
     with pytest.raises(TypeError, match="rows must be of dtype Float"):

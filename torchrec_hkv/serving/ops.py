@@ -87,6 +87,21 @@ def _(data: Tensor) -> Tensor:
     return torch.empty_like(data)
 
 
+@torch.library.register_fake("torchrec_hkv::serving_memory")
+def _(bytes: int) -> Tensor:
+    return torch.empty(bytes, dtype=torch.uint8)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_pinned")
+def _(data: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(data)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_expect_random")
+def _(data: Tensor, huge: bool) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::serving_lower")
 def _(data: Tensor, doublings: int) -> None:
     return None

@@ -130,10 +130,14 @@ at::Tensor serving_row_numbers(const at::Tensor& index, const at::Tensor& ids) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
-  m.def("serving_pinned(Tensor data, Device device) -> Tensor", &serving_pinned);
+  m.def("serving_pinned(Tensor data, Device device) -> Tensor");
   m.def("serving_choose_hot(Tensor counts, Tensor? before, int wanted) -> Tensor");
   m.def("serving_row_numbers(Tensor index, Tensor ids) -> Tensor");
   m.def("serving_copy_hot(Tensor words, Tensor rows, Tensor(a!) out) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CompositeExplicitAutograd, m) {
+  m.impl("serving_pinned", &serving_pinned);
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {

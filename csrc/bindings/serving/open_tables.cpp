@@ -213,7 +213,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "int[] seeds, str[] distributions, float[] ranges, Tensor counters, int[] tt_groups, "
       "int[] tt_core_counts, Tensor[] tt_cores) -> int",
       &open_tables);
-  m.def("serving_close(int handle) -> ()", &close_tables);
 }
 
 }  // namespace torchrec_hkv::bindings

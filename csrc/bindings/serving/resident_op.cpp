@@ -75,10 +75,16 @@ bool serving_read_pages(const at::Tensor& data, int64_t begin, int64_t end) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
-  m.def("serving_memory(int bytes) -> Tensor", &serving_memory);
+  m.def("serving_memory(int bytes) -> Tensor");
   m.def("serving_resident(Tensor data) -> Tensor");
-  m.def("serving_expect_random(Tensor data, bool huge) -> ()", &serving_expect_random);
+  m.def("serving_expect_random(Tensor data, bool huge) -> ()");
   m.def("serving_read_pages(Tensor data, int begin, int end) -> bool", &serving_read_pages);
+}
+
+// For tensors of any device, to refuse those of a GPU with a sentence.
+TORCH_LIBRARY_IMPL(torchrec_hkv, CompositeExplicitAutograd, m) {
+  m.impl("serving_memory", &serving_memory);
+  m.impl("serving_expect_random", &serving_expect_random);
 }
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("serving_resident", &serving_resident); }

@@ -50,7 +50,7 @@ void define_serving(py::module_& m) {
         "The integers of lists in a list, one list after the other: int64. TypeError or\n"
         "OverflowError where one is not an integer of 64 bits.");
   m.def("serving_close", torch::wrap_pybind_function_no_gil(close_tables),
-        "torch.ops.torchrec_hkv.serving_close, not through the dispatcher.");
+        "Frees the tables that torch.ops.torchrec_hkv.serving_open opened, by their handle.");
 }
 
 }  // namespace torchrec_hkv::bindings

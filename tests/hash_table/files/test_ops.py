@@ -67,6 +67,22 @@ def test_find_misplaced():
     torch.library.opcheck(ops.find_misplaced, args)
 
 
+def test_ops_that_return_numbers():
+    """They have no fakes; their schemas tell what they change."""
+    checks = ("test_schema", "test_autograd_registration")
+    table = filled("cpu", 400, 64, state_dim=2)
+    slots = table._group.select_slots(0)[:9].sort().values
+    entries = ops.read_slots(table._group.handle, 0, slots)
+    # The table has these entries already, so that no run changes it.
+    batches = [[tensor] for tensor in (slots, *entries)]
+    torch.library.opcheck(ops.restore_together, (*place(table), *batches), test_utils=checks)
+    torch.library.opcheck(ops.find_repeated, place(table), test_utils=checks)
+    args = (entries[0], slots, 1, 64, 0, 1 << 16)
+    torch.library.opcheck(ops.are_placed, args, test_utils=checks)
+    args = (torch.zeros(17, dtype=torch.int64), 0, entries[0], 0, 0)
+    torch.library.opcheck(ops.add_ids, args, test_utils=checks)
+
+
 def test_slots_out_of_range(table):
     with pytest.raises(ValueError, match="slots from 60 to 65 were asked for"):
         ops.slot_owners(*place(table), 60, 5)
