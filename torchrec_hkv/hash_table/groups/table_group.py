@@ -11,11 +11,12 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
-from torchrec_hkv.hash_table.eviction import name_of
 from torchrec_hkv.hash_table.groups.accumulation import Accumulator
+from torchrec_hkv.hash_table.groups.aging import GroupAging
 from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
+from torchrec_hkv.hash_table.groups.clock import GroupClock
 from torchrec_hkv.hash_table.groups.copies import GroupCopies
-from torchrec_hkv.hash_table.groups.counters import COUNTERS, GroupCounters
+from torchrec_hkv.hash_table.groups.counters import GroupCounters
 from torchrec_hkv.hash_table.groups.rows import GroupRows
 from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.optimizers import Optimizer
@@ -29,7 +30,7 @@ _train_lookup = _ops.train_lookup.default
 Pin = _C.Pin
 
 
-class TableGroup(GroupCopies, GroupRows, GroupCounters):
+class TableGroup(GroupCopies, GroupRows, GroupCounters, GroupClock, GroupAging):
     """Hash tables of any dims and capacities behind one lookup.
 
     :class:`torchrec_hkv.hash_table.groups.calls.GroupCalls` has the operations of HierarchicalKV,
@@ -65,7 +66,6 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             )
         self.optimizer = optimizer
         self._given_state_dim = state_dim
-        self._epoch = 0
         self.tables = tuple(tables)
         self.feature_tables = tuple(feature_tables)
         self.device = known_device(device)
@@ -129,97 +129,6 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
     def optimizer_steps(self) -> Tensor:
         """Number of updates of each table so far, int64 ``[tables]`` on the device."""
         return self._group.optimizer_steps
-
-    @property
-    def clock(self) -> int:
-        """Number of counted calls so far. Synchronizes with the device."""
-        return self._group.clock
-
-    @property
-    def first_open_step(self) -> int:
-        """The earliest step whose rows may still change without another lookup: that of the oldest
-        lookup with a pin whose backward has not run, else the one after :attr:`clock`. Synchronizes
-        with the device."""
-        return self._group.first_open_step
-
-    def set_clock(self, clock: int) -> None:
-        """Sets the clock, before contents of that time are loaded.
-
-        Raises:
-            ValueError: ``clock`` is out of range, or the backward of a lookup is pending.
-        """
-        self.note_rewrite()
-        self._group.set_clock(clock)
-
-    def advance_clock(self, clock: int) -> None:
-        """Advances the clock, as if calls in between had looked up nothing.
-
-        Raises:
-            ValueError: it is less than :attr:`clock`, or the backward of a lookup is still to come.
-        """
-        now = self.clock
-        if clock < now:
-            raise ValueError(f"clock is {clock}, but must be at least {now}, what it is now.")
-        if clock > now:
-            self._group.set_clock(clock)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of later calls for the epoch policies; see :meth:`set_epoch`."""
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of later calls for the epoch policies. Does not synchronize.
-
-        Args:
-            epoch: 0 to 2^32 - 1.
-
-        Raises:
-            ValueError: ``epoch`` is out of range.
-        """
-        if not 0 <= epoch < 1 << 32:
-            raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
-        self._group.set_epoch(epoch)
-        self._epoch = epoch
-
-    @property
-    def aged_lfu(self) -> Tensor:
-        """Measurements of tables under :class:`AgedLFU`, float64 ``[tables, 7]`` on the device: c,
-        the lookups of a number of calls, this number, and four more values. Zeros under other
-        policies."""
-        return self._group.aged_lfu
-
-    @property
-    def miniature_tally(self) -> Tensor:
-        """Counts of the miniature tables of ``"adaptive"`` tables, int64 ``[tables, 14]`` on the
-        device (``csrc/hash_table/miniatures.h``)."""
-        return self._group.miniature_tally
-
-    def measured_aging(self, table: int) -> tuple[float, float, float] | None:
-        """The measurements that determine the half-life under :class:`AgedLFU` or ``"adaptive"``:
-        the lookups of a number of calls, this number, and c (at most 1e300); None under other
-        policies. Synchronizes with the device."""
-        if name_of(self.tables[table].eviction) != "aged_lfu":
-            return None
-        c, lookups, steps, seen_lookups, seen_step, *_ = self.aged_lfu[table].tolist()
-        if seen_step >= 0:
-            counted = int(self.counter_tensor[table, COUNTERS.index("lookups")])
-            lookups += counted - seen_lookups
-            steps += self.clock + 1 - seen_step
-        return lookups, steps, min(c, 1e300)
-
-    def restart_aging(self, table: int, measured: tuple[float, float, float] | None) -> None:
-        """Continues a table from the :meth:`measured_aging` of another; None: starts from nothing.
-        The c is only used by tables that choose it themselves."""
-        self._group.restart_aging(table, *(measured or (0.0, 0.0, -1.0)))
-
-    def set_aging(self, table: int, c: float) -> None:
-        """Sets the c of a table under :class:`AgedLFU` for later calls. Does not synchronize.
-
-        Raises:
-            ValueError: ``c`` is less than 0, or the table has another policy.
-        """
-        self._group.set_aging(table, c)
 
     def pin(self) -> Pin:
         """A pin for the rows of one training lookup.
