@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
-from torchrec_hkv.hash_table.files.file_tables import FileTarget
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.slot_snapshot import SlotSnapshot
 
 

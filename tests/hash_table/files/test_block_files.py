@@ -11,8 +11,8 @@ import torch
 from tests.support.saved_tables import assert_same, filled, like, shard_files, snapshot
 from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
-from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, ShardWriter, Staging, fields_of
+from torchrec_hkv.hash_table.files.shard_plan import plan_shards
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from tests.support.saved_tables import filled, owner_of, shard_files
 from torchrec_hkv.hash_table import files, owner_rank
-from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.shard_checks import verify_shard
 
 
 def test_a_shard_holds_its_range(device_type, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.saved_tables import assert_same, filled, like, shard_files, snapshot
 from torchrec_hkv.hash_table import files
-from torchrec_hkv.hash_table.files.file_tables import plan_shards
+from torchrec_hkv.hash_table.files.shard_plan import plan_shards
 
 
 def test_an_empty_table(device_type, tmp_path):

@@ -9,11 +9,11 @@ from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedS
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_left
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
-from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts_load import PartsLoad
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
+from torchrec_hkv.hash_table.files.shard_checks import verify_shard
 from torchrec_hkv.warn import warn
 
 

@@ -16,7 +16,7 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
 from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
-from torchrec_hkv.hash_table.files.file_tables import FileTarget
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import numbers_of, stored_as

@@ -20,7 +20,7 @@ from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.files.file_tables import FileTarget
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.routing import owner_rank

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.counts import mix64
-from torchrec_hkv.hash_table.files.file_tables import SAVED_PARTS, FileSource
+from torchrec_hkv.hash_table.files.file_source import SAVED_PARTS, FileSource
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup

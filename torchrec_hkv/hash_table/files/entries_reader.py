@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
@@ -19,6 +18,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     dequantised_fields,
     entry_bytes,
 )
+from torchrec_hkv.hash_table.files.shard_plan import plan_shards
 from torchrec_hkv.hash_table.routing import owner_rank
 
 

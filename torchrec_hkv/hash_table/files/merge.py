@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.file_names import shard_name
-from torchrec_hkv.hash_table.files.file_tables import plan_shards
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
 from torchrec_hkv.hash_table.files.manifest_parts import Shard
@@ -28,6 +27,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     entry_bytes,
     manifest_fields,
 )
+from torchrec_hkv.hash_table.files.shard_plan import plan_shards
 from torchrec_hkv.hash_table.files.table_save import default_shard_bytes
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.routing import owner_rank

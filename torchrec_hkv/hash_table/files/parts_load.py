@@ -17,12 +17,13 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
-from torchrec_hkv.hash_table.files.file_tables import FileTarget, check_unique
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
 from torchrec_hkv.hash_table.files.part_reader import PartReader
 from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
+from torchrec_hkv.hash_table.files.shard_checks import check_unique
 from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
 from torchrec_hkv.hash_table.files.side_by_side import can_read_side_by_side, rounds
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_hkv import progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.file_names import shard_name
-from torchrec_hkv.hash_table.files.file_tables import FileSource
+from torchrec_hkv.hash_table.files.file_source import FileSource
 from torchrec_hkv.hash_table.files.manifest_parts import Shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
@@ -172,7 +172,7 @@ def range_writers(
 
     Args:
         source: the table.
-        plan: result of :func:`~torchrec_hkv.hash_table.files.file_tables.plan_shards`.
+        plan: result of :func:`~torchrec_hkv.hash_table.files.shard_plan.plan_shards`.
         folder: an existing folder.
         save_name: 8 hexadecimal digits, unique for the save.
         written: list to which files are appended when they are created.

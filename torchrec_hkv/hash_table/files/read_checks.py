@@ -72,7 +72,7 @@ class BatchCheck:
 
 
 class ShardCheck:
-    """Checks a shard as :func:`.file_tables.verify_shard` does, but for ids that occur twice.
+    """Checks a shard as :func:`.shard_checks.verify_shard` does, but for ids that occur twice.
 
     Args:
         path: path of the file.

@@ -13,10 +13,11 @@ from typing import Any
 from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.changes import verify_left
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts, verify_counts
-from torchrec_hkv.hash_table.files.file_tables import FileTarget, verify_shard
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
+from torchrec_hkv.hash_table.files.shard_checks import verify_shard
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     dequantised,

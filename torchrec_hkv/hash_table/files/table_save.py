@@ -16,7 +16,8 @@ from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, FoundChanges
 from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
-from torchrec_hkv.hash_table.files.file_tables import FileSource, FileTable, plan_shards
+from torchrec_hkv.hash_table.files.file_source import FileSource
+from torchrec_hkv.hash_table.files.file_table import FileTable
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES, check_positive
 from torchrec_hkv.hash_table.files.manifest import Manifest, new_save_id
 from torchrec_hkv.hash_table.files.manifest_parts import Reduced, reduced_of
@@ -28,6 +29,7 @@ from torchrec_hkv.hash_table.files.range_writer import (
 )
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder, remove_others
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
+from torchrec_hkv.hash_table.files.shard_plan import plan_shards
 from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.progress import expect

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.files.file_tables import FileTarget
+from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
