@@ -9,16 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_hkv.hash_table import (
-    SGD,
-    EvictionPolicy,
-    Initializer,
-    Optimizer,
-    TableGroup,
-    Uniform,
-)
-from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction
-from torchrec_hkv.hash_table.spec_checks import check_range, check_remember_evicted
+from torchrec_hkv.hash_table import EvictionPolicy, Initializer, Optimizer, TableGroup
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
+from torchrec_hkv.hash_table.spec_checks import check_range
 from torchrec_hkv.nn.arguments import (
     check_int,
     check_rate,
@@ -32,14 +25,9 @@ from torchrec_hkv.nn.contents import positions
 from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
-from torchrec_hkv.nn.table_plan import Plan
+from torchrec_hkv.nn.table_plan import checked_plan
 from torchrec_hkv.nn.tables import Progress, Tables
 
-# Default of init_capacity, in rows.
-_INITIAL_CAPACITY = 1 << 16
-_MAX_DIM = 2048
-#: Upper bound of rows in estimates of memory; every device holds fewer.
-_MOST_ROWS = 1 << 58
 _INSTEAD_OF_REPLICAS = (
     "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
     "outside of the module that is wrapped"
@@ -87,48 +75,29 @@ class TableModule(nn.Module):
         remember_evicted: int | None,
     ) -> None:
         super().__init__()
-        check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
-        check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
-        if init_capacity is None:
-            init_capacity = min(max_capacity, _INITIAL_CAPACITY)
-        check_int("init_capacity", init_capacity, 1, max_capacity)
         if padding_idx is not None:
             check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
-        if seed is None:  # as the weights of other modules, torch.manual_seed decides
-            seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
-        check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
-        check_eviction(type(self).__name__, eviction, POLICIES)
-        if initializer is None:
-            initializer = Uniform(-(embedding_dim**-0.5), embedding_dim**-0.5)
-        if not isinstance(initializer, Initializer):
-            raise ValueError(
-                f"initializer is {initializer!r}, but must be a Uniform, Normal, TruncatedNormal "
-                "or Constant of torchrec_hkv.hash_table, or None."
-            )
         check_rate("learning_rate", learning_rate)
-        check_remember_evicted(type(self).__name__, remember_evicted)
-        if grad_buffer_hbm_gb is None:
-            raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
-        limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
+        plan = checked_plan(
+            type(self).__name__,
+            names=names,
+            embedding_dim=embedding_dim,
+            max_capacity=max_capacity,
+            init_capacity=init_capacity,
+            max_hbm_gb=max_hbm_gb,
+            weight_decay=weight_decay,
+            grad_buffer_hbm_gb=grad_buffer_hbm_gb,
+            eviction=eviction,
+            initializer=initializer,
+            seed=seed,
+            device=device,
+            remember_evicted=remember_evicted,
+        )
         self.embedding_dim = embedding_dim
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.padding_idx = padding_idx
         self._prefixes = tuple(prefixes)
-        plan = Plan(
-            names=tuple(names),
-            dim=embedding_dim,
-            max_capacity=max_capacity,
-            initial_capacity=init_capacity,
-            eviction=eviction,
-            limits=HbmLimits(gib_to_bytes("max_hbm_gb", max_hbm_gb)),
-            gradient_bytes=limit or 0,
-            seed=seed,
-            initializer=initializer,
-            optimizer=SGD(weight_decay=weight_decay),
-            device=device_or_default(device),
-            remember_evicted=remember_evicted,
-        )
         self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
         #: The optimizer that was attached last.
         self._owner: object | None = None

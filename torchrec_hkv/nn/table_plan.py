@@ -1,14 +1,32 @@
-"""The properties of a module's tables, and how they become a group that fits in memory."""
+"""The properties of a module's tables: from its arguments, and as a group that fits in memory."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from torchrec_hkv.hash_table import EvictionPolicy, Initializer, Optimizer, TableGroup, TableSpec
-from torchrec_hkv.nn.capacity import HbmLimits, TableShape, free_memory
+from torchrec_hkv.hash_table import (
+    SGD,
+    EvictionPolicy,
+    Initializer,
+    Optimizer,
+    TableGroup,
+    TableSpec,
+    Uniform,
+)
+from torchrec_hkv.hash_table.eviction import POLICIES, check_eviction
+from torchrec_hkv.hash_table.spec_checks import check_remember_evicted
+from torchrec_hkv.nn.arguments import check_int, device_or_default
+from torchrec_hkv.nn.capacity import HbmLimits, TableShape, free_memory, gib_to_bytes
 from torchrec_hkv.nn.warn import warn
+
+# Default of init_capacity, in rows.
+_INITIAL_CAPACITY = 1 << 16
+_MAX_DIM = 2048
+#: Upper bound of rows in estimates of memory; every device holds fewer.
+_MOST_ROWS = 1 << 58
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +60,67 @@ class Plan:
     optimizer: Optimizer
     device: torch.device
     remember_evicted: int | None = None
+
+
+def checked_plan(
+    module: str,
+    *,
+    names: Sequence[str],
+    embedding_dim: int,
+    max_capacity: int,
+    init_capacity: int | None,
+    max_hbm_gb: float | None,
+    weight_decay: float,
+    grad_buffer_hbm_gb: float,
+    eviction: EvictionPolicy,
+    initializer: Initializer | None,
+    seed: int | None,
+    device: torch.device | str | None,
+    remember_evicted: int | None,
+) -> Plan:
+    """The plan that the arguments of a module mean, with its defaults; the optimizer is SGD.
+
+    Args:
+        module: name of the module's class, for messages. The other arguments are those of
+            :class:`torchrec_hkv.nn.table_module.TableModule`.
+
+    Raises:
+        ValueError: an argument has an invalid value.
+    """
+    check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
+    check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
+    if init_capacity is None:
+        init_capacity = min(max_capacity, _INITIAL_CAPACITY)
+    check_int("init_capacity", init_capacity, 1, max_capacity)
+    if seed is None:  # as the weights of other modules, torch.manual_seed decides
+        seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
+    check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
+    check_eviction(module, eviction, POLICIES)
+    if initializer is None:
+        initializer = Uniform(-(embedding_dim**-0.5), embedding_dim**-0.5)
+    if not isinstance(initializer, Initializer):
+        raise ValueError(
+            f"initializer is {initializer!r}, but must be a Uniform, Normal, TruncatedNormal "
+            "or Constant of torchrec_hkv.hash_table, or None."
+        )
+    check_remember_evicted(module, remember_evicted)
+    if grad_buffer_hbm_gb is None:
+        raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
+    limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
+    return Plan(
+        names=tuple(names),
+        dim=embedding_dim,
+        max_capacity=max_capacity,
+        initial_capacity=init_capacity,
+        eviction=eviction,
+        limits=HbmLimits(gib_to_bytes("max_hbm_gb", max_hbm_gb)),
+        gradient_bytes=limit or 0,
+        seed=seed,
+        initializer=initializer,
+        optimizer=SGD(weight_decay=weight_decay),
+        device=device_or_default(device),
+        remember_evicted=remember_evicted,
+    )
 
 
 def make_group(plan: Plan) -> tuple[TableGroup, int]:
