@@ -13,7 +13,6 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import Candidate, KernelChoice
-from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss, loss_of
 from torchrec_hkv.planner.options import (
     BackendShardingOption,
@@ -28,6 +27,8 @@ from torchrec_hkv.planner.options import (
     shards_of,
     shared_shards,
 )
+from torchrec_hkv.planner.perf_estimator import PerfEstimator
+from torchrec_hkv.planner.storage_estimator import StorageEstimator
 from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning, chains_of
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
