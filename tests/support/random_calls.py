@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
-from tests.support.table_model import TAKES_SCORES, Row
+from tests.support.observed import Row
+from tests.support.table_model import TAKES_SCORES
 from torchrec_hkv.hash_table import EvictionPolicy
 
 CALLS = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checked_table import score_of
 from tests.support.initial_value import mix64
+from tests.support.observed import score_of
 from tests.support.table_model import TAKES_SCORES
 from tests.support.tables import distinct_ids, make, random_rows
 from torchrec_hkv.hash_table import HashTable

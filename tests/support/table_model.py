@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from tests.support.admission_model import EveryId
 from tests.support.aged_lfu_model import AgedLFUModel
 from tests.support.geometry import geometry
+from tests.support.observed import Row, Seen
 from torchrec_hkv.hash_table import AgedLFU, EvictionPolicy
 
 AGED = (AgedLFU(0.0), AgedLFU(0.7), AgedLFU(math.inf))
 POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized", *AGED)
 TAKES_SCORES = ("lfu", "epoch_lfu", "customized", *AGED)
 UINT32_MAX, INT64_MAX = 2**32 - 1, 2**63 - 1
-
-Row = tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +36,6 @@ class Entry:
     row: Row
     score: int
     touched: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What the real table shows of an id after a call."""
-
-    row: Row
-    score: int
-    slot: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
-from tests.support.table_model import POLICIES, TAKES_SCORES, Row
+from tests.support.observed import Row
+from tests.support.table_model import POLICIES, TAKES_SCORES
 from torchrec_hkv.hash_table import (
     Admission,
     Constant,

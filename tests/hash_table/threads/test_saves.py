@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from tests.support.checked_table import joined
+from tests.support.observed import joined
 from tests.support.versioned import changing, make_versioned, version_of
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.files.digest import table_digest
