@@ -1,8 +1,6 @@
 """A table in shards that is trained, written as a chain of deltas and loaded, beside a dictionary.
 
-Ranks are simulated: a shard is a :class:`TableGroup` of its own, which gets the ids of its owner
-buckets. All that reads and writes chains is the package's. Rows, velocities, steps and counts are
-what NumPy makes of the same ids and gradients; the table only says which ids it let go.
+All that reads and writes chains is the package's.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.chain_faults import killed_after, spoil
-from tests.support.sharded_table import DIM, MOMENTUM, RATE, Shards, State
+from tests.support.sharded_table import DIM, Shards, State
+from tests.support.trained_shards import TrainedShards
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
@@ -41,7 +39,7 @@ from torchrec_hkv.checkpoint.record import (
     shard_folder,
 )
 from torchrec_hkv.checkpoint.tensors import file_record, verify_file
-from torchrec_hkv.hash_table import Uniform, files, initial_rows
+from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.manifest import new_save_id
 from torchrec_hkv.write_behind import SaveHandle
@@ -50,8 +48,8 @@ KEY = "ebc.embedding_bags.t"
 SMALL = {"batch_bytes": 4096, "threads": 1}
 
 
-class Sequence:
-    """One table, its dictionary, and its chain.
+class Sequence(TrainedShards):
+    """A table in shards, its dictionary, and its chain.
 
     Args:
         seed: of all that is random.
@@ -59,135 +57,17 @@ class Sequence:
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
-        self.random = random.Random(seed)
-        pick = self.random.choice
         self.root = folder / "chain"
         self.did: collections.Counter[str] = collections.Counter()
-        self._rows = pick((40, 150, 600))
-        self._eviction = pick(("lru", "lfu"))
-        self._expire = pick((None, None, 4))
-        self._initial = pick((None, 64)) if self._rows == 600 else None
-        has_package = importlib.util.find_spec("zstandard") is not None
-        self._compression = pick((False, False, has_package))
-        self._pool = [pick((self.random.getrandbits(64) - (1 << 63), i)) for i in range(900)]
-        self._pool[:3] = -1, -(1 << 63), 0
-        self._world_size = pick((1, 2, 3))
-        self.model: State = {}
         self.states: dict[int, State] = {}  # of the chain, by number
-        self._begin(self._make(self._world_size))
-
-    def _make(self, world_size: int) -> Shards:
-        options = {"expire_after": self._expire}
-        if self._initial is not None:
-            options["initial_capacity"] = self._initial
-        return Shards(world_size, self._rows, self._eviction, **options)
+        super().__init__(random.Random(seed))
+        has_package = importlib.util.find_spec("zstandard") is not None
+        self._compression = self.random.choice((False, False, has_package))
 
     def _begin(self, shards: Shards) -> None:
-        """Goes on with these, as a new process does."""
-        self.shards = shards
+        super()._begin(shards)
         self._trackers = [ChangeTracker(group, 0) for group in shards.groups]
         self._previous: str | None = None  # digest; None: the next write is a base
-
-    def check(self) -> None:
-        """The table holds what the dictionary does."""
-        assert self.shards.state() == self.model
-
-    # -- changes ----------------------------------------------------------------------------------
-
-    def train(self) -> None:
-        ids = self.random.sample(self._pool[: self.random.choice((20, 200, 900))], 20)
-        ids = ids[: self.random.randrange(21)]
-        gradients = np.array(
-            [[self.random.randrange(-8, 9) / 8 for _ in range(DIM)] for _ in ids], np.float32
-        ).reshape(-1, DIM)
-        before = [group.counters()[0] for group in self.shards.groups]
-        for group, own, at in self.shards.split(ids):
-            anchor = torch.empty(0, requires_grad=True)
-            offsets = torch.arange(len(own) + 1)
-            rate = torch.tensor(float(RATE))
-            out = group.train_lookup(anchor, own, offsets, None, len(own), False, rate)
-            out.backward(torch.from_numpy(gradients)[at])
-        step = self.shards.groups[0].clock
-        assert all(group.clock == step for group in self.shards.groups)
-        now, size = self.shards.state(), len(self.model)
-        made = initial_rows(
-            torch.tensor(ids, dtype=torch.int64), DIM, table="t", initializer=Uniform(-1, 1)
-        ).numpy()
-        for id_, gradient, row in zip(ids, gradients, made, strict=True):
-            old = self.model.pop(id_, None)
-            if id_ not in now:
-                continue
-            fresh = self._trained((row.tobytes(), bytes(4 * DIM), 0, 0), gradient, step)
-            self.model[id_] = fresh if old is None else self._trained(old, gradient, step)
-            # It may have left for its age, and come back as a new one.
-            if old is not None and self._expire is not None and step - old[2] > self._expire:
-                self.model[id_] = fresh if now[id_] == fresh else self.model[id_]
-        self._let_go(now, set(ids))
-        came = left = 0
-        for group, old in zip(self.shards.groups, before, strict=True):
-            new, slots = group.counters()[0], group.full_slots(0)
-            came += new["inserted"] - old["inserted"]
-            left += sum(new[why] - old[why] for why in ("evicted", "expired"))
-            # Nothing is evicted before a table is full.
-            assert new["evicted"] == old["evicted"] or new["size"] + new["expired"] > 0.9 * slots
-        assert len(now) == size + came - left
-
-    def _trained(self, entry: tuple, gradient: np.ndarray, step: int) -> tuple:
-        row, velocity = (np.frombuffer(part, np.float32) for part in entry[:2])
-        velocity = velocity * MOMENTUM + gradient
-        count = entry[3] + (self._eviction == "lfu")
-        return (row - RATE * velocity).tobytes(), velocity.tobytes(), step, count
-
-    def _let_go(self, now: State, keep: set[int]) -> None:
-        """The table says which ids it let go; none of those that were looked up is."""
-        for id_ in [id_ for id_ in self.model if id_ not in now]:
-            assert id_ not in keep
-            del self.model[id_]
-        self.check()
-
-    def expire(self) -> None:
-        for group in self.shards.groups:
-            group.expire()
-        if self._expire is not None:
-            step = self.shards.groups[0].clock
-            self.model = {
-                id_: entry for id_, entry in self.model.items() if step - entry[2] <= self._expire
-            }
-        self.check()
-
-    def erase(self) -> None:
-        ids = self.random.sample(self._pool[:200], self.random.randrange(30))
-        for group, own, _ in self.shards.split(ids):
-            group.erase(own, torch.tensor([0, len(own)]), 1)
-        for id_ in ids:
-            self.model.pop(id_, None)
-        self.check()
-
-    def assign(self) -> None:
-        """Rows without a lookup: of ids that the table holds, and of others."""
-        ids = self.random.sample(self._pool[:200], self.random.randrange(10))
-        held = sorted(self.model.keys() - set(ids))
-        ids += self.random.sample(held, min(len(held), self.random.randrange(20)))
-        rows = np.array([[self.random.random() for _ in range(DIM)] for _ in ids], np.float32)
-        rows = rows.reshape(-1, DIM)
-        for group, own, at in self.shards.split(ids):
-            offsets = torch.tensor([0, len(own)])
-            group.assign_rows(own, offsets, 1, torch.from_numpy(rows)[at])
-        for id_, row in zip(ids, rows, strict=True):
-            if id_ in self.model:
-                self.model[id_] = (row.tobytes(), *self.model[id_][1:])
-        self.check()
-
-    def clear(self) -> None:
-        for group in self.shards.groups:
-            group.clear_table(0)
-        self.model = {}
-        self.check()
-
-    def grow(self) -> None:
-        for group in self.shards.groups:
-            group.reserve(0, self.random.randrange(group.tables[0].capacity + 1))
-        self.check()
 
     # -- writes -----------------------------------------------------------------------------------
 
