@@ -22,6 +22,30 @@ struct BagChunk {
   int64_t slot;    // of the lane's position
   float mean_scale;  // of the lane's bag
   bool good;         // offsets are valid; otherwise those of the tile's bags from here on are not
+
+  // Whether the lane's bag ends in the chunk and has a position.
+  __device__ __forceinline__ bool ends_a_bag(int lane) const { return (done & ~empty) >> lane & 1; }
+};
+
+// The table of a tile's bags. Kept in registers, because copies to shared memory make the compiler
+// reload all memory.
+struct TileTable {
+  const TableView& view;
+  const int64_t first_slot;
+  const uint64_t num_slots;
+  const bool framed;
+  const char* const backing;
+
+  __device__ __forceinline__ explicit TileTable(const TableView& table)
+      : view(table),
+        first_slot(table.first_slot),
+        num_slots(static_cast<uint64_t>(table.num_slots)),
+        framed(table.frames.tags != nullptr),
+        backing(table.rows.backing) {}
+  // slot: in the table. row_bytes: of a row.
+  __device__ __forceinline__ const char* row(int64_t slot, int32_t row_bytes) const {
+    return framed ? view.row(slot) : backing + slot * row_bytes;
+  }
 };
 
 // The bags of a tile, chunk by chunk. The data of the next chunk is loaded while the tile works on
@@ -77,6 +101,20 @@ struct BagChunks : Tile<kLanes> {
     at += chunk.count;
     if (left()) load(batch, slots);
     return chunk;
+  }
+
+  // The scale of the lane's position: that of its bag, times its weight.
+  __device__ __forceinline__ float scale_of(const BagChunk& chunk, const float* weights) const {
+    const bool there = lane() < chunk.count;
+    // The number of bags that end at the position or before: its bag.
+    int its_bag = 0;
+#pragma unroll
+    for (int step = kLanes / 2; step; step /= 2) {
+      if (of_lane(chunk.end, its_bag + step - 1) <= lane()) its_bag += step;
+    }
+    float scale = of_lane(chunk.mean_scale, its_bag);
+    if (weights != nullptr && there) scale *= weights[chunk.at + lane()];
+    return scale;
   }
 
  private:

@@ -42,12 +42,8 @@ __global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
   const BagRange range = tiling.range_of(
       batch, (static_cast<int64_t>(blockIdx.x) * kInt8Threads + threadIdx.x) / kLanes);
   if (range.bags == 0) return;
-  const TableView& table = tables[batch.feature_tables[range.feature]];
-  const int64_t first_slot = table.first_slot;
-  const auto num_slots = static_cast<uint64_t>(table.num_slots);
-  const bool framed = table.frames.tags != nullptr;
-  const char* const backing = table.rows.backing;
-  const int32_t dim = table.dim();
+  const TileTable table(tables[batch.feature_tables[range.feature]]);
+  const int32_t dim = table.view.dim();
   const auto row_bytes = static_cast<int32_t>(row_size(RowType::kInt8, dim));
   const RowType out_type = out.type;
   const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
@@ -81,22 +77,15 @@ __global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, zeros);
       }
       const bool there = lane < chunk.count;
-      const int64_t slot = chunk.slot - first_slot;
+      const int64_t slot = chunk.slot - table.first_slot;
       const char* row = nullptr;
       float scale = 0.0f;
-      if (there && static_cast<uint64_t>(slot) < num_slots) {
-        row = framed ? table.row(slot) : backing + slot * row_bytes;
+      if (there && static_cast<uint64_t>(slot) < table.num_slots) {
+        row = table.row(slot, row_bytes);
         scale = *reinterpret_cast<const float*>(row);
       }
-      // The number of bags that end at the position or before: its bag.
-      int bag = 0;
-#pragma unroll
-      for (int step = kLanes / 2; step; step /= 2) {
-        if (tile.of_lane(chunk.end, bag + step - 1) <= lane) bag += step;
-      }
-      float by = tile.of_lane(chunk.mean_scale, bag);
-      if (pooling.weights != nullptr && there) by *= pooling.weights[chunk.at + lane];
-      const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
+      const float by = chunks.scale_of(chunk, pooling.weights);
+      const bool ends_here = chunk.ends_a_bag(lane);
       __syncwarp(tile.mask());  // all lanes have read the previous chunk
       held.rows[lane] = row;
       held.ends[lane] = 0;
@@ -139,8 +128,8 @@ __global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
             const int64_t id = batch.ids[chunk.at + at];
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-              sum[w].add(held.scales[at].y,
-                         Row::initial(table.initial_rows, id, table.column_offset + column_of(w)));
+              sum[w].add(held.scales[at].y, Row::initial(table.view.initial_rows, id,
+                                                         table.view.column_offset + column_of(w)));
             }
           }
           end(at);

@@ -64,15 +64,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   const BagRange range = tiling.range_of(
       batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
   if (range.bags == 0) return;
-  // Kept in registers, because copies to shared memory make the compiler reload all memory.
-  const TableView& table = tables[batch.feature_tables[range.feature]];
-  const int64_t first_slot = table.first_slot;
-  const auto num_slots = static_cast<uint64_t>(table.num_slots);
-  const bool framed = table.frames.tags != nullptr;
-  const char* const backing = table.rows.backing;
-  const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
+  const TileTable table(tables[batch.feature_tables[range.feature]]);
+  const RowType type = kFloat32 ? RowType::kFloat32 : table.view.rows.type;
   const bool int8 = kStorage == Storage::kAny && type == RowType::kInt8;
-  const int32_t dim = table.dim();
+  const int32_t dim = table.view.dim();
   const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
   const int32_t row_bytes = int8 ? static_cast<int32_t>(row_size(type, dim)) : dim * column_bytes;
   const bool together = row_bytes % 16 == 0;
@@ -124,8 +119,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
           const uint32_t tag = ring.tags[its_tags + k];
           Row row;
           if (tag & kTagInitial) {
-            row = Row::initial(table.initial_rows, *reinterpret_cast<const int64_t*>(from),
-                               table.column_offset + column);
+            row = Row::initial(table.view.initial_rows, *reinterpret_cast<const int64_t*>(from),
+                               table.view.column_offset + column);
           } else {
             row = stored_row(*from);
           }
@@ -179,23 +174,19 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, Row::zero());
       }
       const bool there = lane < chunk.count;
-      const bool has_row = there && static_cast<uint64_t>(chunk.slot - first_slot) < num_slots;
-      const char* address = nullptr;
-      if (has_row) {
-        const int64_t slot = chunk.slot - first_slot;
-        address = framed ? table.row(slot) : backing + slot * row_bytes;
-      }
+      const int64_t slot_in_table = chunk.slot - table.first_slot;
+      const bool has_row = there && static_cast<uint64_t>(slot_in_table) < table.num_slots;
+      const char* const address = has_row ? table.row(slot_in_table, row_bytes) : nullptr;
       const unsigned missing = tile.ballot(there && !has_row);
-      const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
-      const int64_t slot_in_table = chunk.slot - first_slot;
+      const bool ends_here = chunk.ends_a_bag(lane);
       Items items{~0u, chunk.count, lane, 0};
       if (kHot) {
         if (is_first) {
           is_first = false;
           hot.look(slot_in_table, has_row);
           if (hot.slot != kNoSlot && mine) {
-            const char* const at = framed ? table.row(hot.slot) : backing + hot.slot * row_bytes;
-            hot_row = Row::load(reinterpret_cast<const float*>(at + row_offset));
+            const char* const at = table.row(hot.slot, row_bytes) + row_offset;
+            hot_row = Row::load(reinterpret_cast<const float*>(at));
           }
         }
         items = hot.items(slot_in_table, chunk.count, ends_here ? chunk.end : 0, missing != 0);
@@ -204,7 +195,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       __syncwarp(tile.mask());  // all lanes have read the addresses of the previous chunk
       if (kHot) {
         if (lane >= items.number) {
-          ring.addresses[lane] = backing;  // nothing is copied from there
+          ring.addresses[lane] = table.backing;  // nothing is copied from there
           ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
         }
         if (there && (items.mask >> lane & 1)) {
@@ -215,17 +206,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         ring.addresses[lane] = address;
         ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
       }
-      if (kScaled) {
-        // The number of bags that end at the position or before: its bag.
-        int bag = 0;
-#pragma unroll
-        for (int step = kLanes / 2; step; step /= 2) {
-          if (tile.of_lane(chunk.end, bag + step - 1) <= lane) bag += step;
-        }
-        float scale = tile.of_lane(chunk.mean_scale, bag);
-        if (pooling.weights != nullptr && there) scale *= pooling.weights[chunk.at + lane];
-        ring.scales[tag] = scale;
-      }
+      if (kScaled) ring.scales[tag] = chunks.scale_of(chunk, pooling.weights);
       __syncwarp(tile.mask());
       if (ends_here) {
         const int last = chunk.end - 1;
@@ -272,7 +253,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
                 // Initial rows are not rounded to 16 bits, so they do not fit here.
                 *reinterpret_cast<int64_t*>(to) = id;
               } else {
-                Row::initial(table.initial_rows, id, table.column_offset + column)
+                Row::initial(table.view.initial_rows, id, table.view.column_offset + column)
                     .store(reinterpret_cast<float*>(to));
               }
             } else if (mine && first + k < chunk.count) {
