@@ -96,10 +96,6 @@ __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders the lane's accesses to shared memory before later bulk copies to it.
-__device__ __forceinline__ void fence_before_bulk() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 // Bytes and addresses are multiples of 16.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes,
                                           CopyBarrier* barrier) {

@@ -128,15 +128,6 @@ __device__ __forceinline__ uint4 load_vector_once(const void* from, uint64_t pol
                : "l"(from), "l"(policy));
   return v;
 }
-// As prefetch_l2; whole rows get the evict-first policy.
-__device__ __forceinline__ void prefetch_l2_once(const void* address, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(address),
-               "r"(bytes), "l"(evict_first()));
-#else
-  prefetch_l2(address, bytes);
-#endif
-}
 
 // Bit p of the result: digest p of the vector's eight equals the wanted one.
 __device__ __forceinline__ uint32_t match_vector(uint4 digests, uint16_t wanted) {

@@ -9,8 +9,6 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int kMostBags = 16;  // of a tile
-
 // Neighbouring bags of one feature.
 struct BagRange {
   int32_t feature;
@@ -30,8 +28,6 @@ struct BagTiling {
     bags_of_tile = static_cast<int32_t>(max(int64_t{1}, min(fit, int64_t{most})));
     tiles_of_feature = (batch.batch_size + bags_of_tile - 1) / bags_of_tile;
   }
-  // As many bags as fill a tile's lanes with positions.
-  BagTiling(const Batch& batch, int lanes) : BagTiling(batch, lanes, min(kMostBags, lanes)) {}
   int64_t tiles(const Batch& batch) const {
     return batch.ragged == nullptr ? tiles_of_feature * batch.num_features
                                    : first_ragged(batch.num_bags, batch.num_features);
@@ -106,12 +102,6 @@ struct BagTile : Tile<kLanes> {
     end = of_lane(ends, bags - 1);
   }
 
-  // The bag of each lane's position, counted from the tile's first.
-  __device__ __forceinline__ int bag_of(int64_t position) const {
-    int bag = 0;
-    for (int b = 0; b < bags - 1; ++b) bag += position >= of_lane(ends, b) ? 1 : 0;
-    return bag;
-  }
   // Of the bag with the lane's number.
   __device__ __forceinline__ float mean_scale(bool mean) const {
     return mean && ends > starts ? 1.0f / static_cast<float>(ends - starts) : 1.0f;

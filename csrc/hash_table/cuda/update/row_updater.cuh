@@ -41,7 +41,6 @@ struct RowExtras {
 template <Optimizer kKind, typename Element, int kLanes, int kVectors>
 struct RowUpdater {
   static constexpr int kWidth = sizeof(Element) == sizeof(uint16_t) ? 8 : 4;  // of a vector
-  static constexpr int kColumns = kLanes * kVectors * kWidth;
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
   static constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
@@ -75,12 +74,6 @@ struct RowUpdater {
     policy = evict_first();
     adapts = kKind == Optimizer::kSgd && config.kind == Optimizer::kRowWiseAdagrad;
     terms = begin_row(config, learning_rate, static_cast<float>(*table.optimizer_step));
-  }
-  // For sums of the columns from `first` on. Returns whether there are any.
-  __device__ __forceinline__ bool begin_part(const TableView& table, int32_t first) {
-    dim = min(kColumns, table.rows.width - first);
-    policy = evict_first();
-    return dim > 0;
   }
   __device__ __forceinline__ static int32_t column(int vector) {
     return (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
@@ -164,12 +157,6 @@ struct RowUpdater {
       }
     }
     return own;
-  }
-
-  // Stores a sum.
-  __device__ __forceinline__ void store(float* to, const Own& sum) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) store_floats(sum.v[i], to, column(i));
   }
 
   // sum: the row's gradient. values, state: the row and its column states in memory; arrived: their
