@@ -46,6 +46,13 @@ int compute_capability() {
   return major;
 }
 
+unsigned multiprocessors() {
+  int device = 0, number = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device));
+  return static_cast<unsigned>(number);
+}
+
 void launch_chained(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
                     void** arguments) {
   allow_launch(kernel, shape);

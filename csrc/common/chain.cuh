@@ -48,6 +48,8 @@ struct LaunchShape {
 // The compute capability of the current device. The result is cached for each device, because every
 // launch needs it.
 int compute_capability();
+// The number of multiprocessors of the current device.
+unsigned multiprocessors();
 
 // Allows a kernel's dynamic shared memory and cluster. Calls the driver once for each kernel and
 // device, because such a call takes a considerable part of a launch.

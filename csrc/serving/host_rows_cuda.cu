@@ -1,5 +1,6 @@
 // Copies rows from host memory in the order of their addresses.
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/scan.cuh"
 #include "serving/host_rows.cuh"
@@ -93,13 +94,6 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const HostRows rows) {
   }
 }
 
-unsigned processors() {
-  int device = 0, number = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device));
-  return static_cast<unsigned>(number);
-}
-
 }  // namespace
 
 HostRows HostRows::in(const Staging& staging, size_t* bytes) {
@@ -142,7 +136,7 @@ void begin_list(const HostRows& rows, cudaStream_t stream) {
 
 void copy_listed(const HostRows& rows, cudaStream_t stream) {
   if (rows.capacity == 0) return;
-  const unsigned most = processors();
+  const unsigned most = multiprocessors();
   const auto needed = [&](uint32_t of_block) { return (rows.capacity + of_block - 1) / of_block; };
   scan_kernel<<<1, kScanThreads, 0, stream>>>(rows);
   HKV_CUDA_CHECK_LAUNCH();

@@ -194,7 +194,7 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& vis
       tables, batch, visit, slots, placed, others, moves);
   HKV_CUDA_CHECK_LAUNCH();
   launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
-  launch_chained(order_kernel, min(grid, processors()), kThreads, stream, moves);
+  launch_chained(order_kernel, min(grid, multiprocessors()), kThreads, stream, moves);
   return moves;
 }
 
@@ -202,12 +202,12 @@ void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
                const MovingRows& moving, cudaStream_t stream) {
   // Not chained, because the stream may have to wait for other streams in between.
   if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
-    move_in_bulk(tables, moves, moving.bulk_bytes, processors(), stream);
+    move_in_bulk(tables, moves, moving.bulk_bytes, multiprocessors(), stream);
   } else {
     // Blocks on half of the multiprocessors saturate the link, and leave room for kernels of other
     // streams, such as the backward of the previous batch.
-    exchange_kernel<<<min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0, stream>>>(
-        tables, moves);
+    exchange_kernel<<<min(grid_for(batch.num_ids), (multiprocessors() + 1) / 2), kThreads, 0,
+                      stream>>>(tables, moves);
     HKV_CUDA_CHECK_LAUNCH();
   }
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
@@ -78,20 +79,12 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
   __syncwarp();  // the next call writes there
 }
 
-// Number of multiprocessors of the device.
-inline unsigned processors() {
-  int device = 0, number = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device));
-  return static_cast<unsigned>(number);
-}
-
 // Number of blocks that fill the device. This limits the cost of a launch without work.
 template <typename Kernel>
 unsigned resident_blocks(Kernel kernel) {
   int blocks = 0;
   HKV_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-  return processors() * static_cast<unsigned>(blocks);
+  return multiprocessors() * static_cast<unsigned>(blocks);
 }
 
 // Places the ids of the second list, whose buckets are full, by evicting entries (in evict.cu).

@@ -1,10 +1,8 @@
-
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag.cuh"
-#include "hash_table/cuda/pool/pool_int8.h"
-#include "hash_table/cuda/pool/pool_tiles.h"
-#include "hash_table/cuda/pool/pool_wide.h"
+#include "hash_table/cuda/pool/pool_launch.h"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/kernels.h"
 
@@ -105,6 +103,25 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& length,
+                 const PoolCall& call, int64_t most_bags) {
+  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
+  // If few chunks for each tile are enough for all tiles to run at once, they do so, and leave room
+  // for concurrent kernels.
+  const Batch& batch = call.batch;
+  const int64_t at_once = int64_t{blocks} * multiprocessors() * kPoolThreads;  // positions
+  const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
+  const int64_t chunks =
+      together <= length.together
+          ? together
+          : max(int64_t{1}, min(batch.num_ids / (at_once * length.rounds), int64_t{length.most}));
+  const BagTiling tiling(batch, chunks * lanes, most_bags > 0 ? most_bags : chunks * lanes);
+  const int64_t threads = tiling.tiles(batch) * lanes;
+  launch_chained(kernel, static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads),
+                 kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling, call.out,
+                 tiling);
+}
+
 void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream) {
   for (int64_t first = 0; first < n; first += kFeaturesOfCopy) {
     const int64_t count = min(kFeaturesOfCopy, n - first);
@@ -122,17 +139,11 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
   const int64_t bags = batch.num_bags;
   if (bags == 0) return;
   if (shape.four_wide && out.stride % 4 == 0) {
-    if (shape.rows_of_8_bits()) {
-      pool_int8(tables, batch, slots, pooling, out, shape, stream);
-      return;
-    }
-    if (shape.float32_rows && shape.all_wide()) {
-      pool_wide(tables, batch, slots, pooling, out, stream);
-      return;
-    }
+    const PoolCall call{tables, batch, slots, pooling, out, stream};
+    if (shape.rows_of_8_bits()) return pool_int8(call, shape);
+    if (shape.float32_rows && shape.all_wide()) return pool_wide(call);
     const bool hot = static_cast<const volatile UpdateHint*>(hint)->hot_slots != 0;
-    pool_four_wide(tables, batch, slots, pooling, out, shape, hot, stream);
-    return;
+    return pool_four_wide(call, shape, hot);
   }
   const int64_t warps = (bags + kBagsOfWarp - 1) / kBagsOfWarp;
   pool_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, batch, slots, pooling, out);

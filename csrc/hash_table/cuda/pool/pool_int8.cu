@@ -3,19 +3,16 @@
 // words of several rows, four columns each, which are in flight in registers: asynchronous copies
 // of four bytes would take several times as long in L1.
 #include "common/chain.cuh"
-#include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
-#include "hash_table/cuda/pool/pool_int8.h"
+#include "hash_table/cuda/pool/pool_launch.h"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/group_shape.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kInt8Threads = 128;
 constexpr int kAhead = 8;                                            // rows in flight
-constexpr int kMostChunks = 4;                                       // of a tile, about
 constexpr int int8_blocks(int words) { return words == 1 ? 5 : 4; }  // of a multiprocessor
 
 // The positions of a chunk in shared memory.
@@ -28,19 +25,19 @@ struct alignas(16) ChunkRows {
 
 // kWords: words of a lane in a step. Rows with more columns take several steps.
 template <int kLanes, int kWords>
-__global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
+__global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
     pool_int8_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                      const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
                      const __grid_constant__ Output<char> out,
                      const __grid_constant__ BagTiling tiling) {
   using Row = Columns<4>;
-  __shared__ ChunkRows<kLanes> chunks_of_block[kInt8Threads / kLanes];
+  __shared__ ChunkRows<kLanes> chunks_of_block[kPoolThreads / kLanes];
   ChunkRows<kLanes>& held = chunks_of_block[threadIdx.x / kLanes];
   wait_for_kernel_before();  // which may have written slots or offsets
   const Tile<kLanes> tile;
   const int lane = tile.lane();
   const BagRange range = tiling.range_of(
-      batch, (static_cast<int64_t>(blockIdx.x) * kInt8Threads + threadIdx.x) / kLanes);
+      batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
   if (range.bags == 0) return;
   const TileTable table(tables[batch.feature_tables[range.feature]]);
   const int32_t dim = table.view.dim();
@@ -157,30 +154,18 @@ __global__ void __launch_bounds__(kInt8Threads, int8_blocks(kWords))
 }
 
 template <int kLanes, int kWords>
-void launch_int8(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<char> out, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
-  const int64_t at_once = int64_t{int8_blocks(kWords)} * processors * kInt8Threads;  // positions
-  const int64_t chunks = max(int64_t{1}, min(batch.num_ids / (4 * at_once), int64_t{kMostChunks}));
-  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
-  const int64_t threads = tiling.tiles(batch) * kLanes;
-  const auto blocks = static_cast<unsigned>((threads + kInt8Threads - 1) / kInt8Threads);
-  launch_chained(pool_int8_kernel<kLanes, kWords>, blocks, kInt8Threads, stream, tables, batch,
-                 slots, pooling, out, tiling);
+void launch_int8(const PoolCall& call) {
+  const TileLength length{.together = 0, .rounds = 4, .most = 4};
+  launch_pool(pool_int8_kernel<kLanes, kWords>, kLanes, int8_blocks(kWords), length, call);
 }
 
 }  // namespace
 
-void pool_int8(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<char> out, const GroupShape& shape, cudaStream_t stream) {
-  const auto launch = shape.widest <= 32    ? launch_int8<8, 1>
-                      : shape.widest <= 64  ? launch_int8<16, 1>
-                      : shape.widest <= 128 ? launch_int8<32, 1>
-                                            : launch_int8<32, 2>;
-  launch(tables, batch, slots, pooling, out, stream);
+void pool_int8(const PoolCall& call, const GroupShape& shape) {
+  if (shape.widest <= 32) return launch_int8<8, 1>(call);
+  if (shape.widest <= 64) return launch_int8<16, 1>(call);
+  if (shape.widest <= 128) return launch_int8<32, 1>(call);
+  launch_int8<32, 2>(call);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -15,14 +15,11 @@ enum class Storage { kFloat32, k16Bits, kAny };
 
 constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16Bits ? 8 : 4; }
 
-constexpr int kPoolThreads = 128;
 // Blocks of a multiprocessor. Eight columns for each lane take more registers.
 constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
 constexpr int kGroup = 4;   // rows
 constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
-// Chunks of a tile, if all tiles run at once and take three quarters of the GPU.
-constexpr int kChunksTogether = 4;
-constexpr int kTags = 64;  // tags of the chunk and of the groups in flight
+constexpr int kTags = 64;   // tags of the chunk and of the groups in flight
 
 // The tag of a position: the number of the bag that ends there, from 1 on, or 0.
 constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type

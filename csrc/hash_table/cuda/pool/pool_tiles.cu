@@ -1,45 +1,40 @@
 // Chooses the kernel of pool_tiles.cuh for a group.
 #include "hash_table/cuda/pool/pool_tiles.cuh"
-#include "hash_table/cuda/pool/pool_tiles.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 template <int kLanes>
-void launch(const PoolCall& call) {
+void launch(const PoolCall& call, const GroupShape& shape, bool hot) {
   constexpr Storage kFloat32 = Storage::kFloat32, k16Bits = Storage::k16Bits;
-  const GroupShape& shape = call.shape;
   const Batch& batch = call.batch;
   const bool float32_out = call.out.type == RowType::kFloat32, scaled = call.scaled();
   if (shape.rows_of_16_bits()) {
-    if (scaled || !float32_out) return launch_pool<kLanes, true, k16Bits, false, Rows::kAny>(call);
-    return launch_pool<kLanes, false, k16Bits, true, Rows::kAny>(call);
+    if (scaled || !float32_out) return launch_tiles<kLanes, true, k16Bits, false, Rows::kAny>(call);
+    return launch_tiles<kLanes, false, k16Bits, true, Rows::kAny>(call);
   }
   if (!shape.float32_rows) {
-    return launch_pool<kLanes, true, Storage::kAny, false, Rows::kAny>(call);
+    return launch_tiles<kLanes, true, Storage::kAny, false, Rows::kAny>(call);
   }
-  if (!float32_out) return launch_pool<kLanes, true, kFloat32, false, Rows::kAny>(call);
-  if (scaled) return launch_pool<kLanes, true, kFloat32, true, Rows::kAny>(call);
+  if (!float32_out) return launch_tiles<kLanes, true, kFloat32, false, Rows::kAny>(call);
+  if (scaled) return launch_tiles<kLanes, true, kFloat32, true, Rows::kAny>(call);
   if (batch.num_ids == batch.num_bags && batch.num_ids >= kManyOnce) {
-    return launch_pool<kLanes, false, kFloat32, true, Rows::kOnce>(call);
+    return launch_tiles<kLanes, false, kFloat32, true, Rows::kOnce>(call);
   }
-  if (call.hot) return launch_pool<kLanes, false, kFloat32, true, Rows::kHot>(call);
-  launch_pool<kLanes, false, kFloat32, true, Rows::kAny>(call);
+  if (hot) return launch_tiles<kLanes, false, kFloat32, true, Rows::kHot>(call);
+  launch_tiles<kLanes, false, kFloat32, true, Rows::kAny>(call);
 }
 
 }  // namespace
 
-void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
-                    Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
-                    cudaStream_t stream) {
-  const PoolCall call{tables, batch, slots, pooling, out, shape, hot, stream};
+void pool_four_wide(const PoolCall& call, const GroupShape& shape, bool hot) {
   const int32_t lanes = shape.widest / (shape.rows_of_16_bits() ? 8 : 4);
   if (lanes <= 8) {
-    launch<8>(call);
+    launch<8>(call, shape, hot);
   } else if (lanes <= 16) {
-    launch<16>(call);
+    launch<16>(call, shape, hot);
   } else {
-    launch<32>(call);
+    launch<32>(call, shape, hot);
   }
 }
 

@@ -15,9 +15,9 @@
 #include <cstdint>
 
 #include "common/chain.cuh"
-#include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
+#include "hash_table/cuda/pool/pool_launch.h"
 #include "hash_table/cuda/pool/pool_ring.cuh"
 #include "hash_table/group_shape.h"
 
@@ -26,21 +26,15 @@ namespace torchrec_hkv::hash_table::cuda {
 // kHot: there may be hot slots. kOnce: each bag has one id. Both have float32 rows without scales.
 enum class Rows { kAny, kHot, kOnce };
 
-// The length of a tile if not all tiles run at once: such that there are `rounds` rounds of the
-// tiles that run at a time, but at most `most`. A tile with a hot slot waits for fewer rows, so its
-// start weighs more.
-struct TileLength {
-  int rounds;
-  int most;  // chunks, about
-};
+// A tile with a hot slot waits for fewer rows, so its start weighs more.
 constexpr TileLength length_of(Rows rows) {
   switch (rows) {
     case Rows::kHot:
-      return {4, 6};
+      return {.together = 4, .rounds = 4, .most = 6};
     case Rows::kOnce:
-      return {8, 3};
+      return {.together = 4, .rounds = 8, .most = 3};
     default:
-      return {6, 3};
+      return {.together = 4, .rounds = 6, .most = 3};
   }
 }
 
@@ -278,42 +272,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   }
 }
 
-// The arguments of pool_four_wide.
-struct PoolCall {
-  const TableView* tables;
-  const Batch& batch;
-  const int64_t* slots;
-  Pooling pooling;
-  Output<char> out;
-  const GroupShape& shape;
-  bool hot;
-  cudaStream_t stream;
-
-  bool scaled() const { return pooling.mean || pooling.weights != nullptr; }
-};
-
 template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
-void launch_pool(const PoolCall& call) {
-  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
-  // If few chunks for each tile are enough for all tiles to run at once, they do so, and leave room
-  // for concurrent kernels.
-  constexpr TileLength kLength = length_of(kRows);
-  const Batch& batch = call.batch;
-  int device = 0, processors = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t at_once = int64_t{pool_blocks(kStorage)} * processors * kPoolThreads;  // positions
-  const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
-  const int64_t chunks =
-      together <= kChunksTogether
-          ? together
-          : max(int64_t{1}, min(batch.num_ids / (at_once * kLength.rounds), int64_t{kLength.most}));
-  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
-  const int64_t threads = tiling.tiles(batch) * kLanes;
-  const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
-  launch_chained(pool_tiles_kernel<kLanes, kScaled, kStorage, kFloat32Out, kRows>, blocks,
-                 kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling, call.out,
-                 tiling);
+void launch_tiles(const PoolCall& call) {
+  launch_pool(pool_tiles_kernel<kLanes, kScaled, kStorage, kFloat32Out, kRows>, kLanes,
+              pool_blocks(kStorage), length_of(kRows), call);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -4,23 +4,17 @@
 // shared memory three times, which bounds batches with hot ids; rows of few columns need them to
 // have enough loads in flight.
 #include "common/chain.cuh"
-#include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_tile.cuh"
-#include "hash_table/cuda/pool/pool_wide.h"
+#include "hash_table/cuda/pool/pool_launch.h"
 #include "hash_table/cuda/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kPoolThreads = 128;
 constexpr int kPoolBlocks = 5;  // blocks of a multiprocessor, which limit the registers of a thread
 constexpr int kVectors = 4;     // of a lane, of four columns; wider rows take several turns
 constexpr int32_t kTurn = kWarp * kVectors * 4;  // columns
-// Chunks of a warp, if all warps run at once and take three quarters of the GPU.
-constexpr int kChunksTogether = 4;
-constexpr int kRounds = 6;      // of the warps that run at a time, if not all do
-constexpr int kMostChunks = 3;  // of a warp then, about
 
 __device__ __forceinline__ Columns<4> load_columns_cached(const float* from) {
   const uint4 words = load_vector_cached(from);
@@ -124,26 +118,10 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
 
 }  // namespace
 
-void pool_wide(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<char> out, cudaStream_t stream) {
-  // The bags of a warp share the latency of its start, but there should be several rounds of warps.
-  // If few chunks for each warp are enough for all warps to run at once, they do so, and leave room
-  // for concurrent kernels.
-  int device = 0, processors = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t at_once = int64_t{kPoolBlocks} * processors * kPoolThreads;  // positions
-  const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
-  const int64_t chunks =
-      together <= kChunksTogether
-          ? together
-          : max(int64_t{1}, min(batch.num_ids / (at_once * kRounds), int64_t{kMostChunks}));
-  const BagTiling tiling(batch, chunks * kWarp, kWarp);
-  const bool scaled = pooling.mean || pooling.weights != nullptr;
-  const auto kernel = scaled ? pool_wide_kernel<true> : pool_wide_kernel<false>;
-  const int64_t threads = tiling.tiles(batch) * kWarp;
-  const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
-  launch_chained(kernel, blocks, kPoolThreads, stream, tables, batch, slots, pooling, out, tiling);
+void pool_wide(const PoolCall& call) {
+  const auto kernel = call.scaled() ? pool_wide_kernel<true> : pool_wide_kernel<false>;
+  const TileLength length{.together = 4, .rounds = 6, .most = 3};
+  launch_pool(kernel, kWarp, kPoolBlocks, length, call, kWarp);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

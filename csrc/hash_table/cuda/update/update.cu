@@ -99,10 +99,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 unsigned resident_grid(int blocks_of_processor, int64_t threads) {
-  int device = 0, processors = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  return min(static_cast<unsigned>(blocks_of_processor * processors), grid_for(threads));
+  return min(static_cast<unsigned>(blocks_of_processor) * multiprocessors(), grid_for(threads));
 }
 
 bool expects_unique_ids(const UpdateHint* hint) {

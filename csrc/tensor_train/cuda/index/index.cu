@@ -73,8 +73,7 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
   plan.clusters = compute_capability() >= 9;
   int device = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(
-      cudaDeviceGetAttribute(&plan.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  plan.multiprocessors = static_cast<int32_t>(multiprocessors());
   int cooperative = 0;
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
   plan.cooperative = cooperative != 0;
