@@ -61,11 +61,6 @@ __device__ __forceinline__ void copy_columns(RowType type, char* to, const char*
     *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(from + at);
   }
 }
-template <int kWidth>
-__device__ __forceinline__ Columns<kWidth> load_columns(RowType type, const char* from,
-                                                        int32_t column) {
-  return Columns<kWidth>::load(type, from, column);
-}
 
 // The columns of a row of 8 bits, without its scale.
 template <int kWidth>
@@ -91,7 +86,7 @@ struct RowInRing {
   __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
     Columns<kWidth> total =
         sum != nullptr ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-    total.add(scale, load_columns<kWidth>(gradient_type, place, column));
+    total.add(scale, Columns<kWidth>::load(gradient_type, place, column));
     return total;
   }
   __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
@@ -100,7 +95,7 @@ struct RowInRing {
         return Columns<kWidth>::load_int8(place + ring.row + column, row_scale);
       }
     }
-    return load_columns<kWidth>(type, place + ring.row, column);
+    return Columns<kWidth>::load(type, place + ring.row, column);
   }
   __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
     return Columns<kWidth>::load(reinterpret_cast<const float*>(place + ring.states) + column);
@@ -236,7 +231,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
           Steps::for_columns(table.dim, first, [&](int32_t column) {
             Columns<kWidth> total =
                 open ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-            total.add(scale, load_columns<kWidth>(type, arrived, column));
+            total.add(scale, Columns<kWidth>::load(type, arrived, column));
             total.store(sum + column);
           });
         });

@@ -62,9 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   if (at < scratch.short_positions(batch.num_ids)) {
     const Pair pair = sorted.load(at);
     if (sorted.key_of(pair) != no_slot) {
-      const uint32_t value = sorted.value_of(pair);
-      const uint32_t bag = scratch.bags != nullptr ? scratch.bags[value] : value;
-      const TableView& table = tables[batch.feature_tables[batch.feature_of_bag(bag)]];
+      const TableView& table = table_of(tables, batch, scratch.bag_of(sorted.value_of(pair)));
       classes = 1u << row_class_of(table.dim(), table.rows.type);
     }
   }

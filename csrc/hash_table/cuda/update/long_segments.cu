@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const float rate = *update.learning_rate;
   const auto table_of_segment = [&](const Pair& pair) -> const TableView& {
-    const uint32_t value = sorted.value_of(pair);
-    return table_of(tables, update, scratch.bags != nullptr ? scratch.bags[value] : value);
+    return table_of(tables, update.batch, scratch.bag_of(sorted.value_of(pair)));
   };
   const auto slot_of = [&](const Pair& pair, const TableView& table) {
     return static_cast<int64_t>(sorted.key_of(pair)) - table.first_slot;
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                           const GroupShape& shape, UpdateHint* hint, cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
-  const bool states = has_column_states(update.optimizer);
+  const bool states = column_states(update.optimizer.kind) > 0;
   const auto choose = [&]<bool kInt8>() {
     return update.group_four_wide ? (states ? long_segments_kernel<4, true, kInt8>
                                             : long_segments_kernel<4, false, kInt8>)

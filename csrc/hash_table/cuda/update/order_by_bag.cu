@@ -28,8 +28,7 @@ struct ShortSegment {
     const uint64_t key = sorted.key(at);
     if (key == no_slot || (at > 0 && sorted.key(at - 1) == key)) return;
     if (at + kLongest < n && sorted.key(at + kLongest) == key) return;
-    const uint32_t value = sorted.value(at);
-    const uint64_t bag = scratch.bags != nullptr ? scratch.bags[value] : value;
+    const uint64_t bag = scratch.bag_of(sorted.value(at));
     bin = static_cast<uint32_t>(bag * kBagBins / static_cast<uint64_t>(batch.num_bags));
     length = 1;
     while (at + length < n && sorted.key(at + length) == key) ++length;

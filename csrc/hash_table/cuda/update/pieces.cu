@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
 #pragma unroll
       for (int b = 0; b < kBatches; ++b) {
         const uint32_t at = chunk + b * kLanes + lane;
-        shares[b] =
-            at < end ? share_of(update, scratch.bags, scratch.pairs.pairs.value(at)) : Share{};
+        shares[b] = at < end ? share_of(update, scratch, scratch.pairs.pairs.value(at)) : Share{};
       }
     };
     // Writes an item for each run of equal gradients. Returns the number of items.

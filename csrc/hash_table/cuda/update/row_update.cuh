@@ -37,7 +37,9 @@ class RowUpdate {
 
  private:
   using Steps = Step<kLanes, kVectors, kWidth>;
-  using Own = StepColumns<kVectors, kWidth>;
+  struct Own {  // the lane's columns in a step
+    Columns<kWidth> v[kVectors];
+  };
 
   const TableUpdate& table_;
   const Source& source_;

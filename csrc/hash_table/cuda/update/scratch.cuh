@@ -119,6 +119,10 @@ struct Scratch {
   char* middle;
 
 #ifdef __CUDACC__
+  // The bag of a pair.
+  __device__ __forceinline__ uint32_t bag_of(uint32_t value) const {
+    return bags != nullptr ? bags[value] : value;
+  }
   // Number of short_pairs.
   __device__ __forceinline__ uint32_t short_positions(int64_t num_ids) const {
     return orders ? *number_short : static_cast<uint32_t>(num_ids);

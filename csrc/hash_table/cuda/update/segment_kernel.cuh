@@ -100,6 +100,28 @@ void launch_segments(const SegmentCall& call) {
                  listed ? call.row_class : kAllRowClasses, whole, call.first);
 }
 
+// Selects lanes and vectors for rows of a width, and the positions in flight.
+template <Optimizer kKind, typename Element>
+void launch_for_width(const SegmentCall& call) {
+  // A lane has eight columns of 16 bits, or four of another type.
+  constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
+  // Two wide rows keep the memory as busy as four narrow ones.
+  switch (max(call.row_class % kWidthClasses - (k16Bits ? 1 : 0), 0)) {
+    case 0:
+      return launch_segments<kKind, Element, 8, 1, 4>(call);
+    case 1:
+      return launch_segments<kKind, Element, 16, 1, 4>(call);
+    case 2:
+      return launch_segments<kKind, Element, 32, 1, 4>(call);
+    case 3:
+      return launch_segments<kKind, Element, 32, 2, 4>(call);
+    case 4:
+      return launch_segments<kKind, Element, 32, 4, 2>(call);
+    case 5:
+      if constexpr (!k16Bits) return launch_segments<kKind, Element, 32, 8, 2>(call);
+  }
+}
+
 // Calls visit.operator()<kKind>() with the kind whose RowUpdater serves an optimizer.
 template <typename Visit>
 void with_updater_kind(const OptimizerConfig& optimizer, const Visit& visit) {

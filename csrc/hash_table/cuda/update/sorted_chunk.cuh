@@ -43,7 +43,7 @@ struct SortedChunk {
     bool mine = at + lane < n && key != update.no_slot &&
                 (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
     if (mine) {
-      share = share_of(update, scratch.bags, scratch.pairs.pairs.value_of(place.pair));
+      share = share_of(update, scratch, scratch.pairs.pairs.value_of(place.pair));
       table = &tables[share.table];
       mine = is_of_class(*table, row_class);
     }

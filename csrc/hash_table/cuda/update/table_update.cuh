@@ -14,12 +14,6 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Kernels have one instance for optimizers without column states, which need few registers, and one
-// for the others.
-__host__ __device__ inline bool has_column_states(const OptimizerConfig& optimizer) {
-  return column_states(optimizer.kind) > 0;
-}
-
 // Distributes the columns of a row to the lanes of a tile. Within a step, a vector of a lane is
 // followed by the same vector of the next lane.
 template <int kLanes, int kVectors, int kWidth>
@@ -44,12 +38,6 @@ struct Step {
       if (column(v, first) < dim) visit(column(v, first));
     }
   }
-};
-
-// The columns of a lane in a step.
-template <int kVectors, int kWidth>
-struct StepColumns {
-  Columns<kWidth> v[kVectors];
 };
 
 // Values that all rows of a table share in one update. The table's optimizer_step already counts

@@ -25,9 +25,9 @@ struct Update {
   bool group_four_wide;
 };
 
-__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
+__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Batch& batch,
                                                      uint32_t bag) {
-  return tables[update.batch.feature_tables[update.batch.feature_of_bag(bag)]];
+  return tables[batch.feature_tables[batch.feature_of_bag(bag)]];
 }
 
 // The end of the segment that contains `at`. A tile searches, one key for each lane, because a hot
@@ -95,10 +95,10 @@ struct Share {
   float scale;       // of it
 };
 
-__device__ __forceinline__ Share share_of(const Update& update, const uint32_t* bags,
+__device__ __forceinline__ Share share_of(const Update& update, const Scratch& scratch,
                                           uint32_t value) {
   const Batch& batch = update.batch;
-  const uint32_t bag = bags != nullptr ? bags[value] : value;
+  const uint32_t bag = scratch.bag_of(value);
   const int32_t feature = batch.feature_of_bag(bag);
   Share it;
   it.table = batch.feature_tables[feature];
