@@ -236,13 +236,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         id = batch.ids[position];
         choice = choose_buckets(id, table.num_buckets);
         if (!chosen && !deduplicated) {
-          const int64_t other =
-              representative<kOneTable>(missing, tables, table, batch, position, id);
-          busy = other == position;
-          if (!busy) {
-            slots[position] = remember(other);
-            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
-          }
+          busy = represents<kOneTable>(missing, tables, table, batch, slots, position, id);
         }
       }
       uint64_t score = 0;

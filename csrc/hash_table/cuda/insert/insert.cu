@@ -3,8 +3,9 @@
 //      admission, positions of ids that are not admitted are marked (admission.cu).
 //      The find lists what is missing, so that what follows need not look at every position.
 //   2. a thread looks at each position of the list; of several positions with one missing id, one
-//      stands for all (missing.cuh) and claims a free slot (place.cuh); or all of them look into
-//      the id's bucket, and the first claims. Tiles of lanes write the rows.
+//      stands for all (missing.cuh; with given scores deduplicate.cu chooses it) and claims a free
+//      slot (place.cuh); or all of them look into the id's bucket, and the first claims. Tiles of
+//      lanes write the rows.
 //   3. ids whose buckets are full, which have a list of their own, take the places of others
 //      (evict.cu).
 //      Where the result must not depend on chance, both are done in the order of the batch
@@ -68,73 +69,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For given scores: of several positions of an id, the one with the highest score is inserted, so
-// that an id is refused only if all its scores are too low. Positions store the entry of the
-// scratch table until choose_kernel replaces it.
-__global__ void __launch_bounds__(kThreads)
-    deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                       int64_t* __restrict__ slots, const Missing missing) {
-  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (position >= batch.num_ids || !is_missing(slots[position])) return;
-  const TableView& table = table_at(tables, batch, position);
-  const int64_t id = batch.ids[position];
-  const auto mine = static_cast<uint32_t>(position + 1);
-  for (uint32_t at = scratch_hash(table, id);; ++at) {
-    const uint32_t index = at & missing.mask;
-    uint32_t there = load_l2(&missing.table[index]);
-    if (there == 0) there = atomicCAS(&missing.table[index], 0u, mine);
-    int64_t other = static_cast<int64_t>(there) - 1;
-    if (there != 0 && !same_id<false>(tables, table, batch, other, id)) continue;
-    while (there != 0 && visit.given(position) > visit.given(other)) {
-      const uint32_t seen = atomicCAS(&missing.table[index], there, mine);
-      if (seen == there) break;
-      there = seen;
-      other = static_cast<int64_t>(there) - 1;
-    }
-    slots[position] = remember(index);
-    return;
-  }
-}
-__global__ void __launch_bounds__(kThreads)
-    choose_kernel(int64_t n, int64_t* __restrict__ slots, const Missing missing) {
-  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (position >= n || !is_remembered(slots[position])) return;
-  const int64_t chosen = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
-  slots[position] = chosen == position ? kNoSlot : remember(chosen);
-  if (chosen != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
-}
-
-// Replaces find_and_touch if Placement::believed is given. It follows a find that touched nothing.
-__global__ void __launch_bounds__(kThreads)
-    believe_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                   const bool* __restrict__ believed, int64_t* __restrict__ slots,
-                   bool* __restrict__ found, const Missing missing) {
-  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t i = position; i <= missing.mask; i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    missing.table[i] = 0;
-  }
-  const TableView* table = nullptr;
-  int64_t slot = kNoSlot;
-  bool wrong = false, listed = false, hit = false;
-  if (position < batch.num_ids) {
-    table = &table_at(tables, batch, position);
-    slot = slots[position];
-    const bool there = slot != kNoSlot;
-    wrong = there != believed[position];
-    hit = there && !wrong;
-    listed = !there && !wrong;
-    if (wrong) slots[position] = kSkipped;
-    if (found != nullptr) found[position] = there;
-  }
-  const unsigned hits = __ballot_sync(kAllLanes, hit);
-  if (hit) touch(hits, *table, slot - table->first_slot, visit, visit.given(position));
-  __shared__ BlockParts parts;
-  if (count_listed(parts, missing, listed, false)) {
-    append_listed(parts, missing, listed, false, position);
-  }
-  count_warp(table, kLookups, wrong, -1);  // (begin_kernel counts all positions)
-}
-
 // deduplicated: every missing id is missing at one position only. kPacked: as in place.cuh, one
 // table.
 template <NewRows kRows, bool kOneTable, bool kPacked>
@@ -188,13 +122,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       }
       if (busy && slot == kNoSlot) {
         if (!deduplicated) {
-          const int64_t other =
-              representative<kOneTable>(missing, tables, table, batch, position, id);
-          busy = other == position;
-          if (!busy) {
-            slots[position] = remember(other);
-            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
-          }
+          busy = represents<kOneTable>(missing, tables, table, batch, slots, position, id);
         }
         if (busy && was != kMissingFromFull) {
           slot = claim_free_slot<kPacked>(table, choice, id, visit.now());
@@ -359,9 +287,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
                    /*begun=*/aging.expire_after == nullptr, stream);
   } else {
     find(tables, only, batch, slots, stream);
-    believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
-                                                  there, missing);
-    HKV_CUDA_CHECK_LAUNCH();
+    touch_as_believed(tables, batch, visit, placement.believed, slots, there, missing, stream);
   }
   if (placement.admissions != nullptr) {
     // After the scratch of insertions, which the find has prepared.
@@ -379,12 +305,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     }
     rest.leavers = {};
   } else {
-    if (by_score) {
-      deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, missing);
-      HKV_CUDA_CHECK_LAUNCH();
-      choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
-      HKV_CUDA_CHECK_LAUNCH();
-    }
+    if (by_score) choose_by_score(tables, batch, visit, slots, missing, stream);
     const InsertKernel insert = choose_insert_kernel(placement.rows, only);
     launch_chained(insert, min(grid, resident_blocks(insert)), kThreads, stream,
                    only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,

@@ -87,6 +87,17 @@ unsigned resident_blocks(Kernel kernel) {
   return multiprocessors() * static_cast<unsigned>(blocks);
 }
 
+// Replaces find_and_touch if Placement::believed is given, after a find that touched nothing. Ids
+// for which the belief is wrong are skipped (in believed.cu).
+void touch_as_believed(const TableView* tables, const Batch& batch, const Visit& visit,
+                       const bool* believed, int64_t* slots, bool* found, const Missing& missing,
+                       cudaStream_t stream);
+
+// For given scores: the position with the highest one represents a missing id, which is then
+// missing at this position only (in deduplicate.cu).
+void choose_by_score(const TableView* tables, const Batch& batch, const Visit& visit,
+                     int64_t* slots, const Missing& missing, cudaStream_t stream);
+
 // Places the ids of the second list, whose buckets are full, by evicting entries (in evict.cu).
 // deduplicated: every missing id is missing at one position only.
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,

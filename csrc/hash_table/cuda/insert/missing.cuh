@@ -113,6 +113,18 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
+// Whether the position represents the id. Otherwise it refers to the one that does.
+template <bool kOneTable>
+__device__ __forceinline__ bool represents(const Missing& missing, const TableView* tables,
+                                           const TableView& table, const Batch& batch,
+                                           int64_t* slots, int64_t position, int64_t id) {
+  const int64_t other = representative<kOneTable>(missing, tables, table, batch, position, id);
+  if (other == position) return true;
+  slots[position] = remember(other);
+  if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+  return false;
+}
+
 // Entries that a block appends to the two lists, by one atomic for each list. In shared memory.
 struct BlockParts {
   uint32_t of_warp[kThreads / kWarp];  // numbers of positions for the first list, and, shifted by

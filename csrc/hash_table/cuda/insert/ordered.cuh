@@ -47,6 +47,14 @@ struct InsertionOrder {
   }
 };
 
+// The queue of a bucket.
+__device__ __forceinline__ uint32_t queue_of(const InsertionOrder& order, const TableView& table,
+                                             uint32_t bucket) {
+  const auto number =
+      static_cast<uint64_t>(table.first_slot + static_cast<int64_t>(bucket) * table.bucket_slots);
+  return static_cast<uint32_t>(number * 0x9e3779b97f4a7c15ull >> (64 - order.queue_bits));
+}
+
 // scored: whether scores are given. base: aligned to 256 bytes.
 InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool scored,
                                char* base);
@@ -56,6 +64,11 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
 void insert_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
                      const Placement& placement, int64_t* slots, const Missing& missing,
                      InsertionOrder* order, cudaStream_t stream);
+
+// Its step that selects the slots: an id after the other in each queue (in ordered_place.cu).
+void place_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
+                    RefuseLower refuse_lower, int64_t* slots, const Missing& missing,
+                    const InsertionOrder& order, cudaStream_t stream);
 
 // Lists the leavers, after all positions have their slots: evicted and refused entries in the order
 // of the batch, then ids that were not admitted. In ordered_leavers.cu, as the next.

@@ -1,0 +1,51 @@
+// The touch of an insertion whose caller says which ids it expects in the table.
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/lookup/find.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    believe_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const bool* __restrict__ believed, int64_t* __restrict__ slots,
+                   bool* __restrict__ found, const Missing missing) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int64_t i = position; i <= missing.mask; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    missing.table[i] = 0;
+  }
+  const TableView* table = nullptr;
+  int64_t slot = kNoSlot;
+  bool wrong = false, listed = false, hit = false;
+  if (position < batch.num_ids) {
+    table = &table_at(tables, batch, position);
+    slot = slots[position];
+    const bool there = slot != kNoSlot;
+    wrong = there != believed[position];
+    hit = there && !wrong;
+    listed = !there && !wrong;
+    if (wrong) slots[position] = kSkipped;
+    if (found != nullptr) found[position] = there;
+  }
+  const unsigned hits = __ballot_sync(kAllLanes, hit);
+  if (hit) touch(hits, *table, slot - table->first_slot, visit, visit.given(position));
+  __shared__ BlockParts parts;
+  if (count_listed(parts, missing, listed, false)) {
+    append_listed(parts, missing, listed, false, position);
+  }
+  count_warp(table, kLookups, wrong, -1);  // (begin_kernel counts all positions)
+}
+
+}  // namespace
+
+void touch_as_believed(const TableView* tables, const Batch& batch, const Visit& visit,
+                       const bool* believed, int64_t* slots, bool* found, const Missing& missing,
+                       cudaStream_t stream) {
+  believe_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, believed,
+                                                                   slots, found, missing);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda
