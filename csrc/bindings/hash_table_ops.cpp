@@ -47,7 +47,9 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
                 int64_t batch_size, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
-  TORCH_CHECK_VALUE(offsets || !bags, "bags are given, but no offsets.");
+  TORCH_CHECK_VALUE(
+      offsets || !bags,
+      "bags are given, but offsets are None: give offsets, one more than the sum of bags.");
   std::optional<BagLayout> layout;
   if (offsets) layout.emplace(group, batch_size, bags);
   const Batch batch = layout ? make_batch(group, ids, *offsets, *layout) : make_batch(group, ids);
@@ -99,8 +101,10 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  TORCH_CHECK_VALUE(group.optimizer().kind != Optimizer::kNone,
-                    "the tables of this group were built without an optimizer.");
+  TORCH_CHECK_VALUE(
+      group.optimizer().kind != Optimizer::kNone,
+      "the tables of this group have no optimizer, so that their rows can't be updated: create "
+      "the group with one.");
   const c10::OptionalDeviceGuard on_device(group.device());
   const BagLayout layout(group, batch_size, bags, rounds);
   const Batch batch = make_batch(group, ids, offsets, layout);
@@ -110,8 +114,10 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const float* rate = learning_rate_of(group, learning_rate);
   const auto num_tables = static_cast<int32_t>(group.num_tables());
-  TORCH_CHECK_VALUE(grouped.has_value() == ways.has_value(),
-                    "grouped and ways are given together, or neither.");
+  TORCH_CHECK_VALUE(
+      grouped.has_value() == ways.has_value(),
+      "one of grouped and ways is None: give both, as pooled_lookup_grouped returned them, or "
+      "neither.");
   TORCH_CHECK_VALUE(!grouped || group.device().is_cuda(),
                     "grouped is for tables on a GPU, but these are on ", group.device(), ".");
 #ifdef TORCHREC_HKV_CUDA

@@ -235,7 +235,8 @@ at::Tensor tensor_of(const std::vector<int64_t>& numbers) {
 // None: the line, its number of fields, the column or -1, and the text.
 py::tuple parse_text(std::string_view block, const std::string& separator, int64_t fields,
                      const std::vector<std::pair<int64_t, replay::TextKind>>& columns) {
-  TORCH_CHECK_VALUE(!separator.empty(), "the separator is empty.");
+  TORCH_CHECK_VALUE(!separator.empty(),
+                    "the separator is empty, but must be one or more characters.");
   // The last line may have no end.
   const int64_t most = std::count(block.begin(), block.end(), '\n') + 1;
   std::vector<replay::TextColumn> parsed;

@@ -211,8 +211,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 void check_geometry(int64_t num_buckets, int64_t bucket_slots) {
   TORCH_CHECK_VALUE(num_buckets >= 1 && num_buckets <= 0xffffffffll && bucket_slots >= 1 &&
                         bucket_slots <= kBucketDigests,
-                    "a geometry of ", num_buckets, " buckets of ", bucket_slots,
-                    " slots makes no sense.");
+                    "there are ", num_buckets, " buckets of ", bucket_slots,
+                    " slots, but there must be 1 to 2^32 - 1 buckets of 1 to ", kBucketDigests,
+                    " slots.");
 }
 
 at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buckets,

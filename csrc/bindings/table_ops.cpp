@@ -149,9 +149,13 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
   const RowMatrix given_rows = rows ? matrix_of(held, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
-  TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
-  TORCH_CHECK_VALUE(!assign || !initialize, "a new row is either initialised or assigned.");
-  TORCH_CHECK_VALUE(!assign || !believed, "rows are not assigned where ids are only believed.");
+  TORCH_CHECK_VALUE(
+      assign || !leavers,
+      "leavers is true, but assign is not: only a call that assigns rows returns what leaves.");
+  TORCH_CHECK_VALUE(!assign || !initialize,
+                    "initialize and assign are both true, but at most one of them may be.");
+  TORCH_CHECK_VALUE(!assign || !believed,
+                    "believed is given and assign is true, but a call takes one of them only.");
   if (believed) {
     check_dtype(*believed, "believed", at::kBool);
     check_device(*believed, "believed", group.device());

@@ -60,7 +60,8 @@ CallLock::Call::Call(CallLock& lock, const Use& use) : lock_(lock), parts_(needs
   const Id thread = std::this_thread::get_id();
   std::unique_lock<std::mutex> locked(lock_.mutex_);
   TORCH_CHECK(!writes(parts_) || lock_.unchanged_.count(thread) == 0,
-              "a table can't be changed by the thread that is saving or exporting it.");
+              "a table can't be changed by the thread that is saving or exporting it: change it "
+              "afterwards.");
   lock_.wait(locked, parts_, [&] { return lock_.may_begin(parts_, thread); });
   for (size_t p = 0; p < parts_.size(); ++p) {
     lock_.readers_[p] += parts_[p] == Access::kRead;
@@ -89,7 +90,8 @@ void CallLock::hold(Hold kind) {
     return;
   }
   TORCH_CHECK(is_alone || unchanged_.count(thread) == 0,
-              "a table can't be changed by the thread that is saving or exporting it.");
+              "a table can't be changed by the thread that is saving or exporting it: change it "
+              "afterwards.");
   if (!is_alone) {
     wait(locked, kAllWritten,
          [&] { return !others_hold_unchanged(thread) && may_begin(kAllWritten, thread); });

@@ -58,7 +58,7 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(
       !config.restore_counts || (config.remember_evicted > 0 && sums_scores(config.eviction)),
       "table '", name,
-      "': restore_counts is for a policy that counts lookups and for remember_evicted from 1.");
+      "': restore_counts is true, but needs a policy that counts lookups and remember_evicted.");
 }
 
 bool can_be_packed(const std::vector<TableConfig>& configs) {

@@ -181,7 +181,7 @@ void TableGroup::set_aging(int64_t table, double c) {
   check_index(table);
   const std::string& name = configs_[table].name;
   TORCH_CHECK_VALUE(configs_[table].eviction == Eviction::kAgedLfu, "table '", name,
-                    "' does not evict by AgedLFU, whose c was to be set.");
+                    "' has no c to set: only tables whose eviction is AgedLFU have.");
   TORCH_CHECK_VALUE(!configs_[table].adaptive, "table '", name,
                     "' chooses its c itself: make it with an AgedLFU to set it.");
   TORCH_CHECK_VALUE(c >= 0, "table '", name, "': c of AgedLFU is ", c, ", but must be at least 0.");

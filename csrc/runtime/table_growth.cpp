@@ -105,7 +105,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
   if (num_buckets <= memory.num_buckets()) return;
   const c10::OptionalDeviceGuard guard(device_);
   TORCH_CHECK(!is_capturing(device_), "table '", configs_[table].name,
-              "' can't grow while a CUDA graph is being captured.");
+              "' can't grow while a CUDA graph is being captured: reserve its capacity before.");
   wait_for(device_);  // calls that use the present slots and views
   back(table, num_buckets);
   if (device_.is_cpu()) {

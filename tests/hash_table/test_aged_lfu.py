@@ -77,7 +77,7 @@ def test_refuses_what_is_no_half_life(c):
 
 
 def test_other_policies_have_no_half_life():
-    with pytest.raises(ValueError, match="does not evict by AgedLFU"):
+    with pytest.raises(ValueError, match="has no c to set"):
         HashTable(2, 64, eviction="lfu").set_aging(3.0)
 
 

@@ -126,7 +126,7 @@ def test_learning_rates(group, learning_rate, error, match):
 def test_training_tables_without_an_optimizer():
     group = TableGroup([TableSpec("t", 100, 4)], [0])
     slots = insert(group, Bags.flat(IDS))
-    with pytest.raises(ValueError, match=r"built without an optimizer"):
+    with pytest.raises(ValueError, match=r"tables of this group have no optimizer"):
         torch.ops.torchrec_hkv.update_rows(
             group._group.counters,
             group.handle,

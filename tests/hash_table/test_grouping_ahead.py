@@ -270,7 +270,7 @@ def test_checks_of_the_op():
     grad = torch.randn(BATCH, 256, device="cuda")
     update = (group.counter_tensor, group.handle, grad, *where, 1, None)
     for match, given in (
-        (r"grouped and ways are given together, or neither", (grouped, None)),
+        (r"one of grouped and ways is None", (grouped, None)),
         (r"grouped must have", (grouped[:-1], ways)),
         (r"ways must have", (grouped, ways[:0])),
         (r"ways must be on cpu", (grouped, ways.cuda())),

@@ -102,7 +102,7 @@ def test_not_finite(memory, tmp_path):
 def test_twice(memory, tmp_path):
     ids, rows = entries(3000, 4)
     ids[2900] = ids[7]
-    with pytest.raises(ValueError, match=f"id {int(ids[7])} is there twice"):
+    with pytest.raises(ValueError, match=f"id {int(ids[7])} occurs twice"):
         built(ids, rows, "fp32", tmp_path / "table", memory)
 
 

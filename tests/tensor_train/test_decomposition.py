@@ -92,7 +92,7 @@ def test_cores_share_the_norm():
         (torch.randn(30, 4), {}, "exactly one of ranks and max_error"),
         (torch.randn(30, 4), {"ranks": 2, "max_error": 0.1}, "exactly one"),
         (torch.randn(30, 4), {"max_error": -0.1}, "max_error is -0.1"),
-        (torch.full((30, 4), math.inf), {"ranks": 2}, "not finite"),
+        (torch.full((30, 4), math.inf), {"ranks": 2}, "infinite or NaN"),
         (torch.randn(30, 4), {"ranks": [500, 2]}, "rank 1 can be at most"),
         (torch.randn(30, 4), {"ranks": 2, "p": [2, 2, 2]}, "must be at least num_embeddings"),
     ],

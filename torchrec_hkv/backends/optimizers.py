@@ -100,4 +100,7 @@ def optimizer_of_layout(layout: int) -> OptimizerSpec | None:
     for spec in specs:
         if layout_of(spec) == layout:
             return spec
-    raise ValueError(f"Optimizer states have layout {layout}, which no optimizer has.")
+    raise ValueError(
+        f"Optimizer states have layout {layout}, which this version does not know: load them with "
+        "the version of torchrec_hkv that saved them."
+    )

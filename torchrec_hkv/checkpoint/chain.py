@@ -220,13 +220,19 @@ class Chain:
             wanted = link.previous
             if link.kind == "base":
                 return layers
-        raise ValueError(f"{self._root} has no base for {layers[-1][0].name}.")
+        raise ValueError(
+            f"{self._root} has no base that {layers[-1][0].name} adds to: restore it from a copy "
+            "of the chain."
+        )
 
     def _check_there(self, names: dict[int, str], last: int, newest: Newest | None) -> None:
         if last not in names:
             named = newest is not None and last == newest.number
             why = f", which {NEWEST} names as the newest" if named else ""
-            raise ValueError(f"{self._root} lacks checkpoint {last} of its chain{why}.")
+            raise ValueError(
+                f"{self._root} lacks checkpoint {last} of its chain{why}: restore it, or name the "
+                "folder of the one that is to be loaded."
+            )
 
     def _folder(
         self, names: dict[int, str], number: int, layers: list[tuple[Path, Record]]
@@ -234,7 +240,7 @@ class Chain:
         if number not in names:
             raise ValueError(
                 f"{self._root} lacks checkpoint {number} of its chain, which {layers[-1][0].name} "
-                "adds to."
+                "adds to: restore it from a copy of the chain."
             )
         return self._root / names[number]
 

@@ -47,7 +47,9 @@ class ArrayLog(Log):
             sizes = ", ".join(f"{key} {length}" for key, length in lengths.items())
             raise LogError(f"{name}: its arrays must be of one length, but they have {sizes} rows.")
         if not lengths:
-            raise LogError(f"{name} has no array of integers of one or two dimensions.")
+            raise LogError(
+                f"{name} has no array of integers of one or two dimensions, but needs one with ids."
+            )
         self._num_samples = next(iter(lengths.values()))
 
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:

@@ -182,4 +182,4 @@ def check_file(path: Path) -> None:
     if not path.exists():
         raise LogError(f"There is no log {path}.")
     if not path.is_file():
-        raise LogError(f"{path} is not a file.")
+        raise LogError(f"{path} is not a file: name the log's files.")

@@ -83,7 +83,7 @@ class TextLog(Log):
             self._blocks = self._read()
             first = next(self._blocks, b"")
         if not first:
-            raise LogError(f"{self.name} is empty.")
+            raise LogError(f"{self.name} is empty, but a log must have a line.")
         self._first: bytes | None = first
         self._layout = _criteo_layout() if criteo else self._seen(first, separator, header)
         self.columns = tuple(self._layout.kinds)

@@ -92,7 +92,7 @@ def tt_svd(
         rest = _unfolded(table.double(), p, q)
         norm = float(rest.norm())
         if not math.isfinite(norm):
-            raise ValueError("table has values that are not finite.")
+            raise ValueError("table has values that are infinite or NaN, but all must be finite.")
         budget = None if max_error is None else (max_error * norm) ** 2 / (num_cores - 1)
         cores, before = [], 1
         for k in range(num_cores - 1):

@@ -102,7 +102,9 @@ class IdOrder:
         if values.dim() != 1:
             raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
         if values.isnan().any():
-            raise ValueError("values contain NaN, which can't be ordered.")
+            raise ValueError(
+                "values contain NaN, which has no place in an order: replace it first."
+            )
         if max_bytes is not None:
             _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)

@@ -46,7 +46,8 @@ std::tuple<at::Tensor, at::Tensor> serving_place(const at::Tensor& ids,
   int64_t at = 0;
   const serving::cpu::Placed placed = serving::cpu::place(placement, &at, at::get_num_threads());
   const int64_t id = in.numel() == 0 ? 0 : placement.ids[at];
-  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kRepeatedId, "id ", id, " is there twice.");
+  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kRepeatedId, "id ", id,
+                    " occurs twice, but each id must occur once.");
   TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kForeignId, "id ", id,
                     " is not of these blocks.");
   TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kFull, "id ", id,

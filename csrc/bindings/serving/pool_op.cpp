@@ -102,7 +102,7 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
     Feature made = feature_of(*open, batch.ids, tables[i]);
     const int64_t mean = kinds[i] & ~kFused;
     TORCH_CHECK_VALUE(mean >= 0 && mean <= 3, "kinds[", i, "] is ", kinds[i],
-                      ", which is no kind of pooling.");
+                      ", but must be from 0 to 3, or ", kFused, " more.");
     made.mean = static_cast<Mean>(mean);
     made.fused = kinds[i] & kFused;
     made.weights = batch.weights_data();

@@ -15,7 +15,7 @@ class EntriesLookup:
 
     def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
         """The ids in a shard: int64 CPU tensors of at most ``batch`` ids."""
-        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+        raise ValueError(f"{type(self).__name__} does not support reading rows by id.")
 
     def rows_of(self, key: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows of ids as an evaluation lookup returns them: float32 ``[n, dim]`` on the CPU.
@@ -24,7 +24,7 @@ class EntriesLookup:
             key: the shard.
             ids: int64 ``[n]`` on the CPU.
         """
-        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+        raise ValueError(f"{type(self).__name__} does not support reading rows by id.")
 
     def put_rows(
         self,
@@ -46,7 +46,7 @@ class EntriesLookup:
         Raises:
             ValueError: the backend can't store the rows.
         """
-        raise ValueError(f"{type(self).__name__} does not take rows by id.")
+        raise ValueError(f"{type(self).__name__} does not support writing rows by id.")
 
     def entries(self, key: str, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """All entries of a shard of the first column, where :meth:`Backend.exchanges`.

@@ -300,7 +300,8 @@ class _ById:
         saved = optimizer_of_layout(self._head[1])
         if given is not None and saved is not None and given != saved.name:
             raise ValueError(
-                f"Table {self.name!r} has the states of {saved.kind}, but --optimizer is {given!r}."
+                f"Table {self.name!r} has the states of {saved.kind}, but --optimizer is "
+                f"{given!r}: leave it out."
             )
         return saved
 

@@ -272,7 +272,10 @@ def row_table(
 
 def _steps(path: Path, steps: Tensor) -> Tensor:
     if len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < 1 << 32):
-        raise ValueError(f"{path}: column 'last_step' has values beyond 0 to 2^32 - 1.")
+        raise ValueError(
+            f"{path}: column 'last_step' has values from {int(steps.min())} to {int(steps.max())}, "
+            "but they must be from 0 to 2^32 - 1."
+        )
     return steps
 
 

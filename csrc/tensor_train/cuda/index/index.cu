@@ -87,13 +87,15 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
     const auto prefixes = static_cast<unsigned __int128>(table.heads) * table.middles;
     const unsigned __int128 keys = prefixes * table.lasts;
     if (keys >= (static_cast<unsigned __int128>(1) << 62) - plan.num_keys) {
-      throw std::invalid_argument("Table " + std::to_string(t) +
-                                  " brings the ids of a group of Tensor-Train tables to 2^62.");
+      throw std::invalid_argument("The first " + std::to_string(t + 1) +
+                                  " Tensor-Train tables of a group have 2^62 or more ids, but a "
+                                  "group must have fewer.");
     }
     const int64_t most = int64_t{1} << 31;
     if (table.heads >= most || table.middles >= most || table.lasts >= most) {
       throw std::invalid_argument("Table " + std::to_string(t) +
-                                  " has a core of 2^31 slices or more.");
+                                  " has a core of 2^31 or more slices, but cores must have fewer: "
+                                  "use more cores.");
     }
     if (t == 0) plan.dim = table.dim;
     plan.only_lasts = num_tables == 1 ? table.lasts : 0;
