@@ -86,7 +86,8 @@ def layout_of(spec: OptimizerSpec | None) -> int:
 
 
 def optimizer_of_layout(layout: int) -> OptimizerSpec | None:
-    """An optimizer whose states have a layout; numbers that no layout tells are defaults.
+    """An optimizer whose states have this layout. Its betas and other numbers, which a layout
+    does not contain, are the defaults.
 
     Raises:
         ValueError: there is none.

@@ -40,7 +40,7 @@ def saved_names(plan: Plan, prefixes: Sequence[str]) -> list[str]:
 
 
 def saved_state(tables: Tables, prefixes: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors that a ``state_dict`` holds, by :func:`saved_names`."""
+    """The tensors of a ``state_dict``, by the names that :func:`saved_names` returns."""
     progress = Progress.of(tables.group)
     state = {"seed": torch.tensor(tables.plan.seed), "clock": torch.tensor(progress.clock)}
     if _has_epochs(tables.plan):

@@ -279,7 +279,8 @@ class Arranger:
         return best
 
     def _choices_of(self, level: Level) -> Choices:
-        """Options of a level, without those that need more memory than another on every rank."""
+        """Options of a level. If an option needs more memory than another on every rank, it is left
+        out."""
         cached = self._choices.get(id(level))
         if cached is not None:
             return cached[1]

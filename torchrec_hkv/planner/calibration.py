@@ -1,4 +1,4 @@
-"""Measured cost constants of a device, which the planner estimates times from, and their file."""
+"""Constants that were measured on a device, for estimates of times, and the file that has them."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class LeastLoss:
     def with_more(
         self, space: list[ShardingOption], more: int, plan: Sequence[ShardingOption]
     ) -> Arranged | None:
-        """The plan with more memory.
+        """Plans again, as if there were more memory.
 
         Args:
             space: the enumerated options.

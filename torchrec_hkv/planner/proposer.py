@@ -158,7 +158,10 @@ class LossOrderedProposer(Proposer):
         return self._current
 
     def _is_worse(self, proposal: list[ShardingOption]) -> bool:
-        """Whether a plan can be left out. TorchRec's error needs one in any case."""
+        """Whether a plan is not proposed, because it can't be better than the best one so far.
+
+        The first plan is always proposed: TorchRec's error message, if no plan fits, describes one.
+        """
         return (
             self._only_better
             and self._has_proposed

@@ -59,8 +59,10 @@ def work_of(setting: Setting, sample: Sample) -> float:
 
 
 def slots_share(setting: Setting, sample: Sample) -> float:
-    """Slots of a sampled table over their share of those of the whole table. The rows of each are
-    rounded up to buckets, which changes small tables more."""
+    """The slots of a sampled table, divided by the sampled share of the whole table's slots.
+
+    It is not exactly 1, because rows are rounded up to whole buckets.
+    """
     spec = setting.policy.spec(setting.rows, sample.rate)
     sampled, whole = (
         table_memory(rows, 1, 0, spec.eviction).num_slots for rows in (spec.capacity, setting.rows)

@@ -66,7 +66,7 @@ class ChangeTracker:
         group.add_listener(self)
 
     def forget(self) -> None:
-        """Makes the next look treat the whole table as changed."""
+        """Makes the next :meth:`look` find the whole table changed."""
         self._first_open = None
 
     def note_changed(self, table: int, slots: Tensor) -> None:
@@ -75,7 +75,7 @@ class ChangeTracker:
             self._noted.append(slots.cpu())
 
     def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
-        """Makes the next look find the changes from now on.
+        """Makes the next :meth:`look` find only the changes from now on.
 
         Call it within ``group.unchanged()``, after the table was loaded from a folder.
 

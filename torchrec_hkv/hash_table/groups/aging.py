@@ -21,8 +21,8 @@ class GroupAging:
     @property
     def aged_lfu(self) -> Tensor:
         """Measurements of tables under :class:`AgedLFU`, float64 ``[tables, 7]`` on the device: c,
-        the lookups of a number of calls, this number, and four more values. Zeros under other
-        policies."""
+        the number of lookups in the measured calls, the number of these calls, and four more
+        values. Zeros under other policies."""
         return self._group.aged_lfu
 
     @property
@@ -33,8 +33,8 @@ class GroupAging:
 
     def measured_aging(self, table: int) -> tuple[float, float, float] | None:
         """The measurements that determine the half-life under :class:`AgedLFU` or ``"adaptive"``:
-        the lookups of a number of calls, this number, and c (at most 1e300); None under other
-        policies. Synchronizes with the device."""
+        the number of lookups in the measured calls, the number of these calls, and c (at most
+        1e300). None under other policies. Synchronizes with the device."""
         if name_of(self.tables[table].eviction) != "aged_lfu":
             return None
         c, lookups, steps, seen_lookups, seen_step, *_ = self.aged_lfu[table].tolist()

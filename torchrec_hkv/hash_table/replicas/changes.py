@@ -61,7 +61,7 @@ class ReplicaChanges:
         self.restart()
 
     def restart(self) -> None:
-        """Takes what the table holds now for what all replicas hold."""
+        """Assumes that all replicas hold what this table holds now."""
         self._snapshot.take(self._batch)
         if self._scores is not None:
             self._scores = torch.zeros(len(self._snapshot.ids), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Training with evaluations in between."""
+"""A training loop with evaluations, as HybridBackend's ``train_and_evaluate``."""
 
 from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.integrations.hybridbackend.train_and_evaluate import (

@@ -8,7 +8,7 @@ _COUNTERS = ("iter", "iter_cpu")
 
 
 def optimizer_steps(module: nn.Module) -> int:
-    """The most that a stock kernel in a module has counted; 0 without one."""
+    """The largest number of updates that a stock kernel in a module has counted; 0 without one."""
     found = [int(kernel.iter) for kernel in module.modules() if hasattr(kernel, "iter")]
     return max(found, default=0)
 
