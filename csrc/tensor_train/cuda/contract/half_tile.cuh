@@ -9,7 +9,7 @@
 #pragma once
 
 #include "tensor_train/cuda/contract/half_core.cuh"
-#include "tensor_train/cuda/contract/tile_gemm.cuh"
+#include "tensor_train/cuda/contract/tile_operands.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 

@@ -4,7 +4,9 @@
 #include <type_traits>
 
 #include "tensor_train/cuda/contract/tile_gemm.cuh"
+#include "tensor_train/cuda/contract/tile_grads.cuh"
 #include "tensor_train/cuda/contract/tile_ids.cuh"
+#include "tensor_train/cuda/contract/tile_operands.cuh"
 #include "tensor_train/cuda/contract/tile_walk.cuh"
 #include "tensor_train/tiles.h"
 
