@@ -7,6 +7,7 @@
 
 #include "hash_table/admission.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/carver.h"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/small_sort.cuh"
 
@@ -29,34 +30,27 @@ struct TallyScratch {
 
 inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
   TallyScratch scratch{};
-  size_t at = 0;
-  const auto take = [&](size_t bytes) {
-    char* const place = base + at;
-    at += (bytes + 255) / 256 * 256;
-    return place;
-  };
+  Carver carver(base);
   uint32_t size = 1024;
   while (size < 2 * n && size < (1u << 31)) size *= 2;
   scratch.mask = size - 1;
-  scratch.owners = reinterpret_cast<uint32_t*>(take(size * sizeof(uint32_t)));
-  scratch.times = reinterpret_cast<uint32_t*>(take(size * sizeof(uint32_t)));
-  scratch.zero_bytes = scratch.bytes = at;
+  scratch.owners = carver.take<uint32_t>(size);
+  scratch.times = carver.take<uint32_t>(size);
+  scratch.zero_bytes = scratch.bytes = carver.used();
   if (!ordered) return scratch;
   scratch.queue_bits = 1;
   while ((int64_t{2} << scratch.queue_bits) <= n) ++scratch.queue_bits;
   scratch.sort = SmallSort::of(n, scratch.queue_bits);
-  scratch.number = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
-  scratch.sort.digits = reinterpret_cast<uint32_t*>(take(scratch.sort.digit_bytes()));
-  scratch.blocks.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
-  scratch.blocks.states =
-      reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
-  scratch.zero_bytes = at;
-  const size_t bytes = static_cast<size_t>(n) * sizeof(uint32_t);
+  scratch.number = carver.take<uint32_t>(1);
+  scratch.sort.digits = carver.take<uint32_t>(scratch.sort.digit_bytes() / sizeof(uint32_t));
+  scratch.blocks.ticket = carver.take<uint32_t>(1);
+  scratch.blocks.states = carver.take<unsigned long long>(listing_blocks(n));
+  scratch.zero_bytes = carver.used();
   for (Pairs* const half : {&scratch.pairs.pairs, &scratch.pairs.other}) {
-    half->keys = take(bytes);
-    half->values = take(bytes);
+    half->keys = carver.take<uint32_t>(n);
+    half->values = carver.take<uint32_t>(n);
   }
-  scratch.bytes = at;
+  scratch.bytes = carver.used();
   return scratch;
 }
 

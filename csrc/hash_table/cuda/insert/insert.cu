@@ -20,6 +20,7 @@
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/carver.h"
 #include "hash_table/cuda/clock.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/leavers.cuh"
@@ -225,7 +226,6 @@ struct ScratchLayout {
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
-    const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
     const Admissions* const admissions = placement.admissions;
     admission = aligned(missing_layout(num_ids, nullptr).bytes);
     order = admission + (admissions != nullptr

@@ -9,6 +9,7 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/carver.h"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
@@ -172,48 +173,37 @@ __global__ void __launch_bounds__(kThreads)
 InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool scored,
                                char* base) {
   InsertionOrder order{};
-  size_t at = 0;
-  const auto take = [&](size_t bytes) {
-    char* const place = base + at;
-    at += (bytes + 255) / 256 * 256;
-    return place;
-  };
+  Carver carver(base);
   const auto n = static_cast<size_t>(num_ids);
   const bool leaves = placement.leavers.number != nullptr;
   order.queue_bits = 1;
   while ((int64_t{2} << order.queue_bits) <= 2 * num_ids) ++order.queue_bits;
   order.sort = SmallSort::of(2 * num_ids, order.queue_bits);
   order.zeros = base;
-  order.number = reinterpret_cast<uint32_t*>(take(4 * sizeof(uint32_t)));
+  order.number = carver.take<uint32_t>(4);
   order.places = order.number + 1;
   order.next = order.number + 2;
   order.leaving = order.number + 3;
-  order.sort.digits = reinterpret_cast<uint32_t*>(take(order.sort.digit_bytes()));
+  order.sort.digits = carver.take<uint32_t>(order.sort.digit_bytes() / sizeof(uint32_t));
   // Zeroes the ticket and the states together for further listings.
-  order.blocks.ticket =
-      reinterpret_cast<uint32_t*>(take((listing_blocks(num_ids) + 1) * sizeof(unsigned long long)));
-  order.blocks.states = reinterpret_cast<unsigned long long*>(order.blocks.ticket) + 1;
-  order.zero_bytes = at;
-  order.positions = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  order.fates = reinterpret_cast<uint8_t*>(take(n));
+  auto* const blocks = carver.take<unsigned long long>(listing_blocks(num_ids) + 1);
+  order.blocks.ticket = reinterpret_cast<uint32_t*>(blocks);
+  order.blocks.states = blocks + 1;
+  order.zero_bytes = carver.used();
+  order.positions = carver.take<uint32_t>(n);
+  order.fates = carver.take<uint8_t>(n);
   for (Pairs* const half : {&order.pairs.pairs, &order.pairs.other}) {
-    half->keys = take(2 * n * sizeof(uint32_t));
-    half->values = take(2 * n * sizeof(uint32_t));
+    half->keys = carver.take<uint32_t>(2 * n);
+    half->values = carver.take<uint32_t>(2 * n);
   }
-  if (scored) {
-    order.highest = reinterpret_cast<unsigned long long*>(take(n * sizeof(unsigned long long)));
-  }
-  if (leaves || placement.remembers) {
-    order.left_ids = reinterpret_cast<int64_t*>(take(n * sizeof(int64_t)));
-  }
-  if (leaves || placement.restores) {
-    order.left_scores = reinterpret_cast<uint64_t*>(take(n * sizeof(uint64_t)));
-  }
+  if (scored) order.highest = carver.take<unsigned long long>(n);
+  if (leaves || placement.remembers) order.left_ids = carver.take<int64_t>(n);
+  if (leaves || placement.restores) order.left_scores = carver.take<uint64_t>(n);
   if (leaves) {
-    order.replaced = reinterpret_cast<bool*>(take(n * sizeof(bool)));
-    order.leavers_before = reinterpret_cast<unsigned long long*>(take(sizeof(unsigned long long)));
+    order.replaced = carver.take<bool>(n);
+    order.leavers_before = carver.take<unsigned long long>(1);
   }
-  order.bytes = at;
+  order.bytes = carver.used();
   return order;
 }
 

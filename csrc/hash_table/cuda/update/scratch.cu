@@ -1,34 +1,16 @@
 #include <bit>
 
+#include "hash_table/cuda/carver.h"
 #include "hash_table/cuda/update/scratch.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
-
-size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 int bits_for(int64_t number) {
   int bits = 1;
   while ((int64_t{1} << bits) < number) ++bits;
   return bits;
 }
-
-// Allocates memory from `at` on, aligned to 256 bytes. If `at` is null, it only counts bytes.
-class Carver {
- public:
-  explicit Carver(char* base) : base_(base) {}
-  template <typename T>
-  T* take(size_t number) {
-    char* const place = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += aligned(number * sizeof(T));
-    return reinterpret_cast<T*>(place);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
 
 size_t half_bytes(const UpdateSize& size) {
   const PairFormat format = size.format();
