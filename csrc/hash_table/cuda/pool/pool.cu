@@ -1,3 +1,4 @@
+// Pooling on the GPU: chooses the kernel of a group, and has those for rows of any width.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
