@@ -32,16 +32,21 @@ COMMON = ROOT / "tools" / "requirements" / "common.txt"
 
 @dataclass(frozen=True)
 class Release:
-    """What belongs together."""
+    """What belongs together; ``more`` are packages that only this TorchRec needs."""
 
     torchrec: str
     torch: str
     fbgemm: str
+    more: tuple[str, ...] = ()
+
+
+# For torchrec.models.
+_IOPATH = ("iopath==0.1.10", "portalocker==3.2.0")
 
 
 RELEASES = {
-    "1.6": Release("1.6.1", "2.11.0", "1.6.0"),
-    "1.7": Release("1.7.0", "2.12.0", "1.7.0"),
+    "1.6": Release("1.6.1", "2.11.0", "1.6.0", _IOPATH),
+    "1.7": Release("1.7.0", "2.12.0", "1.7.0", _IOPATH),
     "1.8": Release("1.8.0", "2.13.0", "1.8.0"),
     "1.9": Release("1.9.2", "2.14.0", "1.9.0"),
 }
@@ -87,6 +92,7 @@ def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
     python = folder / "venv" / "bin" / "python"
     stamp = folder / "installed.txt"
     wanted = [f"torch=={release.torch}", f"fbgemm-gpu-cpu=={release.fbgemm}", *packages()]
+    wanted += release.more
     text = "\n".join([*wanted, f"torchrec=={release.torchrec}"])
     if not stamp.is_file() or stamp.read_text() != text:
         venv.create(folder / "venv", with_pip=True, clear=True)
@@ -138,7 +144,8 @@ def python_alone(folder: Path, release: Release) -> Path:
     site = folder / f"torchrec-{release.torchrec}"
     if not site.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        command = [*pip, "--no-deps", "--target", str(site), f"torchrec=={release.torchrec}"]
+        wanted = [f"torchrec=={release.torchrec}", *release.more]
+        command = [*pip, "--no-deps", "--target", str(site), *wanted]
         run(folder / "install_torchrec.log", command)
     return site
 
