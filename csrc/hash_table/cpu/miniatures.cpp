@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "common/parallel.h"
-#include "hash_table/cpu/lowest_count.h"
+#include "hash_table/cpu/lowest_aged.h"
 #include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -76,9 +76,7 @@ class MiniatureSet {
   }
 
   Lowest lowest_ranked() const {
-    return lowest_aged(ranking_, counts_, last_steps_, ways_, now_, [this] {
-      return lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
-    });
+    return lowest_aged(ranking_, counts_, last_steps_, ways_, now_);
   }
 
   // The same of a half-life of 0, by which counts do not matter.
