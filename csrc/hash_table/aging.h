@@ -1,6 +1,6 @@
 // Maintenance of a group's tables in each call: entries expire, counts of ids that are not admitted
-// are halved, and on a CPU windows follow the clock. It runs in each counted call, after the clock has advanced and before the
-// call finds ids: only then is the step known, and only to the device.
+// are halved, and on a CPU windows follow the clock. It runs in each counted call, after the clock
+// has advanced and before the call finds ids: only then is the step known, and only to the device.
 #pragma once
 
 #include <cstdint>

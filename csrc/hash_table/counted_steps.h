@@ -1,11 +1,11 @@
 // The last steps and counts of a table under LFU, aged or not, on a CPU: one word of 32 bits for a
 // slot, so that a hit changes one cache line, as under LRU, and an eviction reads no more lines.
 //
-// A word has the low 7 bits of the count and, below them, the step as a distance of 23 bits from the
-// begin of a window. The other bits of the count are in a second array. A hit needs them only if it
-// carries, and an eviction only if all counts that it has to compare have them. The window follows
-// the clock, half of its length at a time (cpu/step_window.cpp). The few entries that it leaves behind
-// have the upper bits of their steps in the second array, too.
+// A word has the low 7 bits of the count and, below them, the step as a distance of 23 bits from
+// the begin of a window. The other bits of the count are in a second array. A hit needs them only
+// if it carries, and an eviction only if all counts that it has to compare have them. The window
+// follows the clock, half of its length at a time (cpu/step_window.cpp). The few entries that it
+// leaves behind have the upper bits of their steps in the second array, too.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ struct CountedSteps {
   uint32_t step_of(uint32_t word, int64_t slot) const {
     if ((word & kIsFar) == 0) [[likely]]
       return begin() + (word & kDistance);
-    return static_cast<uint32_t>(window->rest[slot] >> kFarCountBits) << kStepBits | (word & kDistance);
+    return static_cast<uint32_t>(window->rest[slot] >> kFarCountBits) << kStepBits |
+           (word & kDistance);
   }
   uint64_t count_of(uint32_t word, int64_t slot) const {
     const uint64_t low = word >> kStepBits & kLowCount;

@@ -41,9 +41,9 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
   const TableMemory& memory = memory_[table];
   if (!packed_) {
     const bool counted = is_counted(configs_[table], device_);
-    const at::Tensor last_steps =
-        counted ? at::Tensor() : slots ? memory.last_steps.tensor.index_select(0, *slots)
-                                       : memory.last_steps.tensor;
+    const at::Tensor last_steps = counted ? at::Tensor()
+                                  : slots ? memory.last_steps.tensor.index_select(0, *slots)
+                                          : memory.last_steps.tensor;
     return {slots ? memory.ids.tensor.index_select(0, *slots) : memory.ids.tensor,
             counted ? read_counted(table, slots, /*counts=*/false) : last_steps};
   }
@@ -137,7 +137,8 @@ at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tens
 
 void TableGroup::write_counted(int64_t table, const at::Tensor& last_steps,
                                const at::Tensor& counts) {
-  const at::Tensor its_steps = last_steps.cpu().contiguous(), its_counts = counts.cpu().contiguous();
+  const at::Tensor its_steps = last_steps.cpu().contiguous(),
+                   its_counts = counts.cpu().contiguous();
   hash_table::cpu::write_counted(
       host_views_[table], reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()),
       its_counts.const_data_ptr<int64_t>(), its_counts.numel(), at::get_num_threads());

@@ -53,7 +53,7 @@ struct TableLayout {
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
-  bool counted;  // last steps and counts are together (hash_table/counted_steps.h). CPU only
+  bool counted;       // last steps and counts are together (hash_table/counted_steps.h). CPU only
   int64_t hbm_slots;  // slots whose rows and states fit in HBM; if there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot

@@ -72,8 +72,7 @@ Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) 
   const int64_t ahead = kBucketsAhead * table.bucket_slots;
   if (range.to + ahead <= of.first + of.n) {
     prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);
-    const uint32_t* const steps =
-        table.counted.kept() ? table.counted.words : table.last_steps;
+    const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
     prefetch_bytes(steps + range.from + ahead, n * sizeof(uint32_t));
     prefetch_lines(of.occupied + range.at + ahead, 1);
   }

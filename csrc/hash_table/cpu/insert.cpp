@@ -226,9 +226,8 @@ class Placing {
       seen = victim.slot;
       rank = victim.rank.score;
     }
-    const bool outranked =
-        seen != kNoSlot &&
-        is_outranked(table, placement_.refuse_lower, own_score, visit_.now(), rank);
+    const bool outranked = seen != kNoSlot && is_outranked(table, placement_.refuse_lower,
+                                                           own_score, visit_.now(), rank);
     return Place{outranked ? kNoSlot : seen, true, outranked};
   }
 

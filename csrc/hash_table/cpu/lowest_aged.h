@@ -9,8 +9,15 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The exactly lowest of some entries, given as bits. Stops with no positions at a count above
-// `most`, which the caller has ranked as if it were lower.
+// No result. Differs from kAllPinned, whose score is the highest.
+constexpr Lowest kUnknown{0, {0, 0}};
+
+inline bool is_unknown(const Lowest& lowest) {
+  return lowest.positions == 0 && lowest.rank.score == 0;
+}
+
+// The exactly lowest of some entries, given as bits. kUnknown if a count is above `most`: the
+// caller has ranked it as if it were lower.
 template <typename CountAt, typename StepAt>
 inline Lowest lowest_of_some(const Ranking& ranking, uint64_t positions, uint64_t most,
                              const CountAt& count_at, const StepAt& step_at) {
@@ -19,7 +26,7 @@ inline Lowest lowest_of_some(const Ranking& ranking, uint64_t positions, uint64_
     const int p = __builtin_ctzll(left);
     const uint64_t count = count_at(p);
     if (count > most) [[unlikely]]
-      return kAllPinned;
+      return kUnknown;
     const uint32_t step = step_at(p);
     const Rank rank{ranking.of(count, step), step};
     if (lowest.rank < rank) continue;
@@ -40,14 +47,13 @@ inline Lowest lowest_aged(const Ranking& ranking, const uint32_t* counts, const 
     const __m256i first_pinned = eight_of(pinned_from);
     const LowestNumber low = lowest_number(n, [&](int32_t p) {
       const __m256i step = load_eight(steps + p);
-      return _mm256_or_si256(ranks.of(load_eight(counts + p), step),
-                             not_below(step, first_pinned));
+      return _mm256_or_si256(ranks.of(load_eight(counts + p), step), not_below(step, first_pinned));
     });
     if (low.number == UINT32_MAX) return kAllPinned;
     const Lowest lowest = lowest_of_some(
         ranking, low.positions, kMostRanked, [&](int p) { return counts[p]; },
         [&](int p) { return steps[p]; });
-    if (lowest.positions != 0) return lowest;
+    if (!is_unknown(lowest)) return lowest;
   }
 #endif
   return lowest_score<true>(ranking, counts, steps, n, pinned_from);

@@ -87,36 +87,41 @@ class WordLanes {
   const __m256i last_free_;
 };
 
-// As lowest_counted. Returns false if these lanes cannot tell.
-inline bool lowest_of_words(const Ranking& ranking, const CountedSteps& counted, int64_t base,
-                            int32_t n, uint32_t pinned_from, Lowest* lowest) {
-  if (n < kNumberLanes || (ranking.aged && !has_whole_ranks(ranking))) return false;
+// As lowest_counted, by rank with a half-life above 0. Returns no result if these lanes cannot
+// tell.
+inline Lowest lowest_aged(const Ranking& ranking, const CountedSteps& counted, int64_t base,
+                          int32_t n, const WordLanes& words) {
+  const SmallWholeRanks small(ranking);
+  const WordLanes::Found found = words.by_rank(small);
+  if (found.far || found.lowest.number == UINT32_MAX) return found.far ? kUnknown : kAllPinned;
+  const int64_t first = base + __builtin_ctzll(found.lowest.positions);
+  const uint32_t word = counted.words[first], count = word >> CountedSteps::kStepBits;
+  // Mostly all the lowest have the same small count.
+  const uint64_t same = match_lanes(counted.words + base, n, word);
+  if (count <= SmallWholeRanks::kMost && (found.lowest.positions & ~same) == 0) [[likely]] {
+    const uint32_t step = counted.step(first);
+    return Lowest{same, {small.exactly(count, step), step}};
+  }
+  constexpr uint32_t kMost = CountedSteps::kLowCount;
+  const LowestNumber all = words.by_rank(WholeRanks(ranking, kMost + 1)).lowest;
+  return lowest_of_some(
+      ranking, all.positions, kMost, [&](int p) { return counted.count(base + p); },
+      [&](int p) { return counted.step(base + p); });
+}
+
+// As lowest_counted. Returns no result if these lanes cannot tell.
+inline Lowest lowest_of_words(const Ranking& ranking, const CountedSteps& counted, int64_t base,
+                              int32_t n, uint32_t pinned_from) {
+  if (n < kNumberLanes || (ranking.aged && !has_whole_ranks(ranking))) return kUnknown;
   const WordLanes words(counted, base, n, pinned_from);
-  const auto step = [&](int p) { return counted.step(base + p); };
-  const auto count = [&](int p) { return counted.count(base + p); };
-  const bool ages = ranking.aged && ranking.half_life > 0;
-  const WordLanes::Found found = ages           ? words.by_rank(SmallWholeRanks(ranking))
-                                 : ranking.aged ? words.by_step()
-                                                : words.by_count();
-  if (found.far) [[unlikely]]
-    return false;
-  if (found.lowest.number == UINT32_MAX) {
-    *lowest = kAllPinned;
-    return true;
-  }
-  const uint64_t positions = found.lowest.positions;
-  if (ages) {
-    *lowest = lowest_of_some(ranking, positions, SmallWholeRanks::kMost, count, step);
-    if (lowest->positions != 0) return true;
-    constexpr uint32_t kMost = CountedSteps::kLowCount;
-    const LowestNumber all = words.by_rank(WholeRanks(ranking, kMost + 1)).lowest;
-    *lowest = lowest_of_some(ranking, all.positions, kMost, count, step);
-    return lowest->positions != 0;
-  }
-  const int first = __builtin_ctzll(positions);
-  const uint64_t score = ranking.aged ? ranking.of(1, step(first)) : count(first);
-  *lowest = Lowest{positions, {score, step(first)}};
-  return ranking.aged || score <= CountedSteps::kLowCount;
+  if (ranking.aged && ranking.half_life > 0) return lowest_aged(ranking, counted, base, n, words);
+  const WordLanes::Found found = ranking.aged ? words.by_step() : words.by_count();
+  if (found.far || found.lowest.number == UINT32_MAX) return found.far ? kUnknown : kAllPinned;
+  const int64_t first = base + __builtin_ctzll(found.lowest.positions);
+  const uint32_t step = counted.step(first);
+  const uint64_t count = ranking.aged ? 1 : counted.count(first);
+  if (count > CountedSteps::kLowCount) return kUnknown;
+  return Lowest{found.lowest.positions, {ranking.of(count, step), step}};
 }
 #endif
 
@@ -124,8 +129,9 @@ inline bool lowest_of_words(const Ranking& ranking, const CountedSteps& counted,
 inline Lowest lowest_counted(const Ranking& ranking, const CountedSteps& counted, int64_t base,
                              int32_t n, uint32_t pinned_from) {
 #ifdef __AVX2__
-  Lowest lowest;
-  if (lowest_of_words(ranking, counted, base, n, pinned_from, &lowest)) return lowest;
+  const Lowest lowest = lowest_of_words(ranking, counted, base, n, pinned_from);
+  if (!is_unknown(lowest)) [[likely]]
+    return lowest;
 #endif
   return lowest_of_all(ranking, counted, base, n, pinned_from);
 }

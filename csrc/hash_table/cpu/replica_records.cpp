@@ -145,8 +145,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   const bool direct = type == RowType::kFloat32 && highest < 0;
   const bool streams = direct && writes_lines(table);
   const auto touch = [&](int64_t slot, uint32_t step, int64_t i) {
-    set_step_and_score(table, slot, step,
-                       entries.scores != nullptr ? &entries.scores[i] : nullptr);
+    set_step_and_score(table, slot, step, entries.scores != nullptr ? &entries.scores[i] : nullptr);
   };
   const auto prefetch = [&](int64_t slot) {
     if (streams) {
