@@ -17,7 +17,8 @@ def test_sums_of_lookups(device_type, policy):
     table = make(device_type, 400, dim=1, eviction=policy)
     expected = dict.fromkeys(range(300), 0)
     for _ in range(12):
-        ids, given = torch.randint(300, (500,)), torch.tensor(GIVEN)[torch.randint(len(GIVEN), (500,))]
+        ids, drawn = torch.randint(300, (500,)), torch.randint(len(GIVEN), (500,))
+        given = torch.tensor(GIVEN)[drawn]
         table.find_or_insert(ids.to(device_type), given.to(device_type))
         for id_, more in zip(ids.tolist(), given.tolist(), strict=True):
             expected[id_] = min(expected[id_] + more, MOST)
