@@ -1,12 +1,13 @@
-// Maintenance of a group's tables in each call: entries expire, and counts of ids that are not
-// admitted are halved. It runs in each counted call, after the clock has advanced and before the
-// call finds ids: only then is the step known, and only to the device.
+// Maintenance of a group's tables in each call: entries expire, counts of ids that are not admitted
+// are halved, and on a CPU windows follow the clock. It runs in each counted call, after the clock
+// has advanced and before the call finds ids: only then is the step known, and only to the device.
 #pragma once
 
 #include <cstdint>
 
 #include "hash_table/admission_kernels.h"
 #include "hash_table/expiry.h"
+#include "hash_table/step_window.h"
 #include "hash_table/table_view.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -34,6 +35,7 @@ inline void begin_aged_call(const TableView* tables, int32_t num_tables, const V
 }
 
 inline void age(const TableView* tables, const Aging& aging, const Visit& visit, int threads) {
+  for (int32_t t = 0; t < aging.num_tables; ++t) follow_clock(tables[t], visit.now(), threads);
   if (aging.expire_after != nullptr) {
     for (int32_t t = 0; t < aging.num_tables; ++t) {
       expire(tables[t], sweep_of_call(aging.expire_after[t], visit.now()), visit, threads);

@@ -95,11 +95,12 @@ void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slo
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
-// counts[i] = the count at slots[i] of a table that keeps CountArrays; slots null: at i. And the
-// reverse for slots 0 to n - 1.
-void read_counts(const TableView& table, const int64_t* slots, int64_t n, int64_t* counts,
-                 int threads);
-void write_counts(const TableView& table, const int64_t* counts, int64_t n, int threads);
+// steps[i], counts[i] = those at slots[i] of a table that keeps CountedSteps; slots null: at i.
+// steps, counts: null if not wanted. And the reverse for slots 0 to n - 1.
+void read_counted(const TableView& table, const int64_t* slots, int64_t n, uint32_t* steps,
+                  int64_t* counts, int threads);
+void write_counted(const TableView& table, const uint32_t* steps, const int64_t* counts, int64_t n,
+                   int threads);
 
 // chosen[i] = whether a slot holds an entry that meets the selection. The slots that a table has at
 // present begin at selection.starts[table].

@@ -50,8 +50,10 @@ struct SampledId {
 };
 
 // Miniatures sample ids by the upper half of this hash.
+constexpr uint64_t kMiniatureSeed = 0xbb67ae8584caa73bull;
+
 HKV_HOST_DEVICE uint64_t miniature_hash(int64_t id) {
-  return mix64(static_cast<uint64_t>(id) ^ 0xbb67ae8584caa73bull);
+  return mix64(static_cast<uint64_t>(id) ^ kMiniatureSeed);
 }
 
 struct MiniatureSize {
@@ -94,10 +96,11 @@ struct Miniatures {
     return entries + (static_cast<int64_t>(k) * size.sets + set) * kMiniatureSetWords;
   }
 
+  HKV_HOST_DEVICE bool is_sampled(uint64_t hash) const { return hash >> 32 < sampled; }
   // Whether an id is in the sample, and its place there.
   HKV_HOST_DEVICE bool sample(int64_t id, uint64_t given, int32_t table, SampledId* to) const {
     const uint64_t hash = miniature_hash(id);
-    if (hash >> 32 >= sampled) return false;
+    if (!is_sampled(hash)) return false;
     const auto low = static_cast<uint32_t>(hash);
     to->where = static_cast<uint32_t>(table) * kMostMiniatureSets +
                 static_cast<uint32_t>((low * static_cast<uint64_t>(size.sets)) >> 32);

@@ -20,7 +20,7 @@
 #include "hash_table/aged_lfu.h"
 #include "hash_table/batch.h"
 #include "hash_table/clock.h"
-#include "hash_table/counts.h"
+#include "hash_table/counted_steps.h"
 #include "hash_table/entries.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
@@ -76,14 +76,15 @@ struct RowStore {
 struct TableView {
   uint16_t* digests;     // [num_buckets][64]
   int64_t* ids;          // [num_slots]; null: packed
-  uint32_t* last_steps;  // [num_slots] step of the last training lookup; null: packed
+  uint32_t* last_steps;  // [num_slots] step of the last training lookup; null: packed, or with the
+                         // counts
   // Ids and last steps of a packed table: on a GPU, under LRU, the only table of its group.
   PackedEntries entries;
   uint32_t* oldest;  // [num_buckets][kGroups] lower bound of the last steps of the group's entries;
                      // packed tables only
   uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps, and if there
                      // are counts
-  CountArrays counts;     // under kLfu and kAgedLfu on a CPU
+  CountedSteps counted;   // under kLfu and kAgedLfu on a CPU: counts and last steps
   AgedLfu* aged;          // on the table's device; null unless the policy is kAgedLfu
   Miniatures miniatures;  // under kAgedLfu, if they choose AgedLfu::c
   RowStore rows;

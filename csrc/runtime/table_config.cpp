@@ -70,7 +70,7 @@ bool can_be_packed(const std::vector<TableConfig>& configs) {
 
 int64_t set_packed_from(int64_t slots) { return packed_from.exchange(slots); }
 
-bool counts_apart(const TableConfig& config, at::Device device) {
+bool is_counted(const TableConfig& config, at::Device device) {
   const bool counts = config.eviction == Eviction::kLfu || config.eviction == Eviction::kAgedLfu;
   return counts && device.is_cpu();
 }

@@ -46,8 +46,8 @@ bool can_be_packed(const std::vector<TableConfig>& configs);
 // For tests: sets the number of slots from which on a table is large. Returns the previous number.
 int64_t set_packed_from(int64_t slots);
 
-// Whether a table's scores are counts in two arrays (hash_table/counts.h).
-bool counts_apart(const TableConfig& config, at::Device device);
+// Whether a table's last steps and counts are together (hash_table/counted_steps.h).
+bool is_counted(const TableConfig& config, at::Device device);
 
 // Bytes of the marks that remember evicted ids, and of the miniatures.
 int64_t evicted_bytes(const TableConfig& config);

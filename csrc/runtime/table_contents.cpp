@@ -40,9 +40,12 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
   check_index(table);
   const TableMemory& memory = memory_[table];
   if (!packed_) {
-    if (!slots) return {memory.ids.tensor, memory.last_steps.tensor};
-    return {memory.ids.tensor.index_select(0, *slots),
-            memory.last_steps.tensor.index_select(0, *slots)};
+    const bool counted = is_counted(configs_[table], device_);
+    const at::Tensor last_steps = counted ? at::Tensor()
+                                  : slots ? memory.last_steps.tensor.index_select(0, *slots)
+                                          : memory.last_steps.tensor;
+    return {slots ? memory.ids.tensor.index_select(0, *slots) : memory.ids.tensor,
+            counted ? read_counted(table, slots, /*counts=*/false) : last_steps};
   }
   const int64_t n = slots ? slots->numel() : memory.num_slots();
   const auto options = at::dtype(at::kLong).device(device_);
@@ -53,6 +56,17 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
                     ids.data_ptr<int64_t>(),
                     reinterpret_cast<uint32_t*>(last_steps.data_ptr<int32_t>()), stream));
   return {ids, last_steps};
+}
+
+at::Tensor TableGroup::read_counted(int64_t table, const std::optional<at::Tensor>& slots,
+                                    bool counts) const {
+  const int64_t n = slots ? slots->numel() : memory_[table].num_slots();
+  at::Tensor out = at::empty({n}, counts ? at::kLong : at::kInt);
+  hash_table::cpu::read_counted(
+      host_views_[table], slots ? slots->const_data_ptr<int64_t>() : nullptr, n,
+      counts ? nullptr : reinterpret_cast<uint32_t*>(out.data_ptr<int32_t>()),
+      counts ? out.data_ptr<int64_t>() : nullptr, at::get_num_threads());
+  return out;
 }
 
 std::pair<at::Tensor, at::Tensor> TableGroup::entries_at(const at::Tensor& slots) const {
@@ -99,7 +113,10 @@ void TableGroup::load_evicted_marks(int64_t table, const at::Tensor& marks) {
   evicted_[table].copy_(marks);
 }
 
-at::Tensor TableGroup::ids(int64_t table) const { return ids_and_steps(table, std::nullopt).first; }
+at::Tensor TableGroup::ids(int64_t table) const {
+  check_index(table);
+  return packed_ ? ids_and_steps(table, std::nullopt).first : memory_[table].ids.tensor;
+}
 
 at::Tensor TableGroup::last_steps(int64_t table) const {
   return ids_and_steps(table, std::nullopt).second.to(at::kLong).bitwise_and(0xFFFFFFFFll);
@@ -114,25 +131,17 @@ at::Tensor TableGroup::scores(int64_t table) const {
 at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tensor>& slots) const {
   check_index(table);
   const TableMemory& memory = memory_[table];
-  if (!counts_apart(configs_[table], device_)) {
-    return slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
-  }
-  const int64_t n = slots ? slots->numel() : memory.num_slots();
-  at::Tensor counts = at::empty({n}, at::kLong);
-  hash_table::cpu::read_counts(host_views_[table],
-                               slots ? slots->const_data_ptr<int64_t>() : nullptr, n,
-                               counts.data_ptr<int64_t>(), at::get_num_threads());
-  return counts;
+  if (is_counted(configs_[table], device_)) return read_counted(table, slots, /*counts=*/true);
+  return slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
 }
 
-void TableGroup::store_scores(int64_t table, const at::Tensor& scores) {
-  if (!counts_apart(configs_[table], device_)) {
-    memory_[table].scores.tensor.copy_(scores);
-    return;
-  }
-  const at::Tensor counts = scores.contiguous();
-  hash_table::cpu::write_counts(host_views_[table], counts.const_data_ptr<int64_t>(),
-                                counts.numel(), at::get_num_threads());
+void TableGroup::write_counted(int64_t table, const at::Tensor& last_steps,
+                               const at::Tensor& counts) {
+  const at::Tensor its_steps = last_steps.cpu().contiguous(),
+                   its_counts = counts.cpu().contiguous();
+  hash_table::cpu::write_counted(
+      host_views_[table], reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()),
+      its_counts.const_data_ptr<int64_t>(), its_counts.numel(), at::get_num_threads());
 }
 
 at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
@@ -225,7 +234,11 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.empty_frames(clock_->now());
   const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
   memory.digests.tensor.copy_(digests);
-  if (!packed_) {
+  const bool counted = is_counted(config, device_);
+  if (counted) {
+    memory.ids.tensor.copy_(present(state.ids));
+    write_counted(table, present(state.last_steps), present(state.scores));
+  } else if (!packed_) {
     memory.ids.tensor.copy_(present(state.ids));
     memory.last_steps.tensor.copy_(present(state.last_steps));
     memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
@@ -233,8 +246,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   } else {
     load_entries(table, present(state.ids), present(state.last_steps));
   }
-  if (keeps_scores(config.eviction)) {
-    store_scores(table, converted(*this, table, present(state.scores)));
+  if (keeps_scores(config.eviction) && !counted) {
+    memory.scores.tensor.copy_(converted(*this, table, present(state.scores)));
   }
   memory.backing_rows().tensor.copy_(present(state.rows));
   memory.backing_states().tensor.copy_(present(state.states));

@@ -238,7 +238,7 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
                      scalar_type(config.row_type),
                      state_width_of(config),
                      keeps_scores(config.eviction),
-                     counts_apart(config, device_),
+                     is_counted(config, device_),
                      config.hbm_slots,
                      config.all_states_in_hbm,
                      packed_};
@@ -279,14 +279,14 @@ TableView TableGroup::make_view(int64_t table) const {
     view.oldest = reinterpret_cast<uint32_t*>(memory.oldest.data());
   } else {
     view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
-    view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
   }
-  view.scores = keeps_scores(config.eviction) && !counts_apart(config, device_)
-                    ? reinterpret_cast<uint64_t*>(memory.scores.data())
-                    : nullptr;
-  if (counts_apart(config, device_)) {
-    view.counts = {reinterpret_cast<uint16_t*>(memory.low_counts.data()),
-                   reinterpret_cast<uint16_t*>(memory.high_counts.data())};
+  if (is_counted(config, device_)) {
+    view.counted = {reinterpret_cast<uint32_t*>(memory.words.data()), memory.window.get()};
+  } else {
+    if (!packed_) view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+    if (keeps_scores(config.eviction)) {
+      view.scores = reinterpret_cast<uint64_t*>(memory.scores.data());
+    }
   }
   if (config.eviction == Eviction::kAgedLfu) {
     view.aged = reinterpret_cast<hash_table::AgedLfu*>(aged_lfu_[table].data_ptr<double>());

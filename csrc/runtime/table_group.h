@@ -256,7 +256,9 @@ class TableGroup {
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
   // Gives a table that will be overwritten this many buckets, even fewer than it has.
   void begin_load(int64_t table, int64_t num_buckets);
-  void store_scores(int64_t table, const at::Tensor& scores);
+  // Of a table with CountedSteps: the last steps (int32) or counts (int64); all if slots are empty.
+  at::Tensor read_counted(int64_t table, const std::optional<at::Tensor>& slots, bool counts) const;
+  void write_counted(int64_t table, const at::Tensor& last_steps, const at::Tensor& counts);
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;

@@ -114,7 +114,7 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       ids(make_array(layout, device, addresses, at::kLong, {},
                      layout.packed ? 0 : layout.geometry.num_slots())),
       last_steps(make_array(layout, device, addresses, at::kInt, {},
-                            layout.packed ? 0 : layout.geometry.num_slots())),
+                            layout.packed || layout.counted ? 0 : layout.geometry.num_slots())),
       entries(make_array(
           layout, device, addresses, at::kInt,
           {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) * hash_table::kSectorWords},
@@ -122,11 +122,12 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       oldest(make_array(layout, device, addresses, at::kInt, {hash_table::kGroups},
                         layout.packed ? layout.geometry.num_buckets : 0)),
       scores(make_array(layout, device, addresses, at::kLong, {},
-                        layout.scores && !layout.counts_apart ? layout.geometry.num_slots() : 0)),
-      low_counts(make_array(layout, device, addresses, at::kShort, {},
-                            layout.counts_apart ? layout.geometry.num_slots() : 0)),
-      high_counts(make_array(layout, device, addresses, at::kShort, {hash_table::kHighWords},
-                             layout.counts_apart ? layout.geometry.num_slots() : 0)),
+                        layout.scores && !layout.counted ? layout.geometry.num_slots() : 0)),
+      words(make_array(layout, device, addresses, at::kInt, {},
+                       layout.counted ? layout.geometry.num_slots() : 0)),
+      rest(make_array(layout, device, addresses, at::kLong, {},
+                      layout.counted ? layout.geometry.num_slots() : 0)),
+      window(std::make_unique<hash_table::StepWindow>()),
       states(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
                         layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
       rows(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
@@ -140,6 +141,7 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       crowded(at::zeros({sets_of(layout)}, at::dtype(at::kInt).device(device))),
       layout_(layout),
       device_(device) {
+  if (layout.counted) window->rest = reinterpret_cast<uint64_t*>(rest.data());
   back(geometry().initial_buckets());
   resize(geometry().initial_buckets());
   clear();
@@ -153,8 +155,8 @@ void TableMemory::back(int64_t num_buckets) {
   entries.back(std::min(num_buckets, entries.most()));
   oldest.back(std::min(num_buckets, oldest.most()));
   scores.back(std::min(slots, scores.most()));
-  low_counts.back(std::min(slots, low_counts.most()));
-  high_counts.back(std::min(slots, high_counts.most()));
+  words.back(std::min(slots, words.most()));
+  rest.back(std::min(slots, rest.most()));
   rows.back(in_hbm(slots));
   states.back(states_in_hbm(slots));
   rows_host.back(on_host(slots));
@@ -170,8 +172,8 @@ void TableMemory::resize(int64_t num_buckets) {
   entries.resize(std::min(num_buckets, entries.most()));
   oldest.resize(std::min(num_buckets, oldest.most()));
   scores.resize(std::min(slots, scores.most()));
-  low_counts.resize(std::min(slots, low_counts.most()));
-  high_counts.resize(std::min(slots, high_counts.most()));
+  words.resize(std::min(slots, words.most()));
+  rest.resize(std::min(slots, rest.most()));
   rows.resize(in_hbm(slots));
   states.resize(states_in_hbm(slots));
   rows_host.resize(on_host(slots));
@@ -212,7 +214,7 @@ int64_t TableMemory::host_bytes() const {
   const int64_t host = rows_host.bytes() + states_host.bytes();
   if (device_.is_cuda()) return host;
   return host + digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() +
-         low_counts.bytes() + high_counts.bytes() + rows.bytes() + states.bytes();
+         words.bytes() + rest.bytes() + rows.bytes() + states.bytes();
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "hash_table/counted_steps.h"
 #include "hash_table/geometry.h"
 #include "runtime/growing_memory.h"
 #include "runtime/tensor.h"
@@ -52,7 +53,7 @@ struct TableLayout {
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
-  bool counts_apart;  // scores are counts in two arrays (hash_table/counts.h). CPU only
+  bool counted;       // last steps and counts are together (hash_table/counted_steps.h). CPU only
   int64_t hbm_slots;  // slots whose rows and states fit in HBM; if there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
@@ -117,16 +118,18 @@ class TableMemory {
 
   SlotArray digests;  // int16 [num_buckets, 64]
   // If packed, both are in `entries`.
-  SlotArray ids;          // int64 [num_slots]
-  SlotArray last_steps;   // int32 [num_slots]
-  SlotArray entries;      // int32 [num_buckets, words of its sectors], packed
-  SlotArray oldest;       // int32 [num_buckets, 4], packed
-  SlotArray scores;       // int64 [num_slots] or empty
-  SlotArray low_counts;   // int16 [num_slots] or empty: counts_apart
-  SlotArray high_counts;  // int16 [num_slots, 3] or empty
-  SlotArray states;       // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
-  SlotArray rows;         // [slots or frames in HBM, dim]
-  SlotArray rows_host;    // [num_slots, dim] if they don't fit in HBM, otherwise empty
+  SlotArray ids;         // int64 [num_slots]
+  SlotArray last_steps;  // int32 [num_slots] or empty: counted
+  SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
+  SlotArray oldest;      // int32 [num_buckets, 4], packed
+  SlotArray scores;      // int64 [num_slots] or empty
+  SlotArray words;       // int32 [num_slots] or empty: counted
+  SlotArray rest;        // int64 [num_slots] or empty
+  // Of `rest`; its address stays the same.
+  std::unique_ptr<hash_table::StepWindow> window;
+  SlotArray states;     // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
+  SlotArray rows;       // [slots or frames in HBM, dim]
+  SlotArray rows_host;  // [num_slots, dim] if they don't fit in HBM, otherwise empty
   SlotArray states_host;
   SlotArray tags;     // int64 [sets of frames]
   SlotArray crowded;  // int32 [sets of frames]

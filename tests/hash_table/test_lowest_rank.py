@@ -8,14 +8,14 @@ from tests.support.tables import make, scores_of, scores_tensor
 from torchrec_hkv.hash_table import AgedLFU
 
 COUNTS = [0, 1, 2, 3, 7, 2**31 + 5, 2**52 - 1, 2**52, 2**62, 2**63 - 1]
-#: On a CPU the low 15 bits of counts are compared first.
-NEAR_2_TO_15 = [2**15 - 2, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1, 2**16, 3 * 2**15]
+#: On a CPU counts below 8 are ranked first, then those below 128.
+LIMITS = [6, 7, 8, 9, 100, 126, 127, 128, 129, 255, 256, 3 * 2**15]
 SCORES = [-(2**63), 1 - 2**63, -1, 0, 1, 2**31, 2**63 - 2, 2**63 - 1]
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8, 13, 31, 60, 61, 63, 64])
 @pytest.mark.parametrize("policy", ["lfu", "customized", AgedLFU(0.0), AgedLFU(0.02), AgedLFU(1.5)])
-@pytest.mark.parametrize("counts", [COUNTS, NEAR_2_TO_15, COUNTS + NEAR_2_TO_15])
+@pytest.mark.parametrize("counts", [COUNTS, LIMITS, COUNTS + LIMITS])
 def test_the_lowest_of_a_bucket_leaves(device_type, capacity, policy, counts):
     table = make(device_type, capacity, dim=1, eviction=policy)
     aged = AgedLFUModel(policy.c) if isinstance(policy, AgedLFU) else None

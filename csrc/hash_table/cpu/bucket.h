@@ -138,16 +138,12 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
 
 // Other threads may touch the slot at the same time.
 inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
+  if (table.counted.kept()) return look_up_shared(table.counted, slot, visit.now(), given);
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
   if (last.load(std::memory_order_relaxed) != visit.now()) {
     last.store(visit.now(), std::memory_order_relaxed);
   }
-  if (keeps_scores(table.eviction)) touch_score(table, slot, visit, given);
-}
-
-inline Rank rank_of(const TableView& table, int64_t slot) {
-  const uint32_t step = table.last_steps[slot];
-  return Rank{table.ranking().of(score_of(table, slot), step), step};
+  if (table.scores != nullptr) touch_score(table, slot, visit, given);
 }
 
 inline void count(const TableView& table, Counter counter, uint64_t by) {

@@ -72,14 +72,16 @@ Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) 
   const int64_t ahead = kBucketsAhead * table.bucket_slots;
   if (range.to + ahead <= of.first + of.n) {
     prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);
-    prefetch_bytes(table.last_steps + range.from + ahead, n * sizeof(uint32_t));
+    const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
+    prefetch_bytes(steps + range.from + ahead, n * sizeof(uint32_t));
     prefetch_lines(of.occupied + range.at + ahead, 1);
   }
   const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
   const uint64_t free = match_digests(line, kEmptyDigest);
   const uint64_t is = ~free >> (range.from - bucket * table.bucket_slots) & low_bits(n);
   const uint64_t was = mask_of(of.occupied + range.at, n);
-  uint64_t touched = steps_since(table.last_steps + range.from, n, of.since);
+  uint32_t room[kBucketDigests];
+  uint64_t touched = steps_since(steps_of(table, range.from, n, room), n, of.since);
   if (of.marked != nullptr) touched |= mask_of(of.marked + range.at, n);
   touched &= is;
   return Masks{(is ^ was) | touched | (of.moved ? is : 0), is, touched};

@@ -12,12 +12,13 @@ void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int 
     for (int64_t i = begin; i < end; ++i) {
       const int64_t bucket = sweep.first + i * sweep.every;
       uint16_t* digests = table.digests + bucket * kBucketDigests;
-      uint32_t* steps = table.last_steps + bucket * table.bucket_slots;
+      uint32_t room[kBucketDigests];
+      const uint32_t* const steps =
+          steps_of(table, bucket * table.bucket_slots, table.bucket_slots, room);
       for (int32_t p = 0; p < table.bucket_slots; ++p) {
         // The last step of a free slot is undefined on a CPU.
         if (digests[p] == kEmptyDigest || !is_expired(sweep, visit, steps[p])) continue;
         digests[p] = kEmptyDigest;
-        steps[p] = kFreeStep;
         ++expired;
       }
     }

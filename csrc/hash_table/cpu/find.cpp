@@ -30,35 +30,39 @@ struct InFlight {
 enum class Touch {
   kNothing,
   kStep,   // the last step
-  kCount,  // and CountArrays
-  kScore,  // and another score
+  kCount,  // CountedSteps
+  kScore,  // the last step and another score
 };
 
 Touch touch_of(const TableView& table) {
-  if (table.counts.kept()) return Touch::kCount;
+  if (table.counted.kept()) return Touch::kCount;
   return table.scores != nullptr ? Touch::kScore : Touch::kStep;
 }
 constexpr bool touches_scores(Touch touch) {
   return touch == Touch::kCount || touch == Touch::kScore;
 }
 
-// Scores of a table that no other thread touches at the same time.
+// Scores of a table that no other thread touches at the same time. With CountedSteps: and steps.
 template <Touch kTouch>
 class Scores {
  public:
   Scores(const TableView& table, const Visit& visit)
-      : counts_(table.counts), scores_(table.scores), policy_(table.eviction), visit_(visit) {}
+      : counted_(table.counted),
+        scores_(table.scores),
+        policy_(table.eviction),
+        visit_(visit),
+        distance_(kTouch == Touch::kCount ? visit.now() - table.counted.begin() : 0) {}
 
   // Does nothing if `there` is false, without a branch.
   void touch(int64_t slot, bool there, uint64_t given) {
     if constexpr (kTouch == Touch::kCount) {
-      uint16_t* const low = select(there, counts_.low + slot, &idle_count_);
-      if (!CountArrays::carries(*low, given)) [[likely]] {
-        *low = static_cast<uint16_t>(*low + given);
+      uint32_t* const word = select(there, counted_.words + slot, &idle_word_);
+      if (CountedSteps::takes(*word, given)) [[likely]] {
+        *word = CountedSteps::looked_up(*word, distance_, given);
       } else if (there) {
-        counts_.add(slot, given);
+        counted_.look_up(slot, visit_.now(), given);
       } else {
-        idle_count_ = 0;
+        idle_word_ = 0;
       }
     } else if constexpr (kTouch == Touch::kScore) {
       uint64_t* const score = select(there, scores_ + slot, &idle_);
@@ -67,12 +71,13 @@ class Scores {
   }
 
  private:
-  const CountArrays counts_;
+  const CountedSteps counted_;
   uint64_t* const scores_;
   const Eviction policy_;
   const Visit& visit_;
+  const uint32_t distance_;
   uint64_t idle_ = 0;
-  uint16_t idle_count_ = 0;
+  uint32_t idle_word_ = 0;
 };
 
 template <Touch kTouch, bool kListed>
@@ -155,16 +160,16 @@ class Finder {
   // Prefetches what finish() writes. If other threads touch the table too, most of it has been
   // prefetched already.
   [[gnu::always_inline]] void prefetch_touched(int64_t slot, bool maybe) {
-    const char* const step = select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_));
-    if (shared_) {
+    const uint32_t* const steps =
+        kTouch == Touch::kCount ? table_.counted.words : table_.last_steps;
+    const char* const step = select(maybe, bytes(&steps[slot]), bytes(&idle_step_));
+    if (shared_ && kTouch != Touch::kCount) {
       __builtin_prefetch(step);
     } else {
       prefetch_to_write(step);
     }
-    if (!touches_scores(kTouch)) return;
-    const char* const score =
-        kTouch == Touch::kCount ? bytes(&table_.counts.low[slot]) : bytes(&table_.scores[slot]);
-    prefetch_to_write(select(maybe, score, bytes(&idle_id_)));
+    if (kTouch != Touch::kScore) return;
+    prefetch_to_write(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)));
   }
 
   [[gnu::always_inline]] void finish(int64_t nth) {
@@ -186,7 +191,9 @@ class Finder {
       if (shared_ && touches_scores(kTouch)) {
         if (there) touch(table_, slot, visit_, given(nth, at));
       } else {
-        touch_step(select(there, &table_.last_steps[slot], &idle_step_));
+        if (kTouch != Touch::kCount) {
+          touch_step(select(there, &table_.last_steps[slot], &idle_step_));
+        }
         if (touches_scores(kTouch)) scores_.touch(slot, there, given(nth, at));
       }
     }

@@ -30,8 +30,12 @@ void empty_bucket(const TableView& table, int64_t bucket) {
 void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (from == to) return;
   table.ids[to] = table.ids[from];
-  table.last_steps[to] = table.last_steps[from];
-  if (keeps_scores(table.eviction)) set_score(table, to, score_of(table, from));
+  if (table.counted.kept()) {
+    table.counted.copy(from, to);
+  } else {
+    table.last_steps[to] = table.last_steps[from];
+    if (table.scores != nullptr) table.scores[to] = table.scores[from];
+  }
   std::memcpy(table.row(to), table.row(from), table.rows.bytes());
   if (table.states.width == 0) return;
   std::memcpy(table.state(to), table.state(from), table.states.width * sizeof(float));

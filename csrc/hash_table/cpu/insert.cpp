@@ -30,11 +30,14 @@ struct Place {
 // All but the row and the state, which come when all ids are placed.
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
                uint32_t step, uint64_t score) {
-  const int64_t bucket = slot / table.bucket_slots;
-  table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
+  // Without a division, which takes as long as a cache miss.
+  const int64_t in_first = slot - first_slot_of(table, choice.first);
+  const bool is_first = in_first >= 0 && in_first < table.bucket_slots;
+  const uint32_t bucket = is_first ? choice.first : choice.second;
+  const int64_t position = slot - first_slot_of(table, bucket);
+  table.digests[int64_t{bucket} * kBucketDigests + position] = choice.digest;
   table.ids[slot] = id;
-  table.last_steps[slot] = step;
-  if (keeps_scores(table.eviction)) set_score(table, slot, score);
+  set_step_and_score(table, slot, step, keeps_scores(table.eviction) ? &score : nullptr);
 }
 
 // What a missing id made leave: the old id of its slot, or itself.
@@ -69,7 +72,8 @@ class Placing {
         slots_(slots),
         leavers_(leavers),
         highest_(batch, visit, slots),
-        victims_(tables, batch, missing.size(), visit.pinned_from()) {}
+        victims_(tables, batch, missing.size(), visit.pinned_from()),
+        finished_(missing.groups()) {}
 
   void run(int threads) {
     const int64_t workers = std::min<int64_t>(threads, missing_.groups());
@@ -80,6 +84,7 @@ class Placing {
   void work() {
     const int64_t groups = missing_.groups();
     std::vector<Counts> counts(1);
+    int64_t finished = 0;  // groups from the first on
     Reach reach = Reach::kFirst;
     int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
     if (group < groups) {
@@ -89,7 +94,10 @@ class Placing {
     }
     while (group < groups) {
       const int64_t following = next_.fetch_add(1, std::memory_order_relaxed);
-      reach = insert_group(group, following, reach, counts);
+      while (finished < group && finished_[finished].load(std::memory_order_acquire)) ++finished;
+      const auto known = static_cast<uint32_t>(finished * MissingIds::kGroup);
+      reach = insert_group(group, following, known, reach, counts);
+      finished_[group].store(true, std::memory_order_release);
       group = following;
     }
     for (size_t t = 0; t < counts.size(); ++t) {
@@ -100,8 +108,9 @@ class Placing {
     }
   }
 
-  void wait_for(uint32_t earlier) const {
-    if (earlier == kNone) return;
+  // known: ids that have been placed, as far as the thread has seen: those before this one.
+  void wait_for(uint32_t earlier, uint32_t known) const {
+    if (earlier == kNone || earlier < known) return;
     const std::atomic_ref<bool> done(missing_.begin()[earlier].done);
     for (int tries = 0; !done.load(std::memory_order_acquire); ++tries) {
       if (tries > 1000) std::this_thread::yield();
@@ -110,24 +119,28 @@ class Placing {
 
   // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
   // processor drops prefetches that come in bursts. Returns how far it had to look.
-  Reach insert_group(int64_t group, int64_t following, Reach reach, std::vector<Counts>& counts) {
+  Reach insert_group(int64_t group, int64_t following, uint32_t known, Reach reach,
+                     std::vector<Counts>& counts) {
     constexpr int64_t kAhead = 6;
     Missing* const first = missing_.begin(group);
     const int64_t n = missing_.end(group) - first;
     const bool more = following < missing_.groups();
     const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
     int64_t seen[MissingIds::kGroup];
+    uint64_t ranks[MissingIds::kGroup];
     Reach farthest = Reach::kFirst;
     for (int64_t i = 0; i < n + kAhead; ++i) {
       if (i < next) prefetch_buckets(missing_.begin(following)[i], reach);
       if (i < n) {
-        wait_for(first[i].after_first);
-        wait_for(first[i].after_second);
-        seen[i] = look_ahead(first[i], farthest);
+        wait_for(first[i].after_first, known);
+        wait_for(first[i].after_second, known);
+        const Victim victim = look_ahead(first[i], farthest);
+        seen[i] = victim.slot;
+        ranks[i] = victim.rank.score;
       }
       if (i < kAhead) continue;
       Missing& it = first[i - kAhead];
-      insert_missing(it, seen[i - kAhead], counts);
+      insert_missing(it, seen[i - kAhead], ranks[i - kAhead], counts);
       std::atomic_ref<bool>(it.done).store(true, std::memory_order_release);
     }
     return farthest;
@@ -143,25 +156,25 @@ class Placing {
   }
 
   // Has the slot brought near that an id is likely to get. Where that is another id's, returns it;
-  // else kNoSlot.
-  int64_t look_ahead(const Missing& it, Reach& farthest) {
+  // else no slot.
+  Victim look_ahead(const Missing& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
     const int64_t free = free_slot(table, it.choice, free_first);
     if (!takes_first(table, free_first)) {
       farthest = std::max(farthest, free != kNoSlot ? Reach::kSecond : Reach::kRanks);
     }
-    const int64_t victim = free != kNoSlot ? kNoSlot : victims_.lowest(it.table, it.choice);
-    const int64_t slot = free != kNoSlot ? free : victim;
+    const Victim victim =
+        free != kNoSlot ? Victim{kNoSlot, {}} : victims_.lowest(it.table, it.choice);
+    const int64_t slot = free != kNoSlot ? free : victim.slot;
     if (slot != kNoSlot) {
       __builtin_prefetch(&table.ids[slot], 1);
-      __builtin_prefetch(&table.last_steps[slot], 1);
-      if (const void* const score = place_of_score(table, slot)) __builtin_prefetch(score, 1);
+      for_touched(table, slot, [](const void* place) { __builtin_prefetch(place, 1); });
     }
     return victim;
   }
 
-  void insert_missing(Missing& it, int64_t seen, std::vector<Counts>& counts) {
+  void insert_missing(Missing& it, int64_t seen, uint64_t rank, std::vector<Counts>& counts) {
     const TableView& table = tables_[it.table];
     if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
     Counts& counted = counts[it.table];
@@ -176,11 +189,11 @@ class Placing {
       touch(table, slot, visit_, given);
     } else {
       const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
-      Place place = choose_place(it, score, free_first, seen);
+      Place place = choose_place(it, score, free_first, seen, rank);
       if (place.outranked && visit_.scores != nullptr) {
         const uint64_t best =
             first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(it.table, id));
-        place = choose_place(it, best, free_first, seen);
+        place = choose_place(it, best, free_first, seen, rank);
       }
       if (place.slot == kNoSlot) {
         ++counted.refused;
@@ -201,18 +214,21 @@ class Placing {
     slots_[it.position] = table.first_slot + slot;
   }
 
-  // `seen`: the slot of who was to leave earlier in this call, or no slot. What has been touched
-  // since then is pinned, so it is still the one if it is not pinned.
-  Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen) {
+  // `seen`: the slot of who was to leave earlier in this call, or no slot, and the entry's rank.
+  // What has been touched since then is pinned, so it is still the one if it is not pinned.
+  Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen,
+                     uint64_t rank) {
     const TableView& table = tables_[it.table];
     const int64_t free = free_slot(table, it.choice, free_first);
     if (free != kNoSlot) return Place{free, false, false};
-    const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
-    const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
-    const bool outranked =
-        victim != kNoSlot && is_outranked(table, placement_.refuse_lower, own_score, visit_.now(),
-                                          rank_of(table, victim).score);
-    return Place{outranked ? kNoSlot : victim, true, outranked};
+    if (seen == kNoSlot || step_of(table, seen) >= visit_.pinned_from()) {
+      const Victim victim = victims_.lowest(it.table, it.choice);
+      seen = victim.slot;
+      rank = victim.rank.score;
+    }
+    const bool outranked = seen != kNoSlot && is_outranked(table, placement_.refuse_lower,
+                                                           own_score, visit_.now(), rank);
+    return Place{outranked ? kNoSlot : seen, true, outranked};
   }
 
   void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
@@ -229,6 +245,7 @@ class Placing {
   Leaver* leavers_;  // by missing id; null: not wanted
   HighestGiven highest_;
   Victims victims_;
+  std::vector<std::atomic<bool>> finished_;  // by group
   std::atomic<int64_t> next_{0};
 };
 

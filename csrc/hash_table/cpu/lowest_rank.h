@@ -5,7 +5,7 @@
 
 #include "common/select.h"
 #include "hash_table/cpu/bucket.h"
-#include "hash_table/cpu/lowest_count.h"
+#include "hash_table/cpu/lowest_counted.h"
 #include "hash_table/cpu/lowest_score.h"
 #include "hash_table/table_view.h"
 
@@ -15,10 +15,10 @@ namespace torchrec_hkv::hash_table::cpu {
 inline Lowest lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t pinned_from) {
   const int64_t base = first_slot_of(table, bucket);
   const int32_t n = table.bucket_slots;
-  const uint32_t* const steps = table.last_steps + base;
-  if (table.counts.kept()) {
-    return lowest_count(table.ranking(), table.counts, base, steps, n, pinned_from);
+  if (table.counted.kept()) {
+    return lowest_counted(table.ranking(), table.counted, base, n, pinned_from);
   }
+  const uint32_t* const steps = table.last_steps + base;
   if (table.scores == nullptr) return oldest_of(steps, n, pinned_from);
   return lowest_score<false>(Ranking{}, table.scores + base, steps, n, pinned_from);
 }
@@ -43,10 +43,9 @@ inline Victim lowest_rank(const TableView& table, const BucketChoice& choice,
 
 inline void prefetch_ranks(const TableView& table, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
-  prefetch_bytes(&table.last_steps[base], table.bucket_slots * sizeof(uint32_t));
-  if (table.counts.kept()) {
-    prefetch_bytes(&table.counts.low[base], table.bucket_slots * sizeof(uint16_t));
-  } else if (table.scores != nullptr) {
+  const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
+  prefetch_bytes(&steps[base], table.bucket_slots * sizeof(uint32_t));
+  if (table.scores != nullptr) {
     prefetch_bytes(&table.scores[base], table.bucket_slots * sizeof(uint64_t));
   }
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "hash_table/cpu/bucket.h"
+#include "hash_table/cpu/lowest_lanes.h"
 #include "hash_table/cpu/rank_lanes.h"
 #include "hash_table/table_view.h"
 
@@ -40,18 +41,13 @@ inline void load_lanes(LanesOf& to, const T* from) {
 
 // A bit for each of up to 64 slots: whether they have this step.
 inline uint64_t match_steps(const uint32_t* steps, int32_t n, uint32_t step) {
-  uint64_t mask = 0;
-  int32_t p = 0;
 #ifdef __AVX2__
-  const __m256i wanted = _mm256_set1_epi32(static_cast<int32_t>(step));
-  for (; p + kLanes <= n; p += kLanes) {
-    const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(steps + p));
-    const auto same = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(some, wanted)));
-    mask |= static_cast<uint64_t>(static_cast<uint32_t>(same)) << p;
-  }
-#endif
-  for (; p < n; ++p) mask |= static_cast<uint64_t>(steps[p] == step) << p;
+  return match_lanes(steps, n, step);
+#else
+  uint64_t mask = 0;
+  for (int32_t p = 0; p < n; ++p) mask |= static_cast<uint64_t>(steps[p] == step) << p;
   return mask;
+#endif
 }
 
 inline uint32_t lowest_step(const uint32_t* steps, int32_t n) {

@@ -2,12 +2,18 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <span>
 #include <vector>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "common/initial_rows_avx512.h"
 #include "common/parallel.h"
-#include "hash_table/cpu/lowest_count.h"
+#include "hash_table/cpu/lowest_aged.h"
 #include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -75,11 +81,7 @@ class MiniatureSet {
     return best;
   }
 
-  Lowest lowest_ranked() const {
-    return lowest_aged(ranking_, counts_, last_steps_, ways_, now_, [this] {
-      return lowest_score<true>(ranking_, counts_, last_steps_, ways_, now_);
-    });
-  }
+  Lowest lowest_ranked() const { return lowest_aged(ranking_, counts_, last_steps_, ways_, now_); }
 
   // The same of a half-life of 0, by which counts do not matter.
   Lowest oldest() const {
@@ -108,6 +110,32 @@ class MiniatureSet {
   uint64_t fresh_ = 0;  // entries that this call inserted
 };
 
+// Bit i: whether ids[i] is in the sample.
+constexpr int64_t kHashed = 8;
+
+#ifdef HKV_AVX512
+HKV_AVX512 uint32_t sampled_of_eight_wide(const Miniatures& miniatures, const int64_t* ids) {
+  WideLanes hashes;
+  std::memcpy(&hashes, ids, sizeof(hashes));
+  hashes ^= kMiniatureSeed;
+  mix_wide_lanes(hashes);
+  hashes >>= 32;
+  return _mm512_cmplt_epu64_mask((__m512i)hashes,
+                                 _mm512_set1_epi64(static_cast<int64_t>(miniatures.sampled)));
+}
+#endif
+
+uint32_t sampled_of_eight(const Miniatures& miniatures, const int64_t* ids) {
+#ifdef HKV_AVX512
+  if (has_avx512()) return sampled_of_eight_wide(miniatures, ids);
+#endif
+  uint32_t bits = 0;
+  for (int i = 0; i < kHashed; ++i) {
+    bits |= static_cast<uint32_t>(miniatures.is_sampled(miniature_hash(ids[i]))) << i;
+  }
+  return bits;
+}
+
 std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const Visit& visit,
                               int threads) {
   std::vector<SampledId> all;
@@ -118,13 +146,20 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       const int32_t table = batch.feature_tables[feature];
       const Miniatures miniatures = tables[table].miniatures;
+      int64_t at = begin;
       if (miniatures_look_on(tables[table])) {
-        for (int64_t at = begin; at < stop; ++at) {
+        const auto look_at = [&](int64_t at) {
           SampledId sampled;
           if (miniatures.sample(batch.ids[at], visit.given(at), table, &sampled)) {
             its.push_back(sampled);
           }
+        };
+        // Few are in the sample.
+        for (; at + kHashed <= stop; at += kHashed) {
+          for (uint32_t left = sampled_of_eight(miniatures, batch.ids + at); left; left &= left - 1)
+            look_at(at + __builtin_ctz(left));
         }
+        for (; at < stop; ++at) look_at(at);
       }
       begin = std::max(begin, stop);
     }

@@ -46,8 +46,7 @@ struct SlotAddresses {
     if (slot == kNoSlot) return;
     if (kRows) prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
     if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
-    prefetch_lines<kWrite>(&table.last_steps[slot], 1);
-    if (const void* const score = place_of_score(table, slot)) prefetch_lines<kWrite>(score, 1);
+    for_touched(table, slot, [](const void* place) { prefetch_lines<kWrite>(place, 1); });
   }
 };
 
@@ -130,7 +129,7 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
         copy_floats(addresses.states.at(slot), out.columns - dim, record + dim);
       }
       const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
-      set_words(out, record, {table.last_steps[slot], ReplicaRecords::kIsHere | was});
+      set_words(out, record, {step_of(table, slot), ReplicaRecords::kIsHere | was});
       if (scores != nullptr) scores[i] = score_of(table, slot);
     }
   });
@@ -145,6 +144,9 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   const int64_t highest = entries.highest_column;
   const bool direct = type == RowType::kFloat32 && highest < 0;
   const bool streams = direct && writes_lines(table);
+  const auto touch = [&](int64_t slot, uint32_t step, int64_t i) {
+    set_step_and_score(table, slot, step, entries.scores != nullptr ? &entries.scores[i] : nullptr);
+  };
   const auto prefetch = [&](int64_t slot) {
     if (streams) {
       addresses.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
@@ -183,8 +185,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
           mean_of(a + dim, b + dim, own.columns - dim, factor,
                   reinterpret_cast<float*>(addresses.states.at(slots[i])));
         }
-        table.last_steps[slots[i]] = words.last_step;
-        if (entries.scores != nullptr) set_score(table, slots[i], entries.scores[i]);
+        touch(slots[i], words.last_step, i);
         continue;
       } else {
         mean_of(a, b, own.columns, factor, a);
@@ -200,8 +201,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       if (addresses.state_bytes > 0) {
         std::memcpy(addresses.states.at(slots[i]), a + dim, addresses.state_bytes);
       }
-      table.last_steps[slots[i]] = words.last_step;
-      if (entries.scores != nullptr) set_score(table, slots[i], entries.scores[i]);
+      touch(slots[i], words.last_step, i);
     }
     end_streams();
   });

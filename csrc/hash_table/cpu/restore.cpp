@@ -17,7 +17,7 @@ void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
                     const Displaced& displaced) {
   const uint64_t at = displaced.counts[0]++;
   displaced.ids[at] = table.ids[slot];
-  displaced.last_steps[at] = table.last_steps[slot];
+  displaced.last_steps[at] = step_of(table, slot);
   if (displaced.scores != nullptr) displaced.scores[at] = score_of(table, slot);
   std::memcpy(displaced.rows + at * widths.row, table.row(slot), widths.row);
   if (widths.state == 0) return;

@@ -28,8 +28,8 @@ inline uint16_t& digest_at(const TableView& table, int64_t slot) {
 inline void write_entry(const TableView& table, const Widths& widths, int64_t slot,
                         const Entries& entries, int64_t i) {
   table.ids[slot] = entries.ids[i];
-  table.last_steps[slot] = entries.last_steps[i];
-  if (entries.scores != nullptr) set_score(table, slot, entries.scores[i]);
+  set_step_and_score(table, slot, entries.last_steps[i],
+                     entries.scores != nullptr ? &entries.scores[i] : nullptr);
   std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
   if (widths.state == 0) return;
   std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
@@ -45,8 +45,7 @@ class SlotPrefetch {
     if (slot < 0 || slot >= table_.num_slots) return;
     prefetch_to_write(&digest_at(table_, slot));
     prefetch_to_write(&table_.ids[slot]);
-    prefetch_to_write(&table_.last_steps[slot]);
-    if (const void* const score = place_of_score(table_, slot)) prefetch_to_write(score);
+    for_touched(table_, slot, [](const void* place) { prefetch_to_write(place); });
     rows_.prefetch_to_write(slot);
     states_.prefetch_to_write(slot);
   }

@@ -1,4 +1,4 @@
-// Scores of a table on the CPU, wherever it keeps them.
+// Scores and last steps of a table on the CPU, wherever it keeps them.
 #pragma once
 
 #include <atomic>
@@ -9,45 +9,79 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
+inline uint32_t step_of(const TableView& table, int64_t slot) {
+  return table.counted.kept() ? table.counted.step(slot) : table.last_steps[slot];
+}
+
 inline uint64_t score_of(const TableView& table, int64_t slot) {
-  if (table.counts.kept()) return table.counts.of(slot);
+  if (table.counted.kept()) return table.counted.count(slot);
   return table.scores != nullptr ? table.scores[slot] : table.last_steps[slot];
 }
 
 // Under a policy that keeps scores.
 inline void set_score(const TableView& table, int64_t slot, uint64_t score) {
-  if (table.counts.kept()) return table.counts.set(slot, score);
+  if (table.counted.kept()) return table.counted.set_count(slot, score);
   table.scores[slot] = score;
 }
 
-// The part of a slot's score that a hit changes; null under LRU.
-inline const void* place_of_score(const TableView& table, int64_t slot) {
-  if (table.counts.kept()) return &table.counts.low[slot];
-  return table.scores != nullptr ? &table.scores[slot] : nullptr;
+// score: null if it stays as it is, as under LRU.
+inline void set_step_and_score(const TableView& table, int64_t slot, uint32_t step,
+                               const uint64_t* score) {
+  if (table.counted.kept()) {
+    return table.counted.set(slot, step, score != nullptr ? *score : table.counted.count(slot));
+  }
+  table.last_steps[slot] = step;
+  if (score != nullptr) table.scores[slot] = *score;
 }
 
-// CountArrays::add if other threads may add to the same count. Those that carry take turns, and
-// only they read and write high bits.
-inline void add_shared(const CountArrays& counts, int64_t slot, uint64_t given) {
-  std::atomic_ref<uint16_t> low(counts.low[slot]);
-  uint16_t old = low.load(std::memory_order_relaxed);
-  while (!CountArrays::carries(old, given)) {
-    const auto next = static_cast<uint16_t>(old + given);
-    if (low.compare_exchange_weak(old, next, std::memory_order_relaxed)) return;
+// Calls visit(address) for what a hit of a slot changes.
+template <typename Visit>
+inline void for_touched(const TableView& table, int64_t slot, const Visit& visit) {
+  if (table.counted.kept()) return visit(&table.counted.words[slot]);
+  visit(&table.last_steps[slot]);
+  if (table.scores != nullptr) visit(&table.scores[slot]);
+}
+
+// The last steps of slots [from, from + n), in `room` unless they are in an array of their own.
+inline const uint32_t* steps_of(const TableView& table, int64_t from, int64_t n, uint32_t* room) {
+  const CountedSteps& counted = table.counted;
+  if (!counted.kept()) return table.last_steps + from;
+  const uint32_t* const words = counted.words + from;
+  const uint32_t begin = counted.begin();
+  uint32_t any = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    any |= words[i];
+    room[i] = begin + (words[i] & CountedSteps::kDistance);
   }
-  static std::mutex carrying;
-  const std::lock_guard<std::mutex> lock(carrying);
-  for (old = low.load(std::memory_order_relaxed);;) {
-    const uint64_t sum = CountArrays::sum(counts.with_high(old, slot), given);
-    const uint16_t next = CountArrays::low_of(sum);
-    if (!low.compare_exchange_weak(old, next, std::memory_order_relaxed)) continue;
-    return counts.set_high(slot, sum);
+  if ((any & CountedSteps::kIsFar) != 0) [[unlikely]] {
+    for (int64_t i = 0; i < n; ++i) room[i] = counted.step(from + i);
+  }
+  return room;
+}
+
+// CountedSteps::look_up if other threads may look up the same entry. Lookups that need the second
+// array take turns, and only they read and write it.
+inline void look_up_shared(const CountedSteps& counted, int64_t slot, uint32_t now,
+                           uint64_t given) {
+  std::atomic_ref<uint32_t> word(counted.words[slot]);
+  const uint32_t distance = now - counted.begin();
+  uint32_t old = word.load(std::memory_order_relaxed);
+  while (CountedSteps::takes(old, given)) {
+    const uint32_t next = CountedSteps::looked_up(old, distance, given);
+    if (word.compare_exchange_weak(old, next, std::memory_order_relaxed)) return;
+  }
+  static std::mutex alone;
+  const std::lock_guard<std::mutex> lock(alone);
+  for (old = word.load(std::memory_order_relaxed);;) {
+    const CountedSteps::Entry next = counted.looked_up_far(old, slot, now, given);
+    if (!word.compare_exchange_weak(old, next.word, std::memory_order_relaxed)) continue;
+    if (next.has_rest) counted.window->rest[slot] = next.rest;
+    return;
   }
 }
 
 // Counts a lookup of the entry in a table that other threads touch, too.
 inline void touch_score(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
-  if (table.counts.kept()) return add_shared(table.counts, slot, given);
   std::atomic_ref<uint64_t> score(table.scores[slot]);
   uint64_t old = score.load(std::memory_order_relaxed);
   const auto next = [&] {

@@ -45,8 +45,9 @@ void slot_changes(const TableView& table, const SlotChanges& look, int threads) 
       const auto* const marked =
           look.marked == nullptr ? nullptr : reinterpret_cast<const uint8_t*>(look.marked) + at;
       const auto look_at_bucket = marked == nullptr ? look_at<false> : look_at<true>;
-      look_at_bucket(digests, table.last_steps + from, was, marked, to - from, look.since,
-                     look.moved ? 1 : 0, look.changes + at);
+      uint32_t room[kBucketDigests];
+      look_at_bucket(digests, steps_of(table, from, to - from, room), was, marked, to - from,
+                     look.since, look.moved ? 1 : 0, look.changes + at);
     }
   });
 }

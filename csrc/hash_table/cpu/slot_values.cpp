@@ -31,8 +31,7 @@ struct SlotAddresses {
     if (slot == kNoSlot) return;
     rows.prefetch(slot);
     if (state_bytes > 0) states.prefetch(slot);
-    prefetch_lines(&table.last_steps[slot], 1);
-    if (const void* const score = place_of_score(table, slot)) prefetch_lines(score, 1);
+    for_touched(table, slot, [](const void* place) { prefetch_lines(place, 1); });
   }
 };
 
@@ -47,7 +46,7 @@ void read_values(const TableView& table, const int64_t* slots, int64_t n, const 
       const int64_t slot = slots[i];
       char* const to = reinterpret_cast<char*>(out.at(i));
       const bool there = slot != kNoSlot;
-      last_steps[i] = there ? table.last_steps[slot] : 0;
+      last_steps[i] = there ? step_of(table, slot) : 0;
       if (scores != nullptr) scores[i] = there ? score_of(table, slot) : 0;
       if (there) {
         std::memcpy(to, addresses.rows.at(slot), addresses.row_bytes);
@@ -78,8 +77,7 @@ void write_values(const TableView& table, const int64_t* slots, int64_t n, const
       const int64_t position = slot - bucket * table.bucket_slots;
       if (table.digests[bucket * kBucketDigests + position] == kEmptyDigest) continue;
       const char* const values = reinterpret_cast<const char*>(from.at(i));
-      table.last_steps[slot] = last_steps[i];
-      if (scores != nullptr) set_score(table, slot, scores[i]);
+      set_step_and_score(table, slot, last_steps[i], scores != nullptr ? &scores[i] : nullptr);
       std::memcpy(addresses.rows.at(slot), values, addresses.row_bytes);
       if (addresses.state_bytes > 0) {
         std::memcpy(addresses.states.at(slot), values + addresses.row_bytes, addresses.state_bytes);

@@ -140,7 +140,6 @@ void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slo
       const int64_t bucket = slot / table.bucket_slots;
       std::atomic_ref<uint16_t>(table.digests[bucket * kBucketDigests + slot % table.bucket_slots])
           .store(kEmptyDigest, std::memory_order_relaxed);
-      std::atomic_ref<uint32_t>(table.last_steps[slot]).store(kFreeStep, std::memory_order_relaxed);
     }
   });
 }
@@ -175,7 +174,7 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
           // Reads nothing else of free slots, whose memory may never have been touched.
           const bool taken = digests[position] != kEmptyDigest;
           out[slot] = taken && selection.meets(digests[position], score_of(table, slot),
-                                               table.last_steps[slot]);
+                                               step_of(table, slot));
         }
       }
     });

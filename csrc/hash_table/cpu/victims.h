@@ -35,10 +35,10 @@ class Victims {
     if (buckets <= missing) kept_.resize(buckets);
   }
 
-  // The slot of the victim in two full buckets, or kNoSlot.
-  int64_t lowest(int32_t t, const BucketChoice& choice) {
-    if (kept_.empty()) return lowest_rank(tables_[t], choice, pinned_from_).slot;
-    return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second)).slot;
+  // The victim in two full buckets, or no slot.
+  Victim lowest(int32_t t, const BucketChoice& choice) {
+    if (kept_.empty()) return lowest_rank(tables_[t], choice, pinned_from_);
+    return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second));
   }
 
   // Removes the victim from the list: another id is placed in its slot.

@@ -1,0 +1,122 @@
+// The last steps and counts of a table under LFU, aged or not, on a CPU: one word of 32 bits for a
+// slot, so that a hit changes one cache line, as under LRU, and an eviction reads no more lines.
+//
+// A word has the low 7 bits of the count and, below them, the step as a distance of 23 bits from
+// the begin of a window. The other bits of the count are in a second array. A hit needs them only
+// if it carries, and an eviction only if all counts that it has to compare have them. The window
+// follows the clock, half of its length at a time (cpu/step_window.cpp). The few entries that it
+// leaves behind have the upper bits of their steps in the second array, too.
+#pragma once
+
+#include <cstdint>
+
+#include "common/scores.h"
+
+namespace torchrec_hkv::hash_table {
+
+// What a table's words refer to.
+struct StepWindow {
+  uint32_t begin;  // the step of distance 0
+  uint64_t* rest;  // [num_slots] see CountedSteps::entry; defined where a word says so
+};
+
+struct CountedSteps {
+  // The fields of a word, from its lowest bit.
+  static constexpr int kStepBits = 23;
+  static constexpr uint32_t kWindow = 1u << kStepBits;
+  static constexpr uint32_t kDistance = kWindow - 1;
+  static constexpr int kCountBits = 7;
+  static constexpr uint32_t kLowCount = (1u << kCountBits) - 1;  // shifted to the lowest bit
+  static constexpr uint32_t kHasHighCount = 1u << 30;            // the count has bits in `rest`
+  static constexpr uint32_t kIsFar = 1u << 31;                   // the step is not in the window
+
+  uint32_t* words;  // [num_slots]; null: the table keeps none
+  StepWindow* window;
+
+  bool kept() const { return words != nullptr; }
+  uint32_t begin() const { return window->begin; }
+
+  bool is_near(uint32_t step) const { return step - begin() < kWindow; }
+
+  uint32_t step(int64_t slot) const { return step_of(words[slot], slot); }
+  uint64_t count(int64_t slot) const { return count_of(words[slot], slot); }
+
+  // The entry of a slot whose word is `word`.
+  uint32_t step_of(uint32_t word, int64_t slot) const {
+    if ((word & kIsFar) == 0) [[likely]]
+      return begin() + (word & kDistance);
+    return static_cast<uint32_t>(window->rest[slot] >> kFarCountBits) << kStepBits |
+           (word & kDistance);
+  }
+  uint64_t count_of(uint32_t word, int64_t slot) const {
+    const uint64_t low = word >> kStepBits & kLowCount;
+    if ((word & (kIsFar | kHasHighCount)) == 0) [[likely]]
+      return low;
+    if ((word & kIsFar) == 0) return window->rest[slot] << kCountBits | low;
+    const uint64_t bit = (word & kHasHighCount) != 0 ? 1 : 0;
+    return (window->rest[slot] & kFarCount) << (kCountBits + 1) | bit << kCountBits | low;
+  }
+
+  // A word and its element of the second array: the bits of the count above kCountBits. A word with
+  // kIsFar has the low bits of the step itself and one bit more of the count, in place of
+  // kHasHighCount; the upper bits of its step are in the element, above those of the count.
+  struct Entry {
+    uint32_t word;
+    bool has_rest;
+    uint64_t rest;
+  };
+  Entry entry(uint32_t step, uint64_t count) const {
+    if (count > kMostCounts) count = kMostCounts;
+    const uint32_t low = (static_cast<uint32_t>(count) & kLowCount) << kStepBits;
+    const uint64_t high = count >> kCountBits;
+    if (is_near(step)) {
+      const uint32_t flag = high != 0 ? kHasHighCount : 0;
+      return Entry{(step - begin()) | low | flag, high != 0, high};
+    }
+    const uint32_t bit = (high & 1) != 0 ? kHasHighCount : 0;
+    return Entry{kIsFar | bit | low | (step & kDistance), true,
+                 uint64_t{step >> kStepBits} << kFarCountBits | high >> 1};
+  }
+
+  void set(int64_t slot, uint32_t step, uint64_t count) const { set(slot, entry(step, count)); }
+  void set_count(int64_t slot, uint64_t count) const { set(slot, step(slot), count); }
+  void copy(int64_t from, int64_t to) const {
+    const uint32_t word = words[from];
+    const bool has_rest = (word & (kIsFar | kHasHighCount)) != 0;
+    set(to, Entry{word, has_rest, has_rest ? window->rest[from] : 0});
+  }
+
+  // Whether a lookup changes the word only.
+  static bool takes(uint32_t word, uint64_t given) {
+    const uint32_t count = word >> kStepBits & (kIsFar >> kStepBits | kLowCount);
+    return given <= kLowCount && count + given <= kLowCount;
+  }
+  // The word after such a lookup. distance: of the present step, from the begin of the window.
+  static uint32_t looked_up(uint32_t word, uint32_t distance, uint64_t given) {
+    return ((word & ~kDistance) | distance) + (static_cast<uint32_t>(given) << kStepBits);
+  }
+  // Any lookup of an entry whose word is `word`.
+  Entry looked_up_far(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
+    return entry(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
+  }
+  // A lookup in a step of the window.
+  void look_up(int64_t slot, uint32_t now, uint64_t given) const {
+    if (takes(words[slot], given)) [[likely]] {
+      words[slot] = looked_up(words[slot], now - begin(), given);
+    } else {
+      set(slot, looked_up_far(words[slot], slot, now, given));
+    }
+  }
+
+ private:
+  void set(int64_t slot, const Entry& its) const {
+    words[slot] = its.word;
+    if (its.has_rest) window->rest[slot] = its.rest;
+  }
+
+  static constexpr int kFarCountBits = 64 - (32 - kStepBits);
+  static constexpr uint64_t kFarCount = (uint64_t{1} << kFarCountBits) - 1;
+  static_assert(kMostCounts >> (kCountBits + 1) <= kFarCount);
+};
+
+}  // namespace torchrec_hkv::hash_table

@@ -1,0 +1,135 @@
+// The lowest of the numbers of some slots, eight of which are computed at once, on the CPU.
+#pragma once
+
+#ifdef __AVX2__
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "common/hashing.h"
+#include "hash_table/aged_lfu.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+constexpr int32_t kNumberLanes = 8;
+
+inline __m256i eight_of(uint32_t value) { return _mm256_set1_epi32(static_cast<int32_t>(value)); }
+inline __m256i load_eight(const uint32_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+
+// All bits of the lanes that are not below a bound.
+inline __m256i not_below(__m256i lanes, __m256i bound) {
+  return _mm256_cmpeq_epi32(_mm256_max_epu32(lanes, bound), lanes);
+}
+
+// A bit for each of up to 64 numbers: whether it is `wanted`.
+inline uint64_t match_lanes(const uint32_t* numbers, int32_t n, uint32_t wanted) {
+  const __m256i value = eight_of(wanted);
+  const auto same = [&](int32_t p) { return _mm256_cmpeq_epi32(load_eight(numbers + p), value); };
+  uint64_t mask = 0;
+  int32_t p = 0;
+  for (; p + 32 <= n; p += 32) {
+    // packs works within 128-bit lanes; the permutation restores the order.
+    const __m256i low = _mm256_packs_epi32(same(p), same(p + 8));
+    const __m256i high = _mm256_packs_epi32(same(p + 16), same(p + 24));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    mask |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(all))) << p;
+  }
+  for (; p + kNumberLanes <= n; p += kNumberLanes) {
+    const auto bits = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same(p))));
+    mask |= static_cast<uint64_t>(bits) << p;
+  }
+  for (; p < n; ++p) mask |= static_cast<uint64_t>(numbers[p] == wanted) << p;
+  return mask;
+}
+
+struct LowestNumber {
+  uint64_t positions;  // those that have it
+  uint32_t number;
+};
+
+// The lowest of n numbers, at least as many as there are lanes. numbers(p): those of slots p to
+// p + 7. The last vector overlaps the one before it if n is not a multiple of the lanes.
+template <typename Numbers>
+[[gnu::always_inline]] inline LowestNumber lowest_number(int32_t n, const Numbers& numbers) {
+  alignas(32) uint32_t all[kBucketDigests];
+  __m256i lows = eight_of(UINT32_MAX);
+  const auto visit = [&](int32_t p) {
+    const __m256i its = numbers(p);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all + p), its);
+    lows = _mm256_min_epu32(lows, its);
+  };
+  int32_t p = 0;
+  for (; p + kNumberLanes <= n; p += kNumberLanes) visit(p);
+  if (p < n) visit(n - kNumberLanes);
+  __m128i low = _mm_min_epu32(_mm256_castsi256_si128(lows), _mm256_extracti128_si256(lows, 1));
+  low = _mm_min_epu32(low, _mm_shuffle_epi32(low, 0x4e));
+  low = _mm_min_epu32(low, _mm_shuffle_epi32(low, 0xb1));
+  const auto number = static_cast<uint32_t>(_mm_cvtsi128_si32(low));
+  return LowestNumber{match_lanes(all, n, number), number};
+}
+
+// Whether the classes below can rank.
+inline bool has_whole_ranks(const Ranking& ranking) {
+  return ranking.aged && ranking.half_life <= UINT32_MAX;
+}
+
+// Ranking::of in whole steps. Counts above kMost rank as this.
+class SmallWholeRanks {
+ public:
+  static constexpr uint32_t kMost = kNumberLanes - 1;
+
+  explicit SmallWholeRanks(const Ranking& ranking) : ranking_(ranking) {
+    const __m256i half_life = eight_of(static_cast<uint32_t>(ranking.half_life));
+    const __m256i logs = load_eight(kLogs);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(logs, half_life), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(logs, 32), half_life);
+    worth_ = _mm256_blend_epi32(even, odd, 0xaa);
+  }
+
+  __m256i of(__m256i count, __m256i step) const {
+    count = _mm256_min_epu32(count, eight_of(kMost));
+    return _mm256_add_epi32(step, _mm256_permutevar8x32_epi32(worth_, count));
+  }
+  // Ranking::of a count up to kMost, without a branch.
+  uint64_t exactly(uint64_t count, uint32_t step) const {
+    return (static_cast<uint64_t>(step) << kFractionBits) +
+           (ranking_.half_life * kLogs[count] >> kFractionBits);
+  }
+
+ private:
+  // log2_of_count of 0 to kMost.
+  static constexpr uint32_t kLogs[] = {0, 0, 1u << 16, 103940, 2u << 16, 151683, 169476, 184451};
+  const Ranking& ranking_;
+  __m256i worth_;
+};
+
+// The same for all counts up to `most`. A little slower.
+class WholeRanks {
+ public:
+  WholeRanks(const Ranking& ranking, uint32_t most)
+      : half_life_(eight_of(static_cast<uint32_t>(ranking.half_life))), most_(eight_of(most)) {}
+
+  // The exponent and fraction of a float are those of log2_of_count; its bias raises all ranks
+  // alike, by a whole number of their units.
+  __m256i of(__m256i count, __m256i step) const {
+    count = _mm256_min_epu32(_mm256_max_epu32(count, eight_of(1)), most_);
+    const __m256i number = _mm256_castps_si256(_mm256_cvtepi32_ps(count));
+    const __m256i log = _mm256_srli_epi32(number, 23 - kFractionBits);
+    // As log2_of_fraction: upper halves of products of 16 bits.
+    const __m256i f = _mm256_and_si256(log, eight_of(0xffff));
+    const __m256i arc = _mm256_mulhi_epu16(f, _mm256_sub_epi32(_mm256_setzero_si256(), f));
+    const __m256i bent = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, half_life_), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), half_life_);
+    return _mm256_add_epi32(step, _mm256_blend_epi32(even, odd, 0xaa));
+  }
+
+ private:
+  const __m256i half_life_, most_;
+};
+
+}  // namespace torchrec_hkv::hash_table::cpu
+#endif

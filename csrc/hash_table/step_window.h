@@ -1,0 +1,13 @@
+// The window of CountedSteps follows the clock. CPU only.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// At the start of a call whose step is `now`: calls touch entries in steps of the window only.
+void follow_clock(const TableView& table, uint32_t now, int threads);
+
+}  // namespace torchrec_hkv::hash_table::cpu
