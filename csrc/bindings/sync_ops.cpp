@@ -136,11 +136,13 @@ at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
 
 // (slots, ids, whether they are touched, whether they stayed, slots whose ids have left, these ids)
 // of the differences in the slots from `first` on; see SlotDifferences. ids and occupied: the
-// previous contents of the slots, which are replaced by the present ones. Other arguments are as in
+// previous contents of the slots, which are replaced by the present ones. freed: slots may have been
+// freed, by something other than a lookup that put another entry there. Other arguments are as in
 // slot_changes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> compare_slots(
     const at::Tensor& counters, int64_t handle, int64_t table, int64_t first, at::Tensor ids,
-    at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved) {
+    at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved,
+    bool freed) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const TableView& view = group->view(table);
@@ -159,7 +161,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       occupied.data_ptr<bool>(),
       marked ? marked->const_data_ptr<bool>() : nullptr,
       static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
-      moved};
+      moved,
+      freed};
   hash_table::SlotDifferences found;
   group->order().run(kReadIndex, [&] {
     hash_table::cpu::compare_slots(view, comparison, found, at::get_num_threads());
@@ -343,7 +346,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   // For groups on a CPU only.
   m.def(
       "compare_slots(Tensor counters, int group, int table, int first, Tensor(a!) ids, "
-      "Tensor(b!) occupied, Tensor? marked, int since, bool moved) "
+      "Tensor(b!) occupied, Tensor? marked, int since, bool moved, bool freed) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "pack_records(int group, int table, Tensor slots, Tensor is_new, Tensor(a!) records, "

@@ -66,6 +66,7 @@ def _(
     marked: Tensor | None,
     since: int,
     moved: bool,
+    freed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     now = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
     gone = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
@@ -105,16 +106,13 @@ def _(
     return None
 
 
-@torch.library.register_fake("torchrec_hkv::merge_ids")
-def _(ids: Tensor, sizes: Sequence[int], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    touched = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    left = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    mine = ids.new_empty((sizes[3 * own] + sizes[3 * own + 1],))
-    return touched, torch.empty_like(touched, dtype=torch.bool), left, mine
-
-
-@torch.library.register_fake("torchrec_hkv::place_own")
-def _(places: Tensor, slots: Tensor, num_new: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    others = places.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    touched = places.new_empty((n,), dtype=torch.bool)
-    return touched, torch.empty_like(touched), places.new_empty((n,)), others
+@torch.library.register_fake("torchrec_hkv::meet_ids")
+def _(
+    group: int, table: int, ids: Sequence[Tensor], sizes: Sequence[int], own: int, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size
+    touched = slots.new_empty((size(),))
+    known = torch.empty_like(touched, dtype=torch.bool)
+    here = (known, torch.empty_like(known), torch.empty_like(known), torch.empty_like(touched))
+    left, absent = slots.new_empty((size(),)), slots.new_empty((size(),))
+    return touched, *here, left, torch.empty_like(slots), absent

@@ -84,11 +84,8 @@ class SyncPart:
             -1 if of.own_step is None else of.own_step,
         )
         if of.all_here:
-            of.changes.wrote(self._slots)
             return
-        there = self._slots >= 0
-        of.changes.wrote(self._slots[there])
-        absent = (~there).nonzero().flatten()
+        absent = (self._slots < 0).nonzero().flatten()
         if absent.numel() == 0:
             return
         kept = records[absent]
@@ -191,13 +188,11 @@ class SyncPart:
             entries["states"] = values[:, spec.dim :]
         if of.scored:
             entries["scores"] = scores
-        there = (self._slots >= 0).nonzero().flatten()
         if of.dtype != torch.float32:
+            there = (self._slots >= 0).nonzero().flatten()
             self._overwrite({name: tensor[there] for name, tensor in entries.items()}, there)
-        if there.numel() == self.n:
-            of.changes.wrote(self._slots)
+        if of.all_here:
             return
-        of.changes.wrote(self._slots[there])
         absent = (self._slots < 0).nonzero().flatten()
         of.keep({name: tensor[absent] for name, tensor in entries.items()})
 
