@@ -10,6 +10,7 @@ from torchrec_hkv.hash_table import initial_rows
 
 ops = torch.ops.torchrec_hkv
 IS_HERE, WAS_HERE = 1, 2
+BEGIN = 5
 
 
 @pytest.fixture(params=["lru", "lfu", "customized"])
@@ -102,6 +103,16 @@ def test_where_no_slot_was_freed(table, marked):
         assert torch.equal(results[0][0], touched.nonzero().flatten())
 
 
+def message_for(n: int, width: int) -> torch.Tensor:
+    """With room for n records from word ``BEGIN`` on, and three words more."""
+    return torch.full((BEGIN + (n * (width + 2) + 1) // 2 + 3,), 77, dtype=torch.int64)
+
+
+def records_in(message: torch.Tensor, n: int, width: int) -> torch.Tensor:
+    floats = message[BEGIN:].view(torch.float32)[: n * (width + 2)]
+    return floats.view(n, width + 2)
+
+
 @pytest.mark.parametrize("states", [False, True])
 def test_records(typed_table, states):
     group = typed_table._group
@@ -109,8 +120,14 @@ def test_records(typed_table, states):
     slots[::4] = -1
     is_new = marks(len(slots))
     width = group.tables[0].dim + 2 * states
-    records = torch.full((len(slots), width + 2), torch.nan)
-    scores = ops.pack_records(group.handle, 0, slots, is_new, records, states)
+    first, end = 2, len(slots) - 1
+    message = message_for(end - first, width)
+    at = (first, end, message, BEGIN)
+    scores = ops.pack_records(group.handle, 0, slots, is_new, *at, states)
+    assert (message[:BEGIN] == 77).all()
+    assert (message[-3:] == 77).all()
+    records = records_in(message, end - first, width)
+    slots, is_new = slots[first:end], is_new[first:end]
     there = slots >= 0
     state = group.export_table(0)
     at = slots[there]
@@ -137,7 +154,10 @@ def test_merged(typed_table, states, highest):
     column = width - 1 if highest else -1
     known = marks(n)
     initial = group_initial(typed_table, ids)
-    records = [torch.randn(n, width + 2) for _ in range(2)]
+    messages = [message_for(n, width) for _ in range(2)]
+    records = [records_in(message, n, width) for message in messages]
+    for record in records:
+        record.normal_()
     words = [record[:, width:].view(torch.int32) for record in records]
     for word in words:
         word[:, 0] = torch.randint(2**31 - 1, (n,), dtype=torch.int32)
@@ -157,7 +177,14 @@ def test_merged(typed_table, states, highest):
         wanted[i] /= holders if old else 2
     if highest:
         wanted[:, column] = torch.maximum(own[:, column], theirs[:, column])
-    ops.merge_records(*place(typed_table), slots, ids, known, *records, scores, states, column)
+    # What lies around is of other parts.
+    slots, ids, known = (torch.cat([part[-3:], part, part[:2]]) for part in (slots, ids, known))
+    args = (slots, ids, known, 3, 3 + n, *messages, BEGIN, scores, states, column)
+    ops.merge_records(*place(typed_table), *args)
+    slots, ids, known = (part[3 : 3 + n] for part in (slots, ids, known))
+    for message in messages:
+        assert (message[:BEGIN] == 77).all()
+        assert (message[-3:] == 77).all()
     after = group.export_table(0)
     there = slots >= 0
     at = slots[there]
@@ -195,10 +222,12 @@ def test_schemas(table):
     ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
     torch.library.opcheck(ops.compare_slots, (*place(table), 3, ids, was, None, 1, True, True))
     slots = group.select_slots(0)[:9]
-    records = torch.zeros(9, group.tables[0].dim + 4)
-    torch.library.opcheck(ops.pack_records, (group.handle, 0, slots, marks(9), records, True))
+    message = message_for(7, group.tables[0].dim + 2)
+    at = (1, 8, message, BEGIN)
+    torch.library.opcheck(ops.pack_records, (group.handle, 0, slots, marks(9), *at, True))
     ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
-    args = (*place(table), slots, ids, marks(9), records, records.clone(), scores, True, -1)
+    at = (1, 8, message, message.clone(), BEGIN)
+    args = (*place(table), slots, ids, marks(9), *at, scores[1:8], True, -1)
     torch.library.opcheck(ops.merge_records, args)
 
 
@@ -211,11 +240,19 @@ def test_bad_input(table):
     with pytest.raises(ValueError, match="ids must have 40 elements, but has 39"):
         ops.compare_slots(*place(table), 0, ids[1:], was, None, 0, False, True)
     slots = group.select_slots(0)[:9].clone()
-    records = torch.zeros(9, width + 2)
-    with pytest.raises(ValueError, match=rf"have shape \[9, {width + 2}\]"):
-        ops.pack_records(group.handle, 0, slots, marks(9), records[:, 1:], True)
+    message, is_new = message_for(9, width), marks(9)
+    words = len(message)
+    with pytest.raises(
+        ValueError, match=f"message has {words} words, but 9 records from 9 on take"
+    ):
+        ops.pack_records(group.handle, 0, slots, is_new, 0, 9, message, 9, True)
+    for first, end in ((-1, 3), (4, 3), (2, 10)):
+        with pytest.raises(
+            ValueError, match=f"from {first} to {end} were asked for, but slots has"
+        ):
+            ops.pack_records(group.handle, 0, slots, is_new, first, end, message, 0, True)
     ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
-    args = (ids, marks(9), records, records.clone(), scores, True)
+    args = (ids, marks(9), 0, 9, message, message.clone(), BEGIN, scores, True)
     with pytest.raises(ValueError, match=f"highest_column is {width}, but must be -1 or one of"):
         ops.merge_records(*place(table), slots, *args, width)
     slots[3] = most

@@ -83,10 +83,18 @@ def _(
 
 @torch.library.register_fake("torchrec_hkv::pack_records")
 def _(
-    group: int, table: int, slots: Tensor, is_new: Tensor, records: Tensor, states: bool
+    group: int,
+    table: int,
+    slots: Tensor,
+    is_new: Tensor,
+    first: int,
+    end: int,
+    message: Tensor,
+    begin: int,
+    states: bool,
 ) -> Tensor:
     _, _, _, keeps_scores, *_ = _C.table_layout(group, table)
-    return slots.new_empty((slots.shape[0] if keeps_scores else 0,))
+    return slots.new_empty((end - first if keeps_scores else 0,))
 
 
 @torch.library.register_fake("torchrec_hkv::merge_records")
@@ -97,8 +105,11 @@ def _(
     slots: Tensor,
     ids: Tensor,
     known: Tensor,
-    records: Tensor,
+    first: int,
+    end: int,
+    message: Tensor,
     theirs: Tensor,
+    begin: int,
     scores: Tensor,
     states: bool,
     highest_column: int,

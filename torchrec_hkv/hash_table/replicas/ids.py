@@ -79,9 +79,7 @@ def meet_ids(
     return MetIds(ids, known, touched, is_new, slots, left, places, absent)
 
 
-def _merge(
-    kinds: Sequence[Sequence[Tensor]], own: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, whether they are known, ids that left, and places, as in :class:`MetIds`."""
     parts = [ids for of_replica in kinds for ids in of_replica]
     joined, sizes = torch.cat(parts), [part.numel() for part in parts]

@@ -235,8 +235,7 @@ def _gather_ids(
     sizes_of = [head[at:] for head in heads_of]
     lengths = [sum(its) for its in sizes_of]
     of_replicas = [
-        message[begin : begin + length]
-        for message, length in zip(messages, lengths, strict=True)
+        message[begin : begin + length] for message, length in zip(messages, lengths, strict=True)
     ]
     if max(lengths) > room:
         rest = wire.gather(own[begin + room :], [max(0, length - room) for length in lengths])

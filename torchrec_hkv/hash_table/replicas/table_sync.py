@@ -90,6 +90,7 @@ class TableSync:
         self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
         self.known, self.is_touched, self.is_new = met.known, met.touched, met.is_new
         self.slots, self.all_here = met.slots, not met.absent.numel()
+        self.no_scores = met.ids[:0]
         self._absent: list[dict[str, Tensor]] = []
         self._erased = self._erase(met.left)
         self.before: Tensor | None = None
