@@ -25,8 +25,9 @@ _SENT_AHEAD = 1
 _EXPECTED_AHEAD = 1
 #: Messages that are in memory at once: this replica's and the other's.
 _IN_MEMORY = (_SENT_AHEAD + 1 + _EXPECTED_AHEAD) + (_EXPECTED_AHEAD + 1)
-#: Bytes of a message: enough to be worth a call, and few enough to stay in a CPU's caches.
-_MESSAGE_BYTES = 3 << 20
+#: Bytes of a message. Gloo's own thread polls while a call sends or expects a message, so that few
+#: large ones take less of a CPU's time.
+_MESSAGE_BYTES = 6 << 20
 
 
 class _Buffers:
