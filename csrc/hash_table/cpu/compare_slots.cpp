@@ -95,7 +95,7 @@ struct Place {
 };
 
 bool has_entry(const TableView& table, int64_t slot) {
-  const int64_t bucket = slot / table.bucket_slots;
+  const int64_t bucket = bucket_of_slot(slot, table.bucket_slots);
   const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
   return line[slot - bucket * table.bucket_slots] != kEmptyDigest;
 }
