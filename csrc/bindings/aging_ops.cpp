@@ -22,6 +22,7 @@ void expire(at::Tensor counters, int64_t handle) {
   check_device(counters, "counters", group.device());
   const hash_table::Aging& aging = group.aging();
   if (aging.expire_after == nullptr) return;
+  owner->note_removal();
 #ifdef TORCHREC_HKV_CUDA
   int64_t most_buckets = 0;  // after their growth, because a CUDA graph may be replayed then
   for (int64_t t = 0; t < group.num_tables(); ++t) {

@@ -136,11 +136,13 @@ at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
 
 // (slots, ids, whether they are touched, whether they stayed, slots whose ids have left, these ids)
 // of the differences in the slots from `first` on; see SlotDifferences. ids and occupied: the
-// previous contents of the slots, which are replaced by the present ones. Other arguments are as in
-// slot_changes.
+// previous contents of the slots, which are replaced by the present ones. freed: slots may have
+// been freed, by something other than a lookup that put another entry there. Other arguments are as
+// in slot_changes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> compare_slots(
     const at::Tensor& counters, int64_t handle, int64_t table, int64_t first, at::Tensor ids,
-    at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved) {
+    at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved,
+    bool freed) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const TableView& view = group->view(table);
@@ -159,7 +161,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       occupied.data_ptr<bool>(),
       marked ? marked->const_data_ptr<bool>() : nullptr,
       static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
-      moved};
+      moved,
+      freed};
   hash_table::SlotDifferences found;
   group->order().run(kReadIndex, [&] {
     hash_table::cpu::compare_slots(view, comparison, found, at::get_num_threads());
@@ -238,80 +241,98 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
 }
 
-// ReplicaRecords of entries of a table.
+// ReplicaRecords of n entries of a table in a message, from this word on.
 hash_table::ReplicaRecords check_records(const TableGroup& group, const TableView& view, int64_t n,
-                                         const at::Tensor& records, const char* name, bool states) {
+                                         const at::Tensor& message, const char* name, int64_t begin,
+                                         bool states) {
   const int64_t columns = view.dim() + (states ? view.states.width : 0);
-  check_dtype(records, name, at::kFloat);
-  check_device(records, name, group.device());
-  TORCH_CHECK_VALUE(records.sizes() == at::IntArrayRef({n, columns + 2}) && records.is_contiguous(),
-                    name, " must be contiguous and have shape [", n, ", ", columns + 2,
-                    "], but has ", records.sizes(), ".");
-  return hash_table::ReplicaRecords{records.data_ptr<float>(), columns, states};
+  const int64_t words = (n * (columns + 2) + 1) / 2;
+  check_dtype(message, name, at::kLong);
+  check_device(message, name, group.device());
+  check_vector(message, name);
+  TORCH_CHECK_VALUE(message.is_contiguous(), name, " must be contiguous.");
+  TORCH_CHECK_VALUE(begin >= 0 && begin <= message.numel() - words, name, " has ", message.numel(),
+                    " words, but ", n, " records from ", begin, " on take ", words, ".");
+  auto* const records = reinterpret_cast<float*>(message.data_ptr<int64_t>() + begin);
+  return hash_table::ReplicaRecords{records, columns, states};
 }
 
-// CPU only.
-void check_bounds(const TableView& view, const at::Tensor& slots) {
-  const int64_t* const at = slots.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < slots.numel(); ++i) {
-    TORCH_CHECK_VALUE(at[i] >= hash_table::kNoSlot && at[i] < view.num_slots, "slots has ", at[i],
-                      ", but the table has ", view.num_slots, ".");
+// Elements [first, end) of the vectors of a sync. CPU only.
+struct SyncSpan {
+  int64_t first, n;
+
+  SyncSpan(const TableView& view, const at::Tensor& slots, int64_t first, int64_t end)
+      : first(first), n(end - first) {
+    TORCH_CHECK_VALUE(first >= 0 && first <= end && end <= slots.numel(), "elements from ", first,
+                      " to ", end, " were asked for, but slots has ", slots.numel(), ".");
+    const int64_t* const at = slots.const_data_ptr<int64_t>();
+    for (int64_t i = first; i < end; ++i) {
+      TORCH_CHECK_VALUE(at[i] >= hash_table::kNoSlot && at[i] < view.num_slots, "slots has ", at[i],
+                        ", but the table has ", view.num_slots, ".");
+    }
   }
-}
 
-// Returns scores or undefined; writes records.
+  template <typename T>
+  const T* of(const at::Tensor& vector) const {
+    return vector.const_data_ptr<T>() + first;
+  }
+};
+
+// Writes records of the entries at slots[first] to slots[end - 1] to a message, from this word on.
+// Returns their scores, if the table keeps any.
 at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
-                        const at::Tensor& is_new, at::Tensor records, bool states) {
+                        const at::Tensor& is_new, int64_t first, int64_t end, at::Tensor message,
+                        int64_t begin, bool states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   const TableView& view = group->view(table);
   check_slots(slots, group->device());
-  const int64_t n = slots.numel();
-  check_marks(is_new, "is_new", n, group->device());
-  const hash_table::ReplicaRecords out = check_records(*group, view, n, records, "records", states);
+  check_marks(is_new, "is_new", slots.numel(), group->device());
+  const SyncSpan span(view, slots, first, end);
+  const hash_table::ReplicaRecords out =
+      check_records(*group, view, span.n, message, "message", begin, states);
   const bool scored = keeps_scores(view.eviction);
-  check_bounds(view, slots);
-  at::Tensor keys = at::empty({scored ? n : 0}, slots.options());
+  at::Tensor keys = at::empty({scored ? span.n : 0}, slots.options());
   group->order().run(kReadAll, [&] {
     hash_table::cpu::pack_records(
-        view, slots.const_data_ptr<int64_t>(), is_new.const_data_ptr<bool>(), n, out,
+        view, span.of<int64_t>(slots), span.of<bool>(is_new), span.n, out,
         scored ? reinterpret_cast<uint64_t*>(keys.data_ptr<int64_t>()) : nullptr,
         at::get_num_threads());
   });
   return converted(*group, table, keys);
 }
 
+// Merges the same records of two messages. scores: of these entries; ids and known: as slots.
 void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& slots,
-                   const at::Tensor& ids, const at::Tensor& known, at::Tensor records,
-                   const at::Tensor& theirs, const at::Tensor& scores, bool states,
-                   int64_t highest_column) {
+                   const at::Tensor& ids, const at::Tensor& known, int64_t first, int64_t end,
+                   at::Tensor message, const at::Tensor& theirs, int64_t begin,
+                   const at::Tensor& scores, bool states, int64_t highest_column) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const TableView& view = group->view(table);
   check_slots(slots, group->device());
-  const int64_t n = slots.numel();
+  const SyncSpan span(view, slots, first, end);
   const auto check = [&](const at::Tensor& tensor, const char* name, int64_t length) {
     check_dtype(tensor, name, at::kLong);
     check_device(tensor, name, group->device());
     check_length(tensor, name, length);
     TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
   };
-  check(ids, "ids", n);
-  check(scores, "scores", keeps_scores(view.eviction) ? n : 0);
-  check_marks(known, "known", n, group->device());
-  const hash_table::ReplicaRecords own = check_records(*group, view, n, records, "records", states);
-  const float* const other = check_records(*group, view, n, theirs, "theirs", states).data;
+  const bool scored = keeps_scores(view.eviction);
+  check(ids, "ids", slots.numel());
+  check(scores, "scores", scored ? span.n : 0);
+  check_marks(known, "known", slots.numel(), group->device());
+  const auto records = [&](const at::Tensor& of, const char* name) {
+    return check_records(*group, view, span.n, of, name, begin, states);
+  };
+  const hash_table::ReplicaRecords own = records(message, "message");
+  const float* const other = records(theirs, "theirs").data;
   TORCH_CHECK_VALUE(highest_column >= -1 && highest_column < own.columns, "highest_column is ",
                     highest_column, ", but must be -1 or one of ", own.columns, " columns.");
-  check_bounds(view, slots);
   const at::Tensor keys = converted(*group, table, scores);
+  const auto* const keys_in =
+      scored ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>()) : nullptr;
   const hash_table::MergedEntries entries{
-      slots.const_data_ptr<int64_t>(),
-      ids.const_data_ptr<int64_t>(),
-      known.const_data_ptr<bool>(),
-      keeps_scores(view.eviction)
-          ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
-          : nullptr,
-      n,
+      span.of<int64_t>(slots), span.of<int64_t>(ids), span.of<bool>(known), keys_in, span.n,
       highest_column};
   group->order().run(kWriteAll, [&] {
     hash_table::cpu::merge_records(view, entries, own, other, at::get_num_threads());
@@ -343,15 +364,15 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   // For groups on a CPU only.
   m.def(
       "compare_slots(Tensor counters, int group, int table, int first, Tensor(a!) ids, "
-      "Tensor(b!) occupied, Tensor? marked, int since, bool moved) "
+      "Tensor(b!) occupied, Tensor? marked, int since, bool moved, bool freed) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "pack_records(int group, int table, Tensor slots, Tensor is_new, Tensor(a!) records, "
-      "bool states) -> Tensor");
+      "pack_records(int group, int table, Tensor slots, Tensor is_new, int first, int end, "
+      "Tensor(a!) message, int begin, bool states) -> Tensor");
   m.def(
       "merge_records(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
-      "Tensor known, Tensor(b!) records, Tensor theirs, Tensor scores, bool states, "
-      "int highest_column) -> ()");
+      "Tensor known, int first, int end, Tensor(b!) message, Tensor theirs, int begin, "
+      "Tensor scores, bool states, int highest_column) -> ()");
 }
 
 HKV_REGISTER_ON_DEVICES(add_sync_ops)

@@ -291,6 +291,7 @@ void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots, hash_table::kNoSlot);
+  owner->note_removal();
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const int64_t n = slots.numel();
   const auto tables = static_cast<int32_t>(group.num_tables());

@@ -51,6 +51,7 @@ struct SlotComparison {
   const bool* marked;  // [n] or null, as SlotChanges
   uint32_t since;
   bool moved;
+  bool freed;  // slots may have been freed: an entry may have gone, and none come in its place
 };
 
 // The result of such a comparison; slots ascend.

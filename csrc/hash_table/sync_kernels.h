@@ -56,11 +56,6 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
                    const float* theirs, int threads);
 
-// Lists the distinct ids of several parts of `ids` in the order of their first occurrence, and the
-// index of each of `ids` in this list. n must be below 2^32 - 1. Returns the number of distinct
-// ids.
-int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places);
-
 }  // namespace cpu
 
 #ifdef TORCHREC_HKV_CUDA

@@ -280,6 +280,7 @@ void TableGroup::load_entries([[maybe_unused]] int64_t table,
 
 void TableGroup::clear_table(int64_t table) {
   check_index(table);
+  note_removal();
   c10::OptionalDeviceGuard guard(device_);
   memory_[table].clear();
   if (host_views_[table].unsplit > 0) {

@@ -199,6 +199,10 @@ class TableGroup {
   int64_t full_slots(int64_t table) const;
   // Number of times that growth has changed slots. Slots found at another value are stale.
   int64_t growths() const { return growths_; }
+  // Number of calls that have freed slots, other than the regular removal of old entries in calls
+  // that look up ids.
+  int64_t removals() const { return removals_; }
+  void note_removal() { ++removals_; }
   // A new pin. Its slots are the present ones until a lookup finds them.
   std::shared_ptr<Pin> pin() const;
 
@@ -306,6 +310,7 @@ class TableGroup {
   std::vector<Growth> growth_;
   std::atomic<bool> growing_ = false;  // whether a table is below its full capacity
   std::atomic<int64_t> growths_ = 0;
+  std::atomic<int64_t> removals_ = 0;
 
   std::shared_ptr<GroupClock> clock_;
   std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's

@@ -55,8 +55,11 @@ class SlotSnapshot:
         self._group, self._table = group, table
         self.ids = torch.empty(0, dtype=torch.int64)
         self.occupied = torch.empty(0, dtype=torch.bool)
-        # Moves of the group's entries that are known here.
+        # Moves of the group's entries, and removals, that are known here.
         self._moves: tuple[int, int] | None = None
+        self._removals: int | None = None
+        #: Whether lookups free slots, too: those of old entries.
+        self._expires = group.tables[table].expire_after is not None
 
     @property
     def entries(self) -> int:
@@ -93,43 +96,47 @@ class SlotSnapshot:
         self.know_moves()
 
     def know_moves(self) -> None:
-        """Entries have moved, and what the slots hold now has been noted."""
-        self._moves = self._group.moves
+        """Entries have moved or gone, and what the slots hold now has been noted."""
+        self._moves, self._removals = self._group.moves, self._group.removals
 
     def compare(
         self, since: int, batch: int, changed: Tensor | None = None
     ) -> Iterator[Difference]:
         """Compares, and notes what the slots hold now.
 
-        One pass reads digests and last steps. Ids are compared where an entry was looked up, came
-        or went, and in all slots only if entries have moved: a table grew or was restored.
+        One pass reads last steps, and digests only if slots may have been freed. Ids are compared
+        where an entry was looked up, came or went, and in all slots only if entries have moved: a
+        table grew or was restored.
 
         Args:
             since: entries that were looked up in this step or later count as changed.
             batch: slots to look at at a time.
             changed: int64, in host memory: slots of further entries that changed.
         """
-        moves = self._group.moves
-        moved = moves != self._moves
+        moves, removals = self._group.moves, self._group.removals
+        moved, freed = moves != self._moves, self._expires or removals != self._removals
         self.resize(keep=True)
         marked = torch.zeros(0, dtype=torch.bool)
         if changed is not None and changed.numel():
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
         for own in self._ranges(batch, batch):
-            found = self._difference(own, since, marked[own] if len(marked) else None, moved)
+            its_marks = marked[own] if len(marked) else None
+            found = self._difference(own, since, its_marks, moved, freed)
             if self._group.device.type == "cuda":
                 # The GPU writes to the snapshot, which the host may read from here on.
                 torch.cuda.current_stream(self._group.device).synchronize()
             yield found
-        self._moves = moves
+        self._moves, self._removals = moves, removals
 
-    def _difference(self, own: slice, since: int, marked: Tensor | None, moved: bool) -> Difference:
+    def _difference(
+        self, own: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
+    ) -> Difference:
         group, device = self._group, self._group.device
         if device.type == "cpu":
             place = (group.counter_tensor, group.handle, self._table, own.start)
             held = (self.ids[own], self.occupied[own])
-            return Difference(*_ops.compare_slots(*place, *held, marked, since, moved))
+            return Difference(*_ops.compare_slots(*place, *held, marked, since, moved, freed))
         was = self.occupied[own].to(device, non_blocking=True)
         if marked is not None:
             marked = marked.to(device)

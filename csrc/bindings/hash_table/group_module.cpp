@@ -187,6 +187,7 @@ void define_table_group(py::module_& m) {
       .def("present_slots", &TableGroup::present_slots, py::arg("table"))
       .def("full_slots", &TableGroup::full_slots, py::arg("table"))
       .def_property_readonly("growths", &TableGroup::growths)
+      .def_property_readonly("removals", &TableGroup::removals)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   define_group_shape(m);

@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t kBlock = 1 << 13;  // buckets at a time: their masks stay in a core's cache
 constexpr int64_t kAhead = 16;
 constexpr int64_t kBucketsAhead = 12;
+constexpr int64_t kWord = 64;          // slots of a mask
+constexpr int64_t kWords = kBlock;     // masks at a time
+constexpr int64_t kStepsAhead = 1024;  // slots
 
 uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
@@ -65,6 +68,11 @@ struct Range {
         at(from - of.first) {}
 };
 
+// The array that holds last steps.
+const uint32_t* words_of_steps(const TableView& table) {
+  return table.counted.kept() ? table.counted.words : table.last_steps;
+}
+
 Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) {
   const Range range(table, of, bucket);
   const int64_t n = range.to - range.from;
@@ -72,8 +80,7 @@ Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) 
   const int64_t ahead = kBucketsAhead * table.bucket_slots;
   if (range.to + ahead <= of.first + of.n) {
     prefetch_lines(table.digests + (bucket + kBucketsAhead) * kBucketDigests, 2);
-    const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
-    prefetch_bytes(steps + range.from + ahead, n * sizeof(uint32_t));
+    prefetch_bytes(words_of_steps(table) + range.from + ahead, n * sizeof(uint32_t));
     prefetch_lines(of.occupied + range.at + ahead, 1);
   }
   const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
@@ -93,11 +100,16 @@ struct Place {
   bool touched;
 };
 
-}  // namespace
+bool has_entry(const TableView& table, int64_t slot) {
+  const int64_t bucket = bucket_of_slot(slot, table.bucket_slots);
+  const uint16_t* const line = digest_line(table, static_cast<uint32_t>(bucket));
+  return line[slot - bucket * table.bucket_slots] != kEmptyDigest;
+}
 
-void compare_slots(const TableView& table, const SlotComparison& of, SlotDifferences& found,
-                   int threads) {
-  if (of.n == 0) return;
+// The work of a comparison: calls body(places) with those that may have changed, a block of slots
+// at a time.
+template <typename Body>
+void for_places(const TableView& table, const SlotComparison& of, int threads, const Body& body) {
   const int64_t first_bucket = of.first / table.bucket_slots;
   const int64_t end_bucket = (of.first + of.n - 1) / table.bucket_slots + 1;
   std::vector<Masks> masks(std::min(kBlock, end_bucket - first_bucket));
@@ -117,16 +129,69 @@ void compare_slots(const TableView& table, const SlotComparison& of, SlotDiffere
             {from + bit, (masks[b].is_there >> bit & 1) != 0, (masks[b].touched >> bit & 1) != 0});
       }
     }
+    body(places);
+  }
+}
+
+// The same where entries have not moved and no slot was freed: an entry that has come counts as
+// looked up, so that last steps tell all but whether a slot that was free has an entry.
+template <typename Body>
+void for_looked_up(const TableView& table, const SlotComparison& of, int threads,
+                   const Body& body) {
+  const int64_t words = (of.n + kWord - 1) / kWord;
+  std::vector<uint64_t> masks(std::min(kWords, words));
+  std::vector<Place> places;
+  for (int64_t block = 0; block < words; block += kWords) {
+    const int64_t number = std::min(kWords, words - block);
+    parallel_for(number, 256, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t w = begin; w < end; ++w) {
+        const int64_t at = (block + w) * kWord, n = std::min(kWord, of.n - at);
+        // Processors prefetch within a page only.
+        if (at + kStepsAhead + kWord <= of.n) {
+          prefetch_bytes(words_of_steps(table) + of.first + at + kStepsAhead,
+                         kWord * sizeof(uint32_t));
+        }
+        uint32_t room[kWord];
+        masks[w] = steps_since(steps_of(table, of.first + at, n, room), n, of.since);
+        if (of.marked != nullptr) masks[w] |= mask_of(of.marked + at, n);
+      }
+    });
+    places.clear();
+    for (int64_t w = 0; w < number; ++w) {
+      const int64_t from = of.first + (block + w) * kWord;
+      for (uint64_t rest = masks[w]; rest != 0; rest &= rest - 1) {
+        const int64_t slot = from + __builtin_ctzll(rest);
+        places.push_back({slot, true, true});
+      }
+    }
+    body(places);
+  }
+}
+
+}  // namespace
+
+void compare_slots(const TableView& table, const SlotComparison& of, SlotDifferences& found,
+                   int threads) {
+  if (of.n == 0) return;
+  const bool steps_only = !of.moved && !of.freed;
+  const auto compare = [&](const std::vector<Place>& places) {
     const auto n = static_cast<int64_t>(places.size());
+    const size_t most = found.slots.size() + places.size();
+    found.slots.reserve(most);
+    found.ids.reserve(most);
+    found.touched.reserve(most);
+    found.stayed.reserve(most);
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
         const int64_t ahead = places[i + kAhead].slot;
         prefetch_lines(&table.ids[ahead], 1);
         prefetch_lines(&of.ids[ahead - of.first], 1);
+        prefetch_lines(&of.occupied[ahead - of.first], 1);
       }
-      const Place& place = places[i];
+      Place place = places[i];
       int64_t& before = of.ids[place.slot - of.first];
       bool& was_there = of.occupied[place.slot - of.first];
+      if (steps_only && !was_there) place.is_there = has_entry(table, place.slot);
       const int64_t id = place.is_there ? table.ids[place.slot] : 0;
       const bool stayed = place.is_there && was_there && id == before;
       if (was_there && !stayed) {
@@ -143,6 +208,11 @@ void compare_slots(const TableView& table, const SlotComparison& of, SlotDiffere
       if (place.is_there) before = id;
       was_there = place.is_there;
     }
+  };
+  if (steps_only) {
+    for_looked_up(table, of, threads, compare);
+  } else {
+    for_places(table, of, threads, compare);
   }
 }
 

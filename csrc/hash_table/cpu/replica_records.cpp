@@ -207,31 +207,4 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   });
 }
 
-int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places) {
-  constexpr uint32_t kFree = UINT32_MAX;
-  constexpr int64_t kIdsAhead = 8;
-  uint64_t size = 16;
-  while (size < 2 * static_cast<uint64_t>(n)) size *= 2;
-  std::vector<uint32_t> table(size, kFree);  // the index of each id, near its hash
-  const int shift = __builtin_clzll(size) + 1;
-  const auto home = [&](int64_t id) { return mix64(static_cast<uint64_t>(id)) >> shift; };
-  uint64_t homes[kIdsAhead];
-  for (int64_t i = 0; i < std::min(n, kIdsAhead); ++i) homes[i] = home(ids[i]);
-  uint32_t number = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    uint64_t at = homes[i % kIdsAhead];
-    if (i + kIdsAhead < n) {
-      const uint64_t ahead = homes[i % kIdsAhead] = home(ids[i + kIdsAhead]);
-      prefetch_lines(&table[ahead], 1);
-    }
-    while (table[at] != kFree && distinct[table[at]] != ids[i]) at = (at + 1) & (size - 1);
-    if (table[at] == kFree) {
-      distinct[number] = ids[i];
-      table[at] = number++;
-    }
-    places[i] = table[at];
-  }
-  return number;
-}
-
 }  // namespace torchrec_hkv::hash_table::cpu

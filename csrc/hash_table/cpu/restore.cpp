@@ -47,7 +47,7 @@ void restore_slots(const TableView& table, const Entries& entries, const int64_t
       if (i + kAhead < end) prefetch(slots[i + kAhead]);
       const int64_t slot = slots[i];
       const BucketChoice choice = buckets_of(table, entries.ids[i]);
-      const int64_t bucket = slot < 0 ? -1 : slot / table.bucket_slots;
+      const int64_t bucket = slot < 0 ? -1 : bucket_of_slot(slot, table.bucket_slots);
       placed[i] = false;
       if (bucket != choice.first && bucket != choice.second) continue;
       // Two entries may name one slot: the first to claim it has it.

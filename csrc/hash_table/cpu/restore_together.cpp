@@ -23,6 +23,8 @@ int64_t region_slots(const TableView& table, const Widths& widths) {
 }
 
 // Puts the entries [begin, end) of a batch into their slots; returns how many were not placed.
+// kStreams: as of write_entry.
+template <bool kStreams>
 int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& prefetch,
               const Restored& batch, int64_t begin, int64_t end) {
   int64_t lost = 0;
@@ -31,14 +33,14 @@ int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& 
     if (i + kAhead < end) prefetch(batch.slots[i + kAhead]);
     const int64_t slot = batch.slots[i];
     const BucketChoice choice = buckets_of(table, batch.entries.ids[i]);
-    const int64_t bucket = slot / table.bucket_slots;
-    uint16_t& digest = digest_at(table, slot);
+    const int64_t bucket = bucket_of_slot(slot, table.bucket_slots);
+    uint16_t& digest = table.digests[bucket * kBucketDigests + slot - bucket * table.bucket_slots];
     if ((bucket != choice.first && bucket != choice.second) || digest != kEmptyDigest) {
       ++lost;
       continue;
     }
     digest = choice.digest;
-    write_entry(table, widths, slot, batch.entries, i);
+    write_entry<kStreams>(table, widths, slot, batch.entries, i);
   }
   return lost;
 }
@@ -48,7 +50,10 @@ int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& 
 int64_t restore_together(const TableView& table, const std::vector<Restored>& batches,
                          int threads) {
   const Widths widths = widths_of(table);
-  const SlotPrefetch prefetch(table);
+  // A row is written once and whole, so that nothing of it needs to be read.
+  const bool streams = whole_lines(table.rows.backing, widths.row) && table.rows.frames == nullptr;
+  const SlotPrefetch prefetch(table, !streams);
+  const auto put = streams ? place<true> : place<false>;
   int64_t first = table.num_slots, last = -1;
   for (const Restored& batch : batches) {
     if (batch.entries.n == 0) continue;
@@ -74,9 +79,10 @@ int64_t restore_together(const TableView& table, const std::vector<Restored>& ba
         const Restored& batch = batches[b];
         const int64_t from = next[b];
         while (next[b] < batch.entries.n && batch.slots[next[b]] < region_end) ++next[b];
-        mine += place(table, widths, prefetch, batch, from, next[b]);
+        mine += put(table, widths, prefetch, batch, from, next[b]);
       }
     }
+    finish_streams();
     lost += mine;
   });
   return lost;

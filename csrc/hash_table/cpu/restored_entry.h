@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/stream.h"
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/table_view.h"
 
@@ -21,16 +22,23 @@ inline Widths widths_of(const TableView& table) {
 }
 
 inline uint16_t& digest_at(const TableView& table, int64_t slot) {
-  return table.digests[slot / table.bucket_slots * kBucketDigests + slot % table.bucket_slots];
+  const int64_t bucket = bucket_of_slot(slot, table.bucket_slots);
+  return table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
 }
 
-// Writes all but the digest.
+// Writes all but the digest. kStreams: the row past the caches; finish_streams() must follow.
+template <bool kStreams = false>
 inline void write_entry(const TableView& table, const Widths& widths, int64_t slot,
                         const Entries& entries, int64_t i) {
   table.ids[slot] = entries.ids[i];
   set_step_and_score(table, slot, entries.last_steps[i],
                      entries.scores != nullptr ? &entries.scores[i] : nullptr);
-  std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
+  const char* const row = entries.rows + i * widths.row;
+  if constexpr (kStreams) {
+    stream_copy(table.row(slot), row, widths.row);
+  } else {
+    std::memcpy(table.row(slot), row, widths.row);
+  }
   if (widths.state == 0) return;
   std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
 }
@@ -38,21 +46,23 @@ inline void write_entry(const TableView& table, const Widths& widths, int64_t sl
 // Prefetches what write_entry and a change of the digest touch.
 class SlotPrefetch {
  public:
-  explicit SlotPrefetch(const TableView& table)
-      : table_(table), rows_(table.rows), states_(table.states) {}
+  // rows: whether rows, too.
+  explicit SlotPrefetch(const TableView& table, bool rows = true)
+      : table_(table), rows_(table.rows), states_(table.states), with_rows_(rows) {}
 
   void operator()(int64_t slot) const {
     if (slot < 0 || slot >= table_.num_slots) return;
     prefetch_to_write(&digest_at(table_, slot));
     prefetch_to_write(&table_.ids[slot]);
     for_touched(table_, slot, [](const void* place) { prefetch_to_write(place); });
-    rows_.prefetch_to_write(slot);
+    if (with_rows_) rows_.prefetch_to_write(slot);
     states_.prefetch_to_write(slot);
   }
 
  private:
   const TableView& table_;
   const SlotVectors rows_, states_;
+  const bool with_rows_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -1,6 +1,7 @@
 // Checks entries of files, on the CPU.
 #include "common/hashing.h"
 #include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
 #include "hash_table/kernels.h"
 #include "hash_table/saved_kernels.h"
 
@@ -10,7 +11,7 @@ namespace {
 bool is_misplaced(int64_t id, int64_t slot, uint32_t num_buckets, int32_t bucket_slots,
                   int64_t owner_begin, int64_t owner_end) {
   const BucketChoice choice = choose_buckets(id, num_buckets);
-  const int64_t bucket = slot < 0 ? -1 : slot / bucket_slots;
+  const int64_t bucket = slot < 0 ? -1 : bucket_of_slot(slot, bucket_slots);
   const int64_t owner = owner_bucket(id);
   return (bucket != choice.first && bucket != choice.second) || owner < owner_begin ||
          owner >= owner_end;

@@ -53,6 +53,32 @@ def test_blocks_and_bytes(tmp_path, direct):
     file.close()
 
 
+@pytest.mark.parametrize("size", [0, 1, BLOCK, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
+def test_memory_of_any_size(size):
+    memory = block_memory(size)
+    assert memory.dtype == torch.uint8
+    assert memory.shape == (size,)
+    assert size == 0 or memory.data_ptr() % BLOCK == 0
+    values = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    part = memory.copy_(values)[size // 2 :]
+    del memory
+    gc.collect()
+    assert torch.equal(part, values[size // 2 :])
+
+
+def test_fields_of_a_staging_lie_apart():
+    fields = fields_of(7, torch.float32, 3, True)
+    n = 1000
+    staging = Staging(fields, n)
+    entries = random_entries(fields, n)
+    for field in fields:
+        staging.view(field, BLOCK - 8, n).copy_(entries[field.name])
+    for field in fields:
+        found, wanted = staging.view(field, BLOCK - 8, n), entries[field.name]
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))  # also a NaN's bits
+        assert len(staging.blocks(field)) % BLOCK == 0
+
+
 def test_bytes_keep_their_memory():
     memory = block_memory(BLOCK)
     kept = weakref.ref(memory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from torchrec_hkv.hash_table import initial_rows
 
 ops = torch.ops.torchrec_hkv
 IS_HERE, WAS_HERE = 1, 2
+BEGIN = 5
 
 
 @pytest.fixture(params=["lru", "lfu", "customized"])
@@ -70,13 +69,48 @@ def test_compare_slots(table, first, n, marked, moved):
                 now.append((slot, int(state.ids[slot]), touched, stayed))
             was_then[i] = there[slot]
             ids_then[i] = int(state.ids[slot]) if there[slot] else ids_then[i]
-        found = ops.compare_slots(*place(table), first, before, was, given, since, moved)
+        found = ops.compare_slots(*place(table), first, before, was, given, since, moved, True)
         assert list(zip(*(part.tolist() for part in found[:4]), strict=True)) == now
         assert list(zip(*(part.tolist() for part in found[4:]), strict=True)) == gone
         assert was.tolist() == was_then
         assert [i for i, is_ in zip(before.tolist(), was_then, strict=True) if is_] == [
             i for i, is_ in zip(ids_then, was_then, strict=True) if is_
         ]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_where_no_slot_was_freed(table, marked):
+    """Slots are as at an earlier time, but ids came and others took their place since."""
+    group = table._group
+    table.erase(ops.read_slots(group.handle, 0, group.select_slots(0))[0][::7])
+    state = group.export_table(0)
+    n, clock = table.num_slots, group.clock
+    steps, there = state.last_steps.long() & 0xFFFFFFFF, state.occupied
+    for since in (1, clock, clock + 1):
+        given = marks(n) if marked else None
+        touched = there & (steps >= since)
+        if marked:
+            touched |= there & given
+        came, other = touched & marks(n), touched & marks(n)
+        before, was = torch.where(other, state.ids ^ 1, state.ids), there & ~came
+        results = []
+        for freed in (False, True):
+            ids, occupied = before.clone(), was.clone()
+            args = (*place(table), 0, ids, occupied, given, since, False, freed)
+            results.append([*ops.compare_slots(*args), ids[there], occupied])
+        for quick, whole in zip(*results, strict=True):
+            assert torch.equal(quick, whole)
+        assert torch.equal(results[0][0], touched.nonzero().flatten())
+
+
+def message_for(n: int, width: int) -> torch.Tensor:
+    """With room for n records from word ``BEGIN`` on, and three words more."""
+    return torch.full((BEGIN + (n * (width + 2) + 1) // 2 + 3,), 77, dtype=torch.int64)
+
+
+def records_in(message: torch.Tensor, n: int, width: int) -> torch.Tensor:
+    floats = message[BEGIN:].view(torch.float32)[: n * (width + 2)]
+    return floats.view(n, width + 2)
 
 
 @pytest.mark.parametrize("states", [False, True])
@@ -86,8 +120,14 @@ def test_records(typed_table, states):
     slots[::4] = -1
     is_new = marks(len(slots))
     width = group.tables[0].dim + 2 * states
-    records = torch.full((len(slots), width + 2), torch.nan)
-    scores = ops.pack_records(group.handle, 0, slots, is_new, records, states)
+    first, end = 2, len(slots) - 1
+    message = message_for(end - first, width)
+    at = (first, end, message, BEGIN)
+    scores = ops.pack_records(group.handle, 0, slots, is_new, *at, states)
+    assert (message[:BEGIN] == 77).all()
+    assert (message[-3:] == 77).all()
+    records = records_in(message, end - first, width)
+    slots, is_new = slots[first:end], is_new[first:end]
     there = slots >= 0
     state = group.export_table(0)
     at = slots[there]
@@ -114,7 +154,10 @@ def test_merged(typed_table, states, highest):
     column = width - 1 if highest else -1
     known = marks(n)
     initial = group_initial(typed_table, ids)
-    records = [torch.randn(n, width + 2) for _ in range(2)]
+    messages = [message_for(n, width) for _ in range(2)]
+    records = [records_in(message, n, width) for message in messages]
+    for record in records:
+        record.normal_()
     words = [record[:, width:].view(torch.int32) for record in records]
     for word in words:
         word[:, 0] = torch.randint(2**31 - 1, (n,), dtype=torch.int32)
@@ -134,7 +177,14 @@ def test_merged(typed_table, states, highest):
         wanted[i] /= holders if old else 2
     if highest:
         wanted[:, column] = torch.maximum(own[:, column], theirs[:, column])
-    ops.merge_records(*place(typed_table), slots, ids, known, *records, scores, states, column)
+    # What lies around is of other parts.
+    slots, ids, known = (torch.cat([part[-3:], part, part[:2]]) for part in (slots, ids, known))
+    args = (slots, ids, known, 3, 3 + n, *messages, BEGIN, scores, states, column)
+    ops.merge_records(*place(typed_table), *args)
+    slots, ids, known = (part[3 : 3 + n] for part in (slots, ids, known))
+    for message in messages:
+        assert (message[:BEGIN] == 77).all()
+        assert (message[-3:] == 77).all()
     after = group.export_table(0)
     there = slots >= 0
     at = slots[there]
@@ -167,54 +217,18 @@ def group_initial(table, ids: torch.Tensor) -> torch.Tensor:
     ).double()
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_merge_ids(replicas, left):
-    generator = random.Random(torch.initial_seed())
-    for n in (0, 1, 7, 1000):
-        pool = [generator.randrange(-(2**63), 2**63) for _ in range(2 * n)] + [0, -1]
-        kinds = []
-        for _ in range(replicas):
-            some = generator.sample(pool, n)
-            cuts = sorted(generator.randrange(n + 1) for _ in range(2))
-            kinds.append([some[: cuts[0]], some[cuts[0] : cuts[1]], some[cuts[1] :] * left])
-        touched = dict.fromkeys(id_ for new, old, _ in kinds for id_ in new + old)
-        known = {id_ for _, old, gone in kinds for id_ in old + gone}
-        gone = dict.fromkeys(id_ for *_, ids in kinds for id_ in ids if id_ not in touched)
-        sizes = [len(ids) for its in kinds for ids in its]
-        joined = torch.tensor([id_ for its in kinds for ids in its for id_ in ids]).long()
-        for own, (new, old, _) in enumerate(kinds):
-            found = [part.tolist() for part in ops.merge_ids(joined, sizes, own)]
-            order = [id_ for its in kinds for ids in its for id_ in ids]
-            assert found[0] == [id_ for id_ in dict.fromkeys(order) if id_ in touched]
-            assert found[1] == [id_ in known for id_ in found[0]]
-            assert sorted(found[2]) == sorted(gone)
-            assert [found[0][place] for place in found[3]] == new + old
-
-
-def test_place_own():
-    for n, own, new in ((0, 0, 0), (5, 0, 0), (6, 6, 6), (100, 40, 13)):
-        places, slots = torch.randperm(n)[:own], torch.randint(1 << 40, (own,))
-        touched, is_new, all_slots, others = ops.place_own(places, slots, new, n)
-        wanted = dict(zip(places.tolist(), slots.tolist(), strict=True))
-        assert touched.tolist() == [i in wanted for i in range(n)]
-        assert is_new.tolist() == [i in places[:new].tolist() for i in range(n)]
-        assert all_slots.tolist() == [wanted.get(i, -1) for i in range(n)]
-        assert others.tolist() == [i for i in range(n) if i not in wanted]
-
-
 def test_schemas(table):
     group = table._group
     ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
-    torch.library.opcheck(ops.compare_slots, (*place(table), 3, ids, was, None, 1, True))
+    torch.library.opcheck(ops.compare_slots, (*place(table), 3, ids, was, None, 1, True, True))
     slots = group.select_slots(0)[:9]
-    records = torch.zeros(9, group.tables[0].dim + 4)
-    torch.library.opcheck(ops.pack_records, (group.handle, 0, slots, marks(9), records, True))
+    message = message_for(7, group.tables[0].dim + 2)
+    at = (1, 8, message, BEGIN)
+    torch.library.opcheck(ops.pack_records, (group.handle, 0, slots, marks(9), *at, True))
     ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
-    args = (*place(table), slots, ids, marks(9), records, records.clone(), scores, True, -1)
+    at = (1, 8, message, message.clone(), BEGIN)
+    args = (*place(table), slots, ids, marks(9), *at, scores[1:8], True, -1)
     torch.library.opcheck(ops.merge_records, args)
-    torch.library.opcheck(ops.merge_ids, (ids, [2, 3, 0, 1, 2, 1], 1))
-    torch.library.opcheck(ops.place_own, (torch.arange(9), slots, 4, 12))
 
 
 def test_bad_input(table):
@@ -222,30 +236,25 @@ def test_bad_input(table):
     most, width = table.num_slots, group.tables[0].dim + 2
     ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
     with pytest.raises(ValueError, match=f"slots from {most - 39} to {most + 1} were asked for"):
-        ops.compare_slots(*place(table), most - 39, ids, was, None, 0, False)
+        ops.compare_slots(*place(table), most - 39, ids, was, None, 0, False, True)
     with pytest.raises(ValueError, match="ids must have 40 elements, but has 39"):
-        ops.compare_slots(*place(table), 0, ids[1:], was, None, 0, False)
+        ops.compare_slots(*place(table), 0, ids[1:], was, None, 0, False, True)
     slots = group.select_slots(0)[:9].clone()
-    records = torch.zeros(9, width + 2)
-    with pytest.raises(ValueError, match=rf"have shape \[9, {width + 2}\]"):
-        ops.pack_records(group.handle, 0, slots, marks(9), records[:, 1:], True)
+    message, is_new = message_for(9, width), marks(9)
+    words = len(message)
+    with pytest.raises(
+        ValueError, match=f"message has {words} words, but 9 records from 9 on take"
+    ):
+        ops.pack_records(group.handle, 0, slots, is_new, 0, 9, message, 9, True)
+    for first, end in ((-1, 3), (4, 3), (2, 10)):
+        with pytest.raises(
+            ValueError, match=f"from {first} to {end} were asked for, but slots has"
+        ):
+            ops.pack_records(group.handle, 0, slots, is_new, first, end, message, 0, True)
     ids, _, _, scores, _ = ops.read_slots(group.handle, 0, slots)
-    args = (ids, marks(9), records, records.clone(), scores, True)
+    args = (ids, marks(9), 0, 9, message, message.clone(), BEGIN, scores, True)
     with pytest.raises(ValueError, match=f"highest_column is {width}, but must be -1 or one of"):
         ops.merge_records(*place(table), slots, *args, width)
     slots[3] = most
     with pytest.raises(ValueError, match=f"slots has {most}, but the table has {most}"):
         ops.merge_records(*place(table), slots, *args, -1)
-    with pytest.raises(TypeError, match="ids must be of dtype Long"):
-        ops.merge_ids(ids.int(), [9, 0, 0], 0)
-    with pytest.raises(ValueError, match="sizes has 2 elements, but must have three"):
-        ops.merge_ids(ids, [9, 0], 0)
-    for sizes in ([4, 4, 0], [10, -1, 0]):
-        with pytest.raises(ValueError, match="must not be negative, and add up to the 9 ids"):
-            ops.merge_ids(ids, sizes, 0)
-    with pytest.raises(ValueError, match="own is 1, but must be one of 1 replicas"):
-        ops.merge_ids(ids, [9, 0, 0], 1)
-    with pytest.raises(ValueError, match="there are 10 new ids among 9 of 9"):
-        ops.place_own(torch.arange(9), slots, 10, 9)
-    with pytest.raises(ValueError, match="places has 9, but must be below 9"):
-        ops.place_own(torch.arange(1, 10), slots, 1, 9)

@@ -66,6 +66,7 @@ def _(
     marked: Tensor | None,
     since: int,
     moved: bool,
+    freed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     now = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
     gone = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
@@ -82,10 +83,18 @@ def _(
 
 @torch.library.register_fake("torchrec_hkv::pack_records")
 def _(
-    group: int, table: int, slots: Tensor, is_new: Tensor, records: Tensor, states: bool
+    group: int,
+    table: int,
+    slots: Tensor,
+    is_new: Tensor,
+    first: int,
+    end: int,
+    message: Tensor,
+    begin: int,
+    states: bool,
 ) -> Tensor:
     _, _, _, keeps_scores, *_ = _C.table_layout(group, table)
-    return slots.new_empty((slots.shape[0] if keeps_scores else 0,))
+    return slots.new_empty((end - first if keeps_scores else 0,))
 
 
 @torch.library.register_fake("torchrec_hkv::merge_records")
@@ -96,8 +105,11 @@ def _(
     slots: Tensor,
     ids: Tensor,
     known: Tensor,
-    records: Tensor,
+    first: int,
+    end: int,
+    message: Tensor,
     theirs: Tensor,
+    begin: int,
     scores: Tensor,
     states: bool,
     highest_column: int,
@@ -105,16 +117,13 @@ def _(
     return None
 
 
-@torch.library.register_fake("torchrec_hkv::merge_ids")
-def _(ids: Tensor, sizes: Sequence[int], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    touched = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    left = ids.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    mine = ids.new_empty((sizes[3 * own] + sizes[3 * own + 1],))
-    return touched, torch.empty_like(touched, dtype=torch.bool), left, mine
-
-
-@torch.library.register_fake("torchrec_hkv::place_own")
-def _(places: Tensor, slots: Tensor, num_new: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    others = places.new_empty((torch.library.get_ctx().new_dynamic_size(),))
-    touched = places.new_empty((n,), dtype=torch.bool)
-    return touched, torch.empty_like(touched), places.new_empty((n,)), others
+@torch.library.register_fake("torchrec_hkv::meet_ids")
+def _(
+    group: int, table: int, ids: Sequence[Tensor], sizes: Sequence[int], own: int, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size
+    touched = slots.new_empty((size(),))
+    known = torch.empty_like(touched, dtype=torch.bool)
+    here = (known, torch.empty_like(known), torch.empty_like(known), torch.empty_like(touched))
+    left, absent = slots.new_empty((size(),)), slots.new_empty((size(),))
+    return touched, *here, left, torch.empty_like(slots), absent

@@ -164,9 +164,10 @@ class Staging:
         self.fields = tuple(fields)
         self.entries = entries
         # A batch may begin and end within a block of the file.
+        sizes = [-(-entries * field.entry_bytes // BLOCK) * BLOCK + 2 * BLOCK for field in fields]
+        memory = block_memory(sum(sizes), pin)
         self._memory = {
-            field.name: block_memory(entries * field.entry_bytes + 2 * BLOCK, pin)
-            for field in fields
+            field.name: part for field, part in zip(fields, memory.split(sizes), strict=True)
         }
 
     def view(self, field: Field, lead: int, n: int) -> Tensor:

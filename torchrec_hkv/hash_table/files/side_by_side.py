@@ -8,6 +8,7 @@ nearly all of its memory for few entries.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
@@ -25,9 +26,11 @@ _AHEAD = 2
 _ROUNDS = _AHEAD + 2
 # Threads for each that was asked for: a thread does not read while it checks what it has read, and
 # disks are fast with many reads at a time.
-_THREADS = 2
+_THREADS = 3
 # Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
 _FILES, PIECE_BYTES = 16, 1 << 20
+# Short rounds that the first and the last one are cut into.
+_SHORT = 4
 
 
 def can_read_side_by_side(reader: PartReader, part: SavedPart) -> bool:
@@ -79,10 +82,10 @@ class _File:
         return -(-self._entries // count)
 
     def submit(
-        self, pool: Executor, number: int, count: int, staging: Staging
+        self, pool: Executor, part: tuple[int, int], whole: int, staging: Staging
     ) -> Future[Read] | None:
-        """Reads the entries of a round; None if it has none."""
-        begin, end = (self._entries * k // count for k in (number, number + 1))
+        """Reads the entries of a round, which takes this part of ``whole``; None if it has none."""
+        begin, end = (self._entries * mark // whole for mark in part)
         if begin == end:
             return None
         return pool.submit(read_and_look, self._reader, begin, end - begin, staging, self._check)
@@ -96,6 +99,14 @@ class _File:
                 # The check raises at the end of the file, which tells whether it is damaged.
                 return {name: tensor[:0] for name, tensor in batch.items()}
         return batch
+
+
+def _marks(count: int) -> list[int]:
+    """Where rounds begin, and the end. The first of ``count`` equal ones is cut into short ones, so
+    that the first entries are there early, and the last one, so that few are inserted at the end,
+    when nothing is read."""
+    whole = range(0, _SHORT * count + 1, _SHORT)
+    return sorted({*whole, *range(_SHORT), *range(whole[-2], whole[-1])})
 
 
 def _of_files(
@@ -117,16 +128,18 @@ def _of_files(
             for file, future in zip(files, futures, strict=True)
             if future is not None
         ]
-        yield batches
+        if batches:  # a short round may have none
+            yield batches
         advance(sum(len(batch["ids"]) for batch in batches) * entry_bytes(fields))
         free.append(stagings)
 
-    for number in range(count):
+    marks = _marks(count)
+    for part in itertools.pairwise(marks):
         if len(ahead) == _AHEAD + 1 or not free:
             yield from take()
         stagings = free.pop()
         futures = [
-            file.submit(pool, number, count, staging)
+            file.submit(pool, part, marks[-1], staging)
             for file, staging in zip(files, stagings, strict=True)
         ]
         ahead.append((futures, stagings))

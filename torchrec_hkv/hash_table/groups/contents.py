@@ -48,6 +48,12 @@ class GroupContents:
         grown, or entries have been restored."""
         return self._group.growths, self._restores
 
+    @property
+    def removals(self) -> int:
+        """Number of calls that have freed slots, other than lookups in tables with
+        ``expire_after``."""
+        return self._group.removals
+
     def note_restore(self) -> None:
         """Counts a call that puts entries into slots without a lookup. Call it before."""
         self._restores += 1

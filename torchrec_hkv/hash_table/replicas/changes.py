@@ -156,6 +156,9 @@ class ReplicaChanges:
 
     def inserted(self, ids: Tensor) -> int:
         """Ids were put into the table, and displaced others; returns how many lost their place."""
+        self._lost = self._lost[:0]
+        if ids.numel() == 0:
+            return 0
         lost = []
         while ids.numel():
             slots = find_slots(self._group, self._table, ids)
@@ -168,7 +171,7 @@ class ReplicaChanges:
             self._read_scores(at)
             ids = stood[displaced]  # these may have a place in their other bucket
         # An id in its other bucket was noted in both slots; its first one is another's now.
-        self._lost = torch.cat([*lost, self._lost[:0]]).unique()
+        self._lost = torch.cat(lost).unique()
         return self._lost.numel()
 
     def _grow_scores(self) -> None:

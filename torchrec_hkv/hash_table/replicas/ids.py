@@ -1,4 +1,4 @@
-"""Which ids replicas must exchange, from the ids that each has touched or lost."""
+"""What the ids that replicas have touched or lost are to this replica."""
 
 from __future__ import annotations
 
@@ -8,41 +8,81 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.replicas.changes import Changed, find_slots
+
+_ops = torch.ops.torchrec_hkv
 #: More ids are sorted: a table of their places has 32 bits for each.
 _MOST_HASHED = (1 << 32) - 2
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedIds:
-    """Ids of all replicas, int64.
+class MetIds:
+    """Ids of all replicas, on the table's device.
 
     Attributes:
-        touched: distinct ids that are touched in some replica, in the same order in all.
+        ids: distinct ids that are touched in some replica, int64, in the same order in all.
         known: bool, whether some replica that touched or lost them had them at the last sync.
-        left: distinct ids that left some replica and are touched in none.
-        own: int64, of each id that this replica touched, its place in ``touched``.
+        touched: bool, whether this replica touched them.
+        is_new: bool, whether this replica touched them and they were new to it.
+        slots: int64, their slots here, counted from the table's first; -1 where they are not here.
+        left: distinct ids, int64, that left some replica and are touched in none.
+        places: int64, of each id that this replica touched, its place in ``ids``.
+        absent: int64, places of ids that are not here.
     """
 
-    touched: Tensor
+    ids: Tensor
     known: Tensor
+    touched: Tensor
+    is_new: Tensor
+    slots: Tensor
     left: Tensor
-    own: Tensor
+    places: Tensor
+    absent: Tensor
 
 
-def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
-    """Merges the ids of all replicas.
+def meet_ids(
+    group: TableGroup,
+    table: int,
+    look: Changed,
+    replicas: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+    own: int,
+) -> MetIds:
+    """Merges the ids of all replicas, and finds them here.
 
     Args:
-        kinds: for each replica distinct ids in three tensors: touched ids that are new to it, other
-            touched ids, and ids that left it.
+        group: the table's.
+        table: its index there.
+        look: what changed here.
+        replicas: for each replica distinct ids: touched ids that are new to it, other touched ids,
+            and ids that left it.
+        sizes: for each replica the numbers of these three.
         own: index of this replica.
     """
-    parts = [ids for of_replica in kinds for ids in of_replica]
-    joined, sizes = torch.cat(parts), [part.numel() for part in parts]
-    if joined.device.type == "cpu" and joined.numel() <= _MOST_HASHED:
+    if group.device.type == "cpu" and sum(map(len, replicas)) <= _MOST_HASHED:
         # In the order in which they come first. Replicas give their ids in the order of slots, so
         # that tables are read in order.
-        return MergedIds(*torch.ops.torchrec_hkv.merge_ids(joined, sizes, own))
+        flat = [n for of_replica in sizes for n in of_replica]
+        return MetIds(*_ops.meet_ids(group.handle, table, list(replicas), flat, own, look.slots))
+    ids, known, left, places = _merge(
+        [of_replica.split(list(its)) for of_replica, its in zip(replicas, sizes, strict=True)], own
+    )
+    is_new, touched = torch.zeros((2, len(ids)), dtype=torch.bool, device=ids.device)
+    touched.index_fill_(0, places, True)
+    is_new.index_fill_(0, places[: look.num_new], True)
+    slots = torch.full_like(ids, -1)
+    slots.index_copy_(0, places, look.slots)
+    others = (~touched).nonzero().flatten()
+    slots.index_copy_(0, others, find_slots(group, table, ids.index_select(0, others)))
+    absent = (slots < 0).nonzero().flatten()
+    return MetIds(ids, known, touched, is_new, slots, left, places, absent)
+
+
+def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, whether they are known, ids that left, and places, as in :class:`MetIds`."""
+    parts = [ids for of_replica in kinds for ids in of_replica]
+    joined, sizes = torch.cat(parts), [part.numel() for part in parts]
     ids, places = _distinct(joined)
     places_of = places.split(sizes)
     known = torch.zeros_like(ids, dtype=torch.bool)
@@ -51,12 +91,12 @@ def merge_ids(kinds: Sequence[Sequence[Tensor]], own: int) -> MergedIds:
             known.index_fill_(0, places, True)
     mine = torch.cat(places_of[3 * own : 3 * own + 2])
     if not any(sizes[2::3]):
-        return MergedIds(ids, known, ids[:0], mine)
+        return ids, known, ids[:0], mine
     touched = torch.zeros_like(known)
     for kind in (0, 1):
         for places in places_of[kind::3]:
             touched.index_fill_(0, places, True)
-    return MergedIds(ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine])
+    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine]
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:

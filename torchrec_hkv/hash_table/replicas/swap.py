@@ -25,8 +25,9 @@ _SENT_AHEAD = 1
 _EXPECTED_AHEAD = 1
 #: Messages that are in memory at once: this replica's and the other's.
 _IN_MEMORY = (_SENT_AHEAD + 1 + _EXPECTED_AHEAD) + (_EXPECTED_AHEAD + 1)
-#: Bytes of a message: enough to be worth a call, and few enough to stay in a CPU's caches.
-_MESSAGE_BYTES = 3 << 20
+#: Bytes of a message. Gloo's own thread polls while a call sends or expects a message, so that few
+#: large ones take less of a CPU's time.
+_MESSAGE_BYTES = 6 << 20
 
 
 class _Buffers:
@@ -46,41 +47,6 @@ class _Buffers:
         self._free.append(buffer)
 
 
-class _PartOfMessage:
-    """Where a part's records and numbers are in a message of int64.
-
-    Args:
-        part: the ids.
-        begin: where the part begins.
-    """
-
-    def __init__(self, part: SyncPart, begin: int) -> None:
-        self._part = part
-        record = part.n * part.of.record_columns
-        self._begin, self._record = begin, record
-        self._middle = begin + (record + 1) // 2
-
-    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Records, float32 ``[n, record_columns]``, and numbers, int64 ``[numbers, n]``."""
-        part = self._part
-        records = message[self._begin : self._middle].view(torch.float32)[: self._record]
-        numbers = message[self._middle : self._middle + part.n * part.of.numbers]
-        return records.view(part.n, -1), numbers.view(part.of.numbers, part.n)
-
-    def pack(self, own: Tensor) -> None:
-        """Writes this replica's records and numbers to its message."""
-        records, numbers = self._split(own)
-        self._part.pack(records, *numbers)
-
-    def merge(self, own: Tensor, theirs: Tensor) -> None:
-        """Merges those of both messages; overwrites this replica's."""
-        (records, numbers), (their_records, their_numbers) = self._split(own), self._split(theirs)
-        if len(numbers):
-            torch.maximum(numbers[0], their_numbers[0], out=numbers[0])
-            numbers[1:] += their_numbers[1:]
-        self._part.merge(records, their_records, *numbers)
-
-
 class _Message:
     """Parts that travel together, both ways.
 
@@ -95,17 +61,18 @@ class _Message:
         self, parts: Sequence[SyncPart], wire: Wire, number: int, buffers: _Buffers
     ) -> None:
         self._wire, self._number, self._buffers = wire, number, buffers
-        self._parts: list[_PartOfMessage] = []
+        # Each with the place where it begins.
+        self._parts: list[tuple[SyncPart, int]] = []
         self._size = 0
         for part in parts:
-            self._parts.append(_PartOfMessage(part, self._size))
+            self._parts.append((part, self._size))
             self._size += part.words
 
     def send(self) -> None:
         """Begins to send this replica's."""
         self._own = self._buffers.take(self._size)
-        for part in self._parts:
-            part.pack(self._own)
+        for part, begin in self._parts:
+            part.pack(self._own, begin)
         self._departure = self._wire.send(self._own, self._number)
 
     def expect(self) -> None:
@@ -117,8 +84,8 @@ class _Message:
         """Waits for both, and merges them."""
         self._arrival.wait()
         self._departure.wait()  # the records are overwritten
-        for part in self._parts:
-            part.merge(self._own, self._theirs)
+        for part, begin in self._parts:
+            part.merge(self._own, self._theirs, begin)
         self._buffers.give_back(self._own)
         self._buffers.give_back(self._theirs)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_scores
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
-from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
+from torchrec_hkv.hash_table.replicas.ids import MetIds, meet_ids
 from torchrec_hkv.hash_table.replicas.swap import swap_rows
 from torchrec_hkv.hash_table.replicas.sync_part import exchange, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync
@@ -122,23 +122,27 @@ class GroupSync:
         steps = self._group.optimizer_steps
         return torch.cat([steps, steps.new_tensor([self._group.clock])])
 
-    def _follow(self, heads: Tensor) -> None:
+    def _follow(self, heads: Sequence[Sequence[int]]) -> None:
         """Clock and numbers of updates become the highest.
 
         Args:
-            heads: int64 ``[replicas, tables + 1]``.
+            heads: of each replica what :meth:`_head` gives.
         """
-        tables = list(self._tables)
-        self._group.optimizer_steps[tables] = heads[:, tables].amax(dim=0)
-        self._group.advance_clock(int(heads[:, -1].amax()))
+        *steps, clock = (max(numbers) for numbers in zip(*heads, strict=True))
+        own = heads[self._wire.rank]
+        for table in self._tables:
+            if steps[table] != own[table]:
+                self._group.optimizer_steps[table] = steps[table]
+        if clock != own[-1]:
+            self._group.advance_clock(clock)
 
     def _table_syncs(
-        self, looks: Sequence[Changed], merged: Sequence[MergedIds], states: bool
+        self, looks: Sequence[Changed], met: Sequence[MetIds], states: bool
     ) -> list[TableSync]:
         size = self._wire.size
         return [
             TableSync(self._group, table, self._changes[table], size, states, look, ids)
-            for table, look, ids in zip(self._tables, looks, merged, strict=True)
+            for table, look, ids in zip(self._tables, looks, met, strict=True)
         ]
 
     def _end(self) -> None:
@@ -186,10 +190,10 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
         for sync in syncs:
             held.enter_context(sync.group.alone())
         looks = [sync._look() for sync in syncs]
-        merged = _gather_ids(syncs, looks, wire)
+        met = _gather_ids(syncs, looks, wire)
         tables = [
             table
-            for sync, *of_sync in zip(syncs, looks, merged, strict=True)
+            for sync, *of_sync in zip(syncs, looks, met, strict=True)
             for table in sync._table_syncs(*of_sync, states)
         ]
         if wire.swaps(device):
@@ -205,39 +209,49 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
 
 def _gather_ids(
     syncs: Sequence[GroupSync], looks: Sequence[Sequence[Changed]], wire: Wire
-) -> list[list[MergedIds]]:
+) -> list[list[MetIds]]:
     """Merges the ids of each table. Clocks and numbers of updates become the highest."""
+    changed = list(itertools.chain.from_iterable(looks))
     kinds = [
-        ids
-        for look in itertools.chain.from_iterable(looks)
-        for ids in (look.touched[: look.num_new], look.touched[look.num_new :], look.left)
+        n
+        for look in changed
+        for n in (look.num_new, look.touched.numel() - look.num_new, look.left.numel())
     ]
     heads = [sync._head() for sync in syncs]
     widths = [head.numel() for head in heads]
-    sizes = heads[0].new_tensor([ids.numel() for ids in kinds])
-    ids, room = torch.cat(kinds), syncs[0]._room
-    own = torch.cat([*heads, sizes, ids[:room]])
-    begin = sum(widths) + len(kinds)  # of ids
-    messages = wire.gather_same(_padded(own, begin + room))
-    *of_groups, of_kinds = torch.stack([part[:begin] for part in messages]).split(
-        [*widths, len(kinds)], dim=1
-    )
-    for sync, of_group in zip(syncs, of_groups, strict=True):
-        sync._follow(of_group)
-    sizes_of = of_kinds.tolist()
+    begin, room = sum(widths) + len(kinds), syncs[0]._room  # of ids
+    number = sum(kinds)
+    parts = [*heads, heads[0].new_tensor(kinds)]
+    parts += [ids for look in changed for ids in (look.touched, look.left) if ids.numel()]
+    if number < room:
+        parts.append(heads[0].new_zeros(room - number))
+    own = torch.cat(parts)
+    messages = wire.gather_same(own[: begin + room])
+    heads_of = torch.stack([message[:begin] for message in messages]).tolist()
+    at = 0
+    for sync, width in zip(syncs, widths, strict=True):
+        sync._follow([head[at : at + width] for head in heads_of])
+        at += width
+    sizes_of = [head[at:] for head in heads_of]
     lengths = [sum(its) for its in sizes_of]
-    parts = [part[begin : begin + length] for part, length in zip(messages, lengths, strict=True)]
+    of_replicas = [
+        message[begin : begin + length] for message, length in zip(messages, lengths, strict=True)
+    ]
     if max(lengths) > room:
-        rest = wire.gather(ids[room:], [max(0, length - room) for length in lengths])
-        parts = [torch.cat(both) for both in zip(parts, rest, strict=True)]
+        rest = wire.gather(own[begin + room :], [max(0, length - room) for length in lengths])
+        of_replicas = [torch.cat(both) for both in zip(of_replicas, rest, strict=True)]
     syncs[0]._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
-    gathered = [part.split(its) for part, its in zip(parts, sizes_of, strict=True)]
-    merged = iter(
-        merge_ids([of_replica[first : first + 3] for of_replica in gathered], wire.rank)
-        for first in range(0, len(kinds), 3)
-    )
-    return [list(itertools.islice(merged, len(of_sync))) for of_sync in looks]
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(length - tensor.numel())])
+    tables = [(sync._group, table) for sync in syncs for table in sync._tables]
+    met = []
+    begins = [0] * wire.size
+    for number, (place, look) in enumerate(zip(tables, changed, strict=True)):
+        sizes = [its[3 * number : 3 * number + 3] for its in sizes_of]
+        ends = [begin + sum(its) for begin, its in zip(begins, sizes, strict=True)]
+        ids = [
+            of_replica[begin:end]
+            for of_replica, begin, end in zip(of_replicas, begins, ends, strict=True)
+        ]
+        met.append(meet_ids(*place, look, ids, sizes, wire.rank))
+        begins = ends
+    of_tables = iter(met)
+    return [list(itertools.islice(of_tables, len(of_sync))) for of_sync in looks]

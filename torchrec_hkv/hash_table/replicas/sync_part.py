@@ -29,72 +29,84 @@ class SyncPart:
     def __init__(self, of: TableSync, own: slice) -> None:
         self.of, self._own = of, own
         self.n = own.stop - own.start
-        self._slots = of.slots[own]
+
+    @property
+    def _slots(self) -> Tensor:
+        return self.of.slots[self._own]
 
     @property
     def words(self) -> int:
         """Int64 that its records and numbers take."""
         return (self.n * self.of.record_columns + 1) // 2 + self.n * self.of.numbers
 
-    def pack(
-        self, records: Tensor, highest: Tensor | None = None, added: Tensor | None = None
-    ) -> None:
+    def _numbers(self, message: Tensor, begin: int) -> Sequence[Tensor]:
+        """Of the ids in a message: the score to take the highest of and, where scores add up, that
+        to add."""
+        of = self.of
+        if not of.numbers:
+            return ()
+        end = begin + self.words
+        return message[end - self.n * of.numbers : end].view(of.numbers, self.n).unbind()
+
+    def pack(self, message: Tensor, begin: int) -> None:
         """Writes what this replica has, for the other of two.
 
         Args:
-            records: float32 ``[n, record_columns]``.
-            highest: int64 ``[n]``; None where there are no scores.
-            added: int64 ``[n]``; None where scores do not add up.
+            message: int64, gets the records and then the numbers.
+            begin: where they begin.
         """
-        of = self.of
-        place = (of.group.handle, of.table)
-        scores = _ops.pack_records(*place, self._slots, of.is_new[self._own], records, of.states)
-        if highest is not None:
-            self._score(scores, self._slots >= 0, highest, added)
+        of, own = self.of, self._own
+        at = (own.start, own.stop, message, begin)
+        scores = _ops.pack_records(of.group.handle, of.table, of.slots, of.is_new, *at, of.states)
+        if of.numbers:
+            self._score(scores, self._slots >= 0, *self._numbers(message, begin))
 
-    def merge(
-        self,
-        records: Tensor,
-        theirs: Tensor,
-        highest: Tensor | None = None,
-        added: Tensor | None = None,
-    ) -> None:
+    def merge(self, message: Tensor, theirs: Tensor, begin: int) -> None:
         """Merges, writes the ids that are here and keeps the others for later.
 
         Args:
-            records: this replica's; overwritten.
+            message: this replica's; overwritten.
             theirs: the other's.
-            highest: the higher score of the two replicas; None if the table has no scores.
-            added: the sum of the scores' increases; None if the policy does not add scores.
+            begin: where the part begins in both.
         """
-        of = self.of
-        ids = of.ids[self._own]
-        scores = ids[:0] if highest is None else of.merge.merged(highest, added)
+        of, own = self.of, self._own
+        numbers = self._numbers(message, begin)
+        scores = of.no_scores
+        if numbers:
+            highest, *added = numbers
+            their_highest, *their_added = self._numbers(theirs, begin)
+            torch.maximum(highest, their_highest, out=highest)
+            sums = [own.add_(other) for own, other in zip(added, their_added, strict=True)]
+            scores = of.merge.merged(highest, *(sums or [None]))
         _ops.merge_records(
             of.group.counter_tensor,
             of.group.handle,
             of.table,
-            self._slots,
-            ids,
-            of.known[self._own],
-            records,
+            of.slots,
+            of.ids,
+            of.known,
+            own.start,
+            own.stop,
+            message,
             theirs,
+            begin,
             scores,
             of.states,
             -1 if of.own_step is None else of.own_step,
         )
-        if of.all_here:
-            of.changes.wrote(self._slots)
-            return
-        there = self._slots >= 0
-        of.changes.wrote(self._slots[there])
-        absent = (~there).nonzero().flatten()
+        if not of.all_here:
+            records = message[begin:].view(torch.float32)[: self.n * of.record_columns]
+            self._keep_absent(records.view(self.n, -1), scores)
+
+    def _keep_absent(self, records: Tensor, scores: Tensor) -> None:
+        """Keeps merged records of ids that are not here."""
+        of = self.of
+        absent = (self._slots < 0).nonzero().flatten()
         if absent.numel() == 0:
             return
-        kept = records[absent]
-        dim = of.spec.dim
+        kept, dim = records[absent], of.spec.dim
         entries = {
-            "ids": ids[absent],
+            "ids": of.ids[self._own][absent],
             "rows": stored_as(kept[:, :dim], of.dtype).contiguous(),
             "last_steps": kept[:, -2].contiguous().view(torch.int32),
         }
@@ -104,7 +116,9 @@ class SyncPart:
             entries["scores"] = scores[absent]
         of.keep(entries)
 
-    def _score(self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None) -> None:
+    def _score(
+        self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None = None
+    ) -> None:
         """Writes what the highest is taken of, and what is added."""
         of = self.of
         touched = of.is_touched[self._own]
@@ -191,13 +205,11 @@ class SyncPart:
             entries["states"] = values[:, spec.dim :]
         if of.scored:
             entries["scores"] = scores
-        there = (self._slots >= 0).nonzero().flatten()
         if of.dtype != torch.float32:
+            there = (self._slots >= 0).nonzero().flatten()
             self._overwrite({name: tensor[there] for name, tensor in entries.items()}, there)
-        if there.numel() == self.n:
-            of.changes.wrote(self._slots)
+        if of.all_here:
             return
-        of.changes.wrote(self._slots[there])
         absent = (self._slots < 0).nonzero().flatten()
         of.keep({name: tensor[absent] for name, tensor in entries.items()})
 

@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
-from torchrec_hkv.hash_table.replicas.ids import MergedIds
+from torchrec_hkv.hash_table.replicas.ids import MetIds
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge
 
 _ops = torch.ops.torchrec_hkv
@@ -56,7 +56,7 @@ class TableSync:
         replicas: how many there are.
         states: whether optimizer states are reconciled.
         look: what changed here.
-        ids: what changed in all replicas.
+        met: what changed in all replicas.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class TableSync:
         replicas: int,
         states: bool,
         look: Changed,
-        ids: MergedIds,
+        met: MetIds,
     ) -> None:
         self.group, self.table, self.changes = group, table, changes
-        self.replicas, self.ids, self.states = replicas, ids.touched, states
+        self.replicas, self.ids, self.states = replicas, met.ids, states
         self.spec = group.tables[table]
         dim, self.dtype, width, self.scored, _, _ = _C.table_layout(group.handle, table)
         self.width = width if states else 0
@@ -88,18 +88,15 @@ class TableSync:
         self.record_columns = self.columns
         self.numbers = int(self.scored) + self.merge.adds
         self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
-        self.known = ids.known
+        self.known, self.is_touched, self.is_new = met.known, met.touched, met.is_new
+        self.slots, self.all_here = met.slots, not met.absent.numel()
+        self.no_scores = met.ids[:0]
         self._absent: list[dict[str, Tensor]] = []
-        self._erased = self._erase(ids.left)
-        n = self.ids.numel()
-        self.is_touched, self.is_new, self.slots, others = _placed(look, ids.own, n)
-        found = find_slots(group, table, self.ids.index_select(0, others))
-        self.slots.index_copy_(0, others, found)
-        self.all_here = not others.numel() or bool((found >= 0).all())
+        self._erased = self._erase(met.left)
         self.before: Tensor | None = None
         if look.old_scores is not None:
             self.before = torch.zeros_like(self.ids)
-            self.before[ids.own[look.num_new :]] = look.old_scores
+            self.before[met.places[look.num_new :]] = look.old_scores
 
     def _erase(self, left: Tensor) -> int:
         """Ids that leave; returns how many were here."""
@@ -118,7 +115,10 @@ class TableSync:
         self._absent.append(entries)
 
     def finish(self) -> Synced:
-        """Called when all parts are merged."""
+        """Called when all parts are merged and written."""
+        here = self.slots if self.all_here else self.slots[self.slots >= 0]
+        if here.numel():
+            self.changes.wrote(here)
         return Synced(self.ids.numel(), self._erased, self._insert())
 
     def _insert(self) -> int:
@@ -138,25 +138,3 @@ class TableSync:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
         return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
-
-
-def _placed(look: Changed, own: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where merged ids are that this replica touched.
-
-    Args:
-        look: what changed here.
-        own: int64, of each touched id its place among the merged ones.
-        n: number of merged ids.
-
-    Returns:
-        Whether each is touched here; whether it is new here; its slot, -1 if it is not touched
-        here; places of those that are not.
-    """
-    if own.device.type == "cpu":
-        return _ops.place_own(own, look.slots, look.num_new, n)
-    is_new, is_touched = torch.zeros((2, n), dtype=torch.bool, device=own.device)
-    is_touched.index_fill_(0, own, True)
-    is_new.index_fill_(0, own[: look.num_new], True)
-    slots = own.new_full((n,), -1)
-    slots.index_copy_(0, own, look.slots)
-    return is_touched, is_new, slots, (~is_touched).nonzero().flatten()

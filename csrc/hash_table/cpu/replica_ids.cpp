@@ -1,0 +1,204 @@
+// Merges the ids that replicas exchange in a sync, on the CPU.
+#include "hash_table/replica_ids.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+constexpr int64_t kNowhere = -1;
+
+// The slots of ids, counted from the table's first.
+void find_ids(const TableView& table, const int64_t* ids, int64_t n, int64_t* slots, int threads) {
+  const int32_t zero = 0;
+  Batch batch{};
+  batch.ids = ids;
+  batch.feature_tables = batch.feature_columns = &zero;
+  batch.num_features = 1;
+  batch.batch_size = batch.num_bags = 1;
+  batch.num_ids = n;
+  find(&table, batch, slots, threads);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] != kNoSlot) slots[i] -= table.first_slot;
+  }
+}
+
+// Finds an id that this replica touched by its slot. Both its new ids and its others are in the
+// order of their slots.
+class OwnSlots {
+ public:
+  OwnSlots(const TableView& table, const int64_t* slots, int64_t num_new, int64_t n)
+      : slots_(slots), num_new_(num_new), n_(n), is_own_((table.num_slots + 63) / 64) {
+    for (int64_t i = 0; i < n; ++i) is_own_[slots[i] / 64] |= uint64_t{1} << (slots[i] % 64);
+  }
+
+  static bool ascend(const int64_t* slots, int64_t num_new, int64_t n) {
+    return std::is_sorted(slots, slots + num_new) && std::is_sorted(slots + num_new, slots + n);
+  }
+
+  // The index of the id in this slot, or kNowhere.
+  int64_t find(int64_t slot) const {
+    if (slot == kNoSlot || (is_own_[slot / 64] >> (slot % 64) & 1) == 0) return kNowhere;
+    const int64_t* const middle = slots_ + num_new_;
+    const int64_t* at = std::lower_bound(slots_, middle, slot);
+    if (at == middle || *at != slot) at = std::lower_bound(middle, slots_ + n_, slot);
+    return at - slots_;
+  }
+
+ private:
+  const int64_t* const slots_;
+  const int64_t num_new_, n_;
+  std::vector<uint64_t> is_own_;
+};
+
+// Of two replicas from which no id has left. The table tells which of the other's ids are this
+// one's, too.
+MetNumbers meet_two(const TableView& table, const ReplicaIds& mine, const ReplicaIds& theirs,
+                    bool first, const int64_t* slots, const MetIds& out, int threads) {
+  const int64_t n = mine.touched(), m = theirs.touched();
+  const OwnSlots own(table, slots, mine.num_new, n);
+  // This replica's ids come first if it is the first one, else the other's.
+  std::vector<int64_t> at(m);  // of the other's ids, the index among this one's
+  std::vector<int64_t> found(m);
+  find_ids(table, theirs.ids, m, found.data(), threads);
+  for (int64_t j = 0; j < m; ++j) at[j] = own.find(found[j]);
+  int64_t all = 0, absent = 0;
+  std::fill_n(out.places, n, kNowhere);
+  const auto put_mine = [&](int64_t i) {
+    out.ids[all] = mine.ids[i];
+    out.known[all] = i >= mine.num_new;
+    out.touched[all] = true;
+    out.is_new[all] = i < mine.num_new;
+    out.slots[all] = slots[i];
+    out.places[i] = all++;
+  };
+  const auto put_theirs = [&](int64_t j) {
+    const bool is_mine = at[j] != kNowhere;
+    out.ids[all] = theirs.ids[j];
+    out.known[all] = j >= theirs.num_new || (is_mine && at[j] >= mine.num_new);
+    out.touched[all] = is_mine;
+    out.is_new[all] = is_mine && at[j] < mine.num_new;
+    out.slots[all] = found[j];
+    if (found[j] == kNoSlot) out.absent[absent++] = all;
+    if (is_mine) out.places[at[j]] = all;
+    ++all;
+  };
+  if (first) {
+    for (int64_t i = 0; i < n; ++i) put_mine(i);
+    for (int64_t j = 0; j < m; ++j) {
+      if (at[j] == kNowhere) {
+        put_theirs(j);
+      } else {
+        out.known[at[j]] |= j >= theirs.num_new;
+      }
+    }
+  } else {
+    for (int64_t j = 0; j < m; ++j) put_theirs(j);
+    for (int64_t i = 0; i < n; ++i) {
+      if (out.places[i] == kNowhere) put_mine(i);
+    }
+  }
+  return {all, 0, absent};
+}
+
+// Lists the distinct ids in the order of their first occurrence, and the index of each of `ids` in
+// this list. n must be below 2^32 - 1. Returns the number of distinct ids.
+int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* places) {
+  constexpr uint32_t kFree = UINT32_MAX;
+  constexpr int64_t kIdsAhead = 8;
+  uint64_t size = 16;
+  while (size < 2 * static_cast<uint64_t>(n)) size *= 2;
+  std::vector<uint32_t> table(size, kFree);  // the index of each id, near its hash
+  const int shift = __builtin_clzll(size) + 1;
+  const auto home = [&](int64_t id) { return mix64(static_cast<uint64_t>(id)) >> shift; };
+  uint64_t homes[kIdsAhead];
+  for (int64_t i = 0; i < std::min(n, kIdsAhead); ++i) homes[i] = home(ids[i]);
+  uint32_t number = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t at = homes[i % kIdsAhead];
+    if (i + kIdsAhead < n) {
+      const uint64_t ahead = homes[i % kIdsAhead] = home(ids[i + kIdsAhead]);
+      prefetch_lines(&table[ahead], 1);
+    }
+    while (table[at] != kFree && distinct[table[at]] != ids[i]) at = (at + 1) & (size - 1);
+    if (table[at] == kFree) {
+      distinct[number] = ids[i];
+      table[at] = number++;
+    }
+    places[i] = table[at];
+  }
+  return number;
+}
+
+// Of any number of replicas.
+MetNumbers meet_all(const TableView& table, const ReplicaIds* replicas, int64_t number, int64_t own,
+                    const int64_t* slots, const MetIds& out, int threads) {
+  std::vector<int64_t> joined;
+  for (int64_t r = 0; r < number; ++r) {
+    joined.insert(joined.end(), replicas[r].ids, replicas[r].ids + replicas[r].all());
+  }
+  std::vector<int64_t> distinct(joined.size()), places(joined.size());
+  const int64_t all = distinct_ids(joined.data(), static_cast<int64_t>(joined.size()),
+                                   distinct.data(), places.data());
+  std::vector<uint8_t> touched(all), known(all);
+  const int64_t *at = places.data(), *mine = nullptr;
+  for (int64_t r = 0; r < number; ++r) {
+    const ReplicaIds& replica = replicas[r];
+    if (r == own) mine = at;
+    for (int64_t i = 0; i < replica.touched(); ++i) touched[at[i]] = 1;
+    for (int64_t i = replica.num_new; i < replica.all(); ++i) known[at[i]] = 1;
+    at += replica.all();
+  }
+  // Those that are touched keep their order.
+  std::vector<int64_t> moved(all);
+  int64_t kept = 0, gone = 0;
+  for (int64_t i = 0; i < all; ++i) {
+    if (touched[i] == 0) {
+      out.left[gone++] = distinct[i];
+      continue;
+    }
+    out.ids[kept] = distinct[i];
+    out.known[kept] = known[i] != 0;
+    moved[i] = kept++;
+  }
+  std::fill_n(out.touched, kept, false);
+  std::fill_n(out.is_new, kept, false);
+  for (int64_t i = 0; i < replicas[own].touched(); ++i) {
+    const int64_t place = out.places[i] = moved[mine[i]];
+    out.touched[place] = true;
+    out.is_new[place] = i < replicas[own].num_new;
+    out.slots[place] = slots[i];
+  }
+  // What is found of the others.
+  std::vector<int64_t> others, ids;
+  for (int64_t i = 0; i < kept; ++i) {
+    if (!out.touched[i]) others.push_back(i), ids.push_back(out.ids[i]);
+  }
+  std::vector<int64_t> found(ids.size());
+  find_ids(table, ids.data(), static_cast<int64_t>(ids.size()), found.data(), threads);
+  int64_t absent = 0;
+  for (size_t i = 0; i < others.size(); ++i) {
+    out.slots[others[i]] = found[i];
+    if (found[i] == kNoSlot) out.absent[absent++] = others[i];
+  }
+  return {kept, gone, absent};
+}
+
+}  // namespace
+
+MetNumbers meet_ids(const TableView& table, const ReplicaIds* replicas, int64_t number, int64_t own,
+                    const int64_t* slots, const MetIds& out, int threads) {
+  const ReplicaIds& mine = replicas[own];
+  const bool none_left = std::all_of(replicas, replicas + number,
+                                     [](const ReplicaIds& of) { return of.num_left == 0; });
+  if (number == 2 && none_left && OwnSlots::ascend(slots, mine.num_new, mine.touched())) {
+    return meet_two(table, mine, replicas[1 - own], own == 0, slots, out, threads);
+  }
+  return meet_all(table, replicas, number, own, slots, out, threads);
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

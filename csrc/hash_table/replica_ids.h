@@ -1,0 +1,48 @@
+// The ids that replicas of a table exchange in a sync. CPU only.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table {
+
+// The ids of one replica, in this order: touched ids that are new to it, other touched ids, and ids
+// that left it. All are distinct.
+struct ReplicaIds {
+  const int64_t* ids;
+  int64_t num_new, num_old, num_left;
+
+  int64_t touched() const { return num_new + num_old; }
+  int64_t all() const { return touched() + num_left; }
+};
+
+// What the ids of all replicas are to this one. Arrays have room for all touched ids of all
+// replicas, unless said otherwise.
+struct MetIds {
+  int64_t* ids;     // those that some replica touched, in the order of first occurrence
+  bool* known;      // whether a replica that touched or lost the id had it at the last sync
+  bool* touched;    // whether this replica touched it
+  bool* is_new;     // and it was new to it
+  int64_t* slots;   // its slot here, or kNoSlot
+  int64_t* absent;  // the indices of ids without a slot here; as many as the others touched
+  int64_t* left;    // ids that left a replica and that none touched; as many as left any
+  int64_t* places;  // of each id that this replica touched, its index in `ids`
+};
+
+// Numbers of elements of MetIds.
+struct MetNumbers {
+  int64_t ids;
+  int64_t left;
+  int64_t absent;
+};
+
+namespace cpu {
+
+// replicas: [number]; own: which of them is this one; slots: of the ids that this one touched.
+// All replicas together have less than 2^32 - 1 ids.
+MetNumbers meet_ids(const TableView& table, const ReplicaIds* replicas, int64_t number, int64_t own,
+                    const int64_t* slots, const MetIds& out, int threads);
+
+}  // namespace cpu
+}  // namespace torchrec_hkv::hash_table
