@@ -91,15 +91,15 @@ struct CountedSteps {
     const uint32_t count = word >> kStepBits & (kIsFar >> kStepBits | kLowCount);
     return given <= kLowCount && count + given <= kLowCount;
   }
-  // The word after such a lookup. distance: of the present step, from the begin of the window.
+  // The word after such a lookup. distance: from the begin of the window to the present step.
   static uint32_t looked_up(uint32_t word, uint32_t distance, uint64_t given) {
     return ((word & ~kDistance) | distance) + (static_cast<uint32_t>(given) << kStepBits);
   }
-  // Any lookup of an entry whose word is `word`.
+  // The entry after any lookup. word: its word before.
   Entry looked_up_far(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
     return entry(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
   }
-  // A lookup in a step of the window.
+  // A lookup in the step `now`, which must be in the window.
   void look_up(int64_t slot, uint32_t now, uint64_t given) const {
     if (takes(words[slot], given)) [[likely]] {
       words[slot] = looked_up(words[slot], now - begin(), given);

@@ -260,7 +260,8 @@ class TableGroup {
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
   // Gives a table that will be overwritten this many buckets, even fewer than it has.
   void begin_load(int64_t table, int64_t num_buckets);
-  // Of a table with CountedSteps: the last steps (int32) or counts (int64); all if slots are empty.
+  // The counts (int64) or last steps (int32) at these slots, of all slots if `slots` is null. For
+  // tables with CountedSteps.
   at::Tensor read_counted(int64_t table, const std::optional<at::Tensor>& slots, bool counts) const;
   void write_counted(int64_t table, const at::Tensor& last_steps, const at::Tensor& counts);
 

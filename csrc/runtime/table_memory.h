@@ -125,7 +125,7 @@ class TableMemory {
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray words;       // int32 [num_slots] or empty: counted
   SlotArray rest;        // int64 [num_slots] or empty
-  // Of `rest`; its address stays the same.
+  // Refers to `rest`. Views hold its address, which does not change.
   std::unique_ptr<hash_table::StepWindow> window;
   SlotArray states;     // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
   SlotArray rows;       // [slots or frames in HBM, dim]

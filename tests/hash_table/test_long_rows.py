@@ -1,4 +1,4 @@
-"""On a CPU all threads sum the gradients of a row with very many positions, without another bit."""
+"""On a CPU all threads sum the gradients of a row with very many positions, to the same bits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from tests.support.piece_sums import sums_in_pieces
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 IDS, HOT = 50, (3, 17)
-
-
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def draw(dim: int) -> torch.Tensor:
@@ -47,6 +40,6 @@ def test_sums(set_threads, weighted, dim):
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
     if not weighted:  # outputs are the rows from before
-        set_threads(1)  # index_add_ then goes by the order of its index
+        set_threads(1)  # one thread of index_add_ adds in the order of the index
         first = torch.tensor([int((ids == id_).nonzero()[0]) for id_ in range(IDS)])
         assert torch.equal(rows[0], start[first] - sums_in_pieces(ids, grad, IDS))

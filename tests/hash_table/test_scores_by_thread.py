@@ -25,13 +25,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def draw(longest: list[int], skew: float) -> tuple[Tensor, Tensor]:
     """Ids, of which with a high skew few come often, and offsets."""
     lengths = torch.cat([torch.randint(most + 1, (BATCH,)) for most in longest])

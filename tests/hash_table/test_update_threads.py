@@ -27,13 +27,6 @@ BATCH, IDS, LENGTH = 700, 40_000, 100
 DIMS, FEATURES = (64, 132, 3), [0, 0, 1, 2]
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
     """Bags of ids of which some come often and some once, weights, and gradients of the output."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +60,7 @@ def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
     out = lookup(group, bags, weights if weighted else None, mean, learning_rate=1.0)
     before = [rows_by_id(group, table) for table in range(len(DIMS))]
     out.backward(grad)
-    set_threads(1)  # index_add_ then goes by the order of its index
+    set_threads(1)  # one thread of index_add_ adds in the order of the index
     lengths = bags.offsets.diff()
     scale = weights if weighted else torch.ones(len(bags.ids))
     if mean:

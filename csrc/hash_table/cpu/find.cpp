@@ -42,7 +42,8 @@ constexpr bool touches_scores(Touch touch) {
   return touch == Touch::kCount || touch == Touch::kScore;
 }
 
-// Scores of a table that no other thread touches at the same time. With CountedSteps: and steps.
+// Scores of a table that no other thread touches at the same time. With CountedSteps, they include
+// the last steps.
 template <Touch kTouch>
 class Scores {
  public:

@@ -26,7 +26,7 @@ struct LongRow {
 
 // Whether a row of `dim` columns with n gradients is summed by all threads.
 inline bool is_long(int64_t n, int32_t dim, int threads) {
-  // About 100 us of one thread, to which the start of a parallel loop is small.
+  // One thread takes about 100 us for these, much longer than the start of a parallel loop.
   constexpr int64_t kLeast = int64_t{1} << 19;
   return threads > 1 && n * (dim + 32) >= kLeast;
 }

@@ -16,8 +16,8 @@ inline bool is_unknown(const Lowest& lowest) {
   return lowest.positions == 0 && lowest.rank.score == 0;
 }
 
-// The exactly lowest of some entries, given as bits. kUnknown if a count is above `most`: the
-// caller has ranked it as if it were lower.
+// The lowest of some entries by exact rank. positions: a bit for each. Returns kUnknown if a count
+// is above `most`, because the caller has ranked it too low.
 template <typename CountAt, typename StepAt>
 inline Lowest lowest_of_some(const Ranking& ranking, uint64_t positions, uint64_t most,
                              const CountAt& count_at, const StepAt& step_at) {
@@ -36,8 +36,8 @@ inline Lowest lowest_of_some(const Ranking& ranking, uint64_t positions, uint64_
   return lowest;
 }
 
-// The entries of the lowest rank, without the pinned ones. They are ranked in whole steps first,
-// then exactly those of the lowest such rank, mostly one.
+// The entries of the lowest rank, without the pinned ones. All entries are ranked in whole steps
+// first. Those of the lowest such rank, usually one, are then ranked exactly.
 inline Lowest lowest_aged(const Ranking& ranking, const uint32_t* counts, const uint32_t* steps,
                           int32_t n, uint32_t pinned_from) {
 #ifdef __AVX2__

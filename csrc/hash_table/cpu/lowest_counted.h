@@ -16,7 +16,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// By ranking all entries.
+// lowest_counted by the exact ranks of all entries.
 [[gnu::noinline]] inline Lowest lowest_of_all(const Ranking& ranking, const CountedSteps& counted,
                                               int64_t base, int32_t n, uint32_t pinned_from) {
   uint64_t counts[kBucketDigests];
@@ -62,7 +62,7 @@ class WordLanes {
   }
 
  private:
-  // Of the distances from the begin of the window, the last that is not pinned; signed.
+  // The largest distance from the begin of the window that is not pinned; -1 if all are.
   static uint32_t last_free(uint32_t begin, uint32_t pinned_from) {
     const uint32_t first = pinned_from > begin ? pinned_from - begin : 0;
     return std::min(first, CountedSteps::kWindow) - 1;
@@ -87,8 +87,7 @@ class WordLanes {
   const __m256i last_free_;
 };
 
-// As lowest_counted, by rank with a half-life above 0. Returns no result if these lanes cannot
-// tell.
+// lowest_counted for a half-life above 0. Returns kUnknown if the words alone do not tell.
 inline Lowest lowest_aged(const Ranking& ranking, const CountedSteps& counted, int64_t base,
                           int32_t n, const WordLanes& words) {
   const SmallWholeRanks small(ranking);
@@ -96,7 +95,7 @@ inline Lowest lowest_aged(const Ranking& ranking, const CountedSteps& counted, i
   if (found.far || found.lowest.number == UINT32_MAX) return found.far ? kUnknown : kAllPinned;
   const int64_t first = base + __builtin_ctzll(found.lowest.positions);
   const uint32_t word = counted.words[first], count = word >> CountedSteps::kStepBits;
-  // Mostly all the lowest have the same small count.
+  // The lowest entries usually have the same small count.
   const uint64_t same = match_lanes(counted.words + base, n, word);
   if (count <= SmallWholeRanks::kMost && (found.lowest.positions & ~same) == 0) [[likely]] {
     const uint32_t step = counted.step(first);
@@ -109,7 +108,7 @@ inline Lowest lowest_aged(const Ranking& ranking, const CountedSteps& counted, i
       [&](int p) { return counted.step(base + p); });
 }
 
-// As lowest_counted. Returns no result if these lanes cannot tell.
+// lowest_counted from the words alone. Returns kUnknown if they do not tell.
 inline Lowest lowest_of_words(const Ranking& ranking, const CountedSteps& counted, int64_t base,
                               int32_t n, uint32_t pinned_from) {
   if (n < kNumberLanes || (ranking.aged && !has_whole_ranks(ranking))) return kUnknown;

@@ -110,8 +110,7 @@ class MiniatureSet {
   uint64_t fresh_ = 0;  // entries that this call inserted
 };
 
-// Bit i: whether ids[i] is in the sample.
-constexpr int64_t kHashed = 8;
+constexpr int64_t kHashed = 8;  // ids at a time
 
 #ifdef HKV_AVX512
 HKV_AVX512 uint32_t sampled_of_eight_wide(const Miniatures& miniatures, const int64_t* ids) {
@@ -125,6 +124,7 @@ HKV_AVX512 uint32_t sampled_of_eight_wide(const Miniatures& miniatures, const in
 }
 #endif
 
+// Bit i: whether ids[i] is in the sample.
 uint32_t sampled_of_eight(const Miniatures& miniatures, const int64_t* ids) {
 #ifdef HKV_AVX512
   if (has_avx512()) return sampled_of_eight_wide(miniatures, ids);
@@ -154,7 +154,6 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const
             its.push_back(sampled);
           }
         };
-        // Few are in the sample.
         for (; at + kHashed <= stop; at += kHashed) {
           for (uint32_t left = sampled_of_eight(miniatures, batch.ids + at); left; left &= left - 1)
             look_at(at + __builtin_ctz(left));

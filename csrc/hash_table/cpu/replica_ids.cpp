@@ -55,8 +55,8 @@ class OwnSlots {
   std::vector<uint64_t> is_own_;
 };
 
-// Of two replicas from which no id has left. The table tells which of the other's ids are this
-// one's, too.
+// meet_ids for two replicas from which no id has left. A lookup in the table tells which of the
+// other replica's ids this one touched, too.
 MetNumbers meet_two(const TableView& table, const ReplicaIds& mine, const ReplicaIds& theirs,
                     bool first, const int64_t* slots, const MetIds& out, int threads) {
   const int64_t n = mine.touched(), m = theirs.touched();
@@ -134,7 +134,7 @@ int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* 
   return number;
 }
 
-// Of any number of replicas.
+// meet_ids for any number of replicas.
 MetNumbers meet_all(const TableView& table, const ReplicaIds* replicas, int64_t number, int64_t own,
                     const int64_t* slots, const MetIds& out, int threads) {
   std::vector<int64_t> joined;
@@ -153,7 +153,7 @@ MetNumbers meet_all(const TableView& table, const ReplicaIds* replicas, int64_t 
     for (int64_t i = replica.num_new; i < replica.all(); ++i) known[at[i]] = 1;
     at += replica.all();
   }
-  // Those that are touched keep their order.
+  // Touched ids keep their order.
   std::vector<int64_t> moved(all);
   int64_t kept = 0, gone = 0;
   for (int64_t i = 0; i < all; ++i) {
@@ -173,7 +173,7 @@ MetNumbers meet_all(const TableView& table, const ReplicaIds* replicas, int64_t 
     out.is_new[place] = i < replicas[own].num_new;
     out.slots[place] = slots[i];
   }
-  // What is found of the others.
+  // The slots of ids that this replica did not touch.
   std::vector<int64_t> others, ids;
   for (int64_t i = 0; i < kept; ++i) {
     if (!out.touched[i]) others.push_back(i), ids.push_back(out.ids[i]);

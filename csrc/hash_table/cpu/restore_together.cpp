@@ -23,7 +23,7 @@ int64_t region_slots(const TableView& table, const Widths& widths) {
 }
 
 // Puts the entries [begin, end) of a batch into their slots; returns how many were not placed.
-// kStreams: as of write_entry.
+// kStreams: see write_entry.
 template <bool kStreams>
 int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& prefetch,
               const Restored& batch, int64_t begin, int64_t end) {

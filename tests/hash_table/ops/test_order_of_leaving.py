@@ -67,13 +67,6 @@ class Model:
         self.ids[slot], self.ranks[slot], self.where[id_] = id_, (score, self.now), slot
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "customized"])
 @pytest.mark.parametrize(("buckets", "slots"), [(1, 64), (2, 37), (3, 50), (11, 64), (40, 63)])

@@ -8,13 +8,6 @@ from torchrec_hkv.hash_table import HashTable, Uniform
 THREADS = [1, 2, 3, 8]
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("capacity", [64, 1000, 20_000])
 def test_slots_and_leavers_do_not_depend_on_threads(set_threads, policy, capacity):

@@ -177,7 +177,7 @@ def test_merged(typed_table, states, highest):
         wanted[i] /= holders if old else 2
     if highest:
         wanted[:, column] = torch.maximum(own[:, column], theirs[:, column])
-    # What lies around is of other parts.
+    # The elements around them belong to other parts.
     slots, ids, known = (torch.cat([part[-3:], part, part[:2]]) for part in (slots, ids, known))
     args = (slots, ids, known, 3, 3 + n, *messages, BEGIN, scores, states, column)
     ops.merge_records(*place(typed_table), *args)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 #: Alignment of blocks in files and in memory; a multiple of what disks require.
 BLOCK = 4096
-# Memory of so many bytes has huge pages, where there are any: these take a fraction of the page
-# faults, and of the time that the kernel takes to look up pages for direct I/O.
+# Memory of this size or more uses huge pages if the system has them. They cause fewer page faults,
+# and direct I/O has fewer pages to look up.
 _HUGE_BYTES = 2 << 20
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 # Errors of file systems and devices without direct I/O.

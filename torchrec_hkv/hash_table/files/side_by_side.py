@@ -29,7 +29,7 @@ _ROUNDS = _AHEAD + 2
 _THREADS = 3
 # Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
 _FILES, PIECE_BYTES = 16, 1 << 20
-# Short rounds that the first and the last one are cut into.
+# The first and the last round are each split into this many short ones.
 _SHORT = 4
 
 

@@ -40,8 +40,11 @@ class SyncPart:
         return (self.n * self.of.record_columns + 1) // 2 + self.n * self.of.numbers
 
     def _numbers(self, message: Tensor, begin: int) -> Sequence[Tensor]:
-        """Of the ids in a message: the score to take the highest of and, where scores add up, that
-        to add."""
+        """Views of the scores in a message; none for tables without scores.
+
+        The first has the scores of which the highest is taken. The second, under policies that add
+        scores, has those that are added.
+        """
         of = self.of
         if not of.numbers:
             return ()
