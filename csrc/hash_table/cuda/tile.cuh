@@ -29,6 +29,18 @@ struct Tile {
   __device__ __forceinline__ static unsigned ballot(bool value) {
     return __ballot_sync(mask(), value) >> first_lane() & kFull;
   }
+  // The bits of all lanes. Tiles of a warp would take turns at a reduction instruction.
+  __device__ __forceinline__ static unsigned bits_of_all(unsigned bits) {
+    if constexpr (kLanes == kWarp) {
+      return __reduce_or_sync(mask(), bits);
+    } else {
+#pragma unroll
+      for (int offset = kLanes / 2; offset; offset /= 2) {
+        bits |= __shfl_xor_sync(mask(), bits, offset);
+      }
+      return bits;
+    }
+  }
   __device__ __forceinline__ static float sum(float x) {
 #pragma unroll
     for (int offset = kLanes / 2; offset; offset /= 2) x += __shfl_xor_sync(mask(), x, offset);

@@ -12,7 +12,7 @@ namespace torchrec_hkv::hash_table::cuda {
 // A chunk: consecutive positions, at most one for each lane, of at most as many bags. A lane has
 // the data of the position and of the bag with its number.
 struct BagChunk {
-  int64_t at;      // first position
+  uint32_t at;     // first position
   int32_t count;   // number of positions
   int32_t bag;     // first bag, counted from the tile's first
   unsigned done;   // bit i: bag i ends in the chunk, or with it
@@ -56,18 +56,22 @@ struct BagChunks : Tile<kLanes> {
   using Tile<kLanes>::of_lane;
   using Tile<kLanes>::ballot;
 
-  const int64_t* offsets;  // of the tile's first bag
-  int64_t first;           // its number
+  // Registers are scarce. Batches have fewer than 2^31 positions and bags; after an invalid offset
+  // no position is used.
+  uint32_t first;  // number of the tile's first bag
   int32_t bags;
   int32_t bag;  // the first bag that is not done
-  int64_t bag_begins;
-  int64_t at;          // the next position
+  uint32_t bag_begins;
+  uint32_t at;         // the next position
   int64_t ends, slot;  // being loaded: of the lane's bag and position
+  // Of the first bag that is not done, if it has been checked: positions from `at` on, and scale.
+  int32_t left_in_bag = 0;
+  float scale_of_bag = 1.0f;
 
   __device__ __forceinline__ BagChunks(const Batch& batch, const int64_t* __restrict__ slots,
                                        const BagRange& range)
-      : offsets(batch.offsets + range.first), first(range.first), bags(range.bags), bag(0) {
-    at = bag_begins = offsets[0];
+      : first(static_cast<uint32_t>(range.first)), bags(range.bags), bag(0) {
+    at = bag_begins = static_cast<uint32_t>(batch.offsets[first]);
     load(batch, slots);
   }
   __device__ __forceinline__ bool left() const { return bag < bags; }
@@ -77,11 +81,19 @@ struct BagChunks : Tile<kLanes> {
   __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
                                            bool mean) {
     BagChunk chunk;
+    if (left_in_bag > kLanes) {  // the chunk is within a long bag
+      chunk = {at, kLanes, bag, 0, 0, kLanes + 1, slot, scale_of_bag, true};
+      left_in_bag -= kLanes;
+      at += kLanes;
+      load_slot(batch, slots);
+      return chunk;
+    }
     const int32_t there = min(kLanes, bags - bag);
     const int64_t before = __shfl_up_sync(Tile<kLanes>::mask(), ends, 1, kLanes);
-    const int64_t starts = lane() == 0 ? bag_begins : before;
+    int64_t starts = before;
+    if (lane() == 0) starts = bag == 0 ? batch.offsets[first] : bag_begins;
     const bool is_bag = lane() < there;
-    const int64_t number = first + bag + lane();
+    const int64_t number = int64_t{first} + bag + lane();
     const bool bad = is_bag && is_bad_bag(batch, number, starts, ends);
     chunk.good = ballot(bad) == 0;
     if (bad) refuse_bag(batch, number, starts, ends);
@@ -99,6 +111,8 @@ struct BagChunks : Tile<kLanes> {
     if (done > 0) bag_begins = of_lane(ends, done - 1);
     bag += done;
     at += chunk.count;
+    left_in_bag = done < there ? of_lane(static_cast<int32_t>(ends - at), done) : 0;
+    if (kMean) scale_of_bag = of_lane(chunk.mean_scale, done % kLanes);
     if (left()) load(batch, slots);
     return chunk;
   }
@@ -108,9 +122,11 @@ struct BagChunks : Tile<kLanes> {
     const bool there = lane() < chunk.count;
     // The number of bags that end at the position or before: its bag.
     int its_bag = 0;
+    if (chunk.done != 0) {
 #pragma unroll
-    for (int step = kLanes / 2; step; step /= 2) {
-      if (of_lane(chunk.end, its_bag + step - 1) <= lane()) its_bag += step;
+      for (int step = kLanes / 2; step; step /= 2) {
+        if (of_lane(chunk.end, its_bag + step - 1) <= lane()) its_bag += step;
+      }
     }
     float scale = of_lane(chunk.mean_scale, its_bag);
     if (weights != nullptr && there) scale *= weights[chunk.at + lane()];
@@ -120,9 +136,12 @@ struct BagChunks : Tile<kLanes> {
  private:
   // Reads only valid positions, for any offsets.
   __device__ __forceinline__ void load(const Batch& batch, const int64_t* __restrict__ slots) {
-    ends = offsets[min(bag + lane(), bags - 1) + 1];
-    const int64_t mine = at + lane();
-    slot = mine >= 0 && mine < batch.num_ids ? slots[mine] : kNoSlot;
+    ends = batch.offsets[first + min(bag + lane(), bags - 1) + 1];
+    load_slot(batch, slots);
+  }
+  __device__ __forceinline__ void load_slot(const Batch& batch, const int64_t* __restrict__ slots) {
+    const uint32_t mine = at + lane();
+    slot = mine < batch.num_ids ? slots[mine] : kNoSlot;
   }
 };
 

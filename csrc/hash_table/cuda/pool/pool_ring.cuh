@@ -110,8 +110,7 @@ struct HotSlot : Tile<kLanes> {
       carried = 0;
       return its;
     }
-    const unsigned ends =
-        __reduce_or_sync(Tile<kLanes>::mask(), bag_end > 0 ? 1u << (bag_end - 1) : 0u);
+    const unsigned ends = Tile<kLanes>::bits_of_all(bag_end > 0 ? 1u << (bag_end - 1) : 0u);
     const bool is_item =
         slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
     its.mask = Tile<kLanes>::ballot(there && is_item);

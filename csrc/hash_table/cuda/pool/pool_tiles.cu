@@ -28,7 +28,8 @@ void launch(const PoolCall& call, const GroupShape& shape, bool hot) {
 }  // namespace
 
 void pool_four_wide(const PoolCall& call, const GroupShape& shape, bool hot) {
-  const int32_t lanes = shape.widest / (shape.rows_of_16_bits() ? 8 : 4);
+  const int32_t columns = shape.rows_of_16_bits() ? 8 : 4;  // of a lane
+  const int32_t lanes = (shape.widest + columns - 1) / columns;
   if (lanes <= 8) {
     launch<8>(call, shape, hot);
   } else if (lanes <= 16) {

@@ -163,7 +163,7 @@ struct SegmentTile {
         scales[number] = chunk.share.scale;
         if constexpr (Updater::kStates > 0) states[number] = state;
       }
-      const unsigned ends = __reduce_or_sync(Lanes::mask(), mine && chunk.ends ? 1u << number : 0u);
+      const unsigned ends = Lanes::bits_of_all(mine && chunk.ends ? 1u << number : 0u);
       __syncwarp(Lanes::mask());
       const bool adapts = kKind == Optimizer::kSgd && updater.adapts;
       update_items(count, ends, sum, [&] {
