@@ -73,6 +73,11 @@ struct Columns {
   // Columns of a row of any type but int8, from a multiple of kWidth on.
   __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
     if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
+    return load_16_bits(type, row, column);
+  }
+  // Columns of a row of one of the 16-bit types.
+  __device__ __forceinline__ static Columns load_16_bits(RowType type, const char* row,
+                                                         int32_t column) {
     Columns c;
     const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + column;
     if constexpr (kWidth == 8) {

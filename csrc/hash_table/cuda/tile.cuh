@@ -1,4 +1,8 @@
 // A group of neighbouring lanes of a warp that work on one row together.
+//
+// The tiles of a warp take each step together, and a tile with nothing left to do takes part
+// without an effect. So the methods are instructions of the whole warp. With a mask of the tile's
+// lanes instead, the compiler would have each of them find out first which lanes have arrived.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +12,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
+// All lanes of the warp call the methods together, except for lane() and first_lane().
 template <int kLanes>
 struct Tile {
   static constexpr unsigned kFull = kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1;
@@ -16,35 +21,52 @@ struct Tile {
   __device__ __forceinline__ static int first_lane() {
     return threadIdx.x % kWarp / kLanes * kLanes;
   }
-  // The tile's lanes in its warp.
-  __device__ __forceinline__ static unsigned mask() { return kFull << first_lane(); }
-  __device__ __forceinline__ static int64_t number() {
-    return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
-  }
   template <typename T>
   __device__ __forceinline__ static T of_lane(T value, int lane) {
-    return __shfl_sync(mask(), value, lane, kLanes);
+    return __shfl_sync(kAllLanes, value, lane, kLanes);
+  }
+  // Whether a condition, the same for all lanes of a tile, holds for some tile of the warp.
+  __device__ __forceinline__ static bool any(bool value) {
+    return kLanes == kWarp ? value : __any_sync(kAllLanes, value);
+  }
+  // Of the lane before; the first lane gets its own value.
+  template <typename T>
+  __device__ __forceinline__ static T of_lane_before(T value) {
+    return __shfl_up_sync(kAllLanes, value, 1, kLanes);
+  }
+  // The tile's bits of a ballot of the warp.
+  __device__ __forceinline__ static unsigned bits_of(unsigned ballot) {
+    return ballot >> first_lane() & kFull;
   }
   // Bit i is that of lane i.
   __device__ __forceinline__ static unsigned ballot(bool value) {
-    return __ballot_sync(mask(), value) >> first_lane() & kFull;
+    return bits_of(__ballot_sync(kAllLanes, value));
   }
-  // The bits of all lanes. Tiles of a warp would take turns at a reduction instruction.
-  __device__ __forceinline__ static unsigned bits_of_all(unsigned bits) {
-    if constexpr (kLanes == kWarp) {
-      return __reduce_or_sync(mask(), bits);
-    } else {
+  // Combines the values of all lanes.
+  template <typename T, typename Combine>
+  __device__ __forceinline__ static T reduce(T value, const Combine& combine) {
 #pragma unroll
-      for (int offset = kLanes / 2; offset; offset /= 2) {
-        bits |= __shfl_xor_sync(mask(), bits, offset);
-      }
-      return bits;
+    for (int offset = kLanes / 2; offset; offset /= 2) {
+      value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
     }
+    return value;
   }
   __device__ __forceinline__ static float sum(float x) {
-#pragma unroll
-    for (int offset = kLanes / 2; offset; offset /= 2) x += __shfl_xor_sync(mask(), x, offset);
-    return x;
+    return reduce(x, [](float a, float b) { return a + b; });
+  }
+  __device__ __forceinline__ static unsigned bits_of_all(unsigned bits) {
+    if constexpr (kLanes == kWarp) {
+      return __reduce_or_sync(kAllLanes, bits);
+    } else {
+      return reduce(bits, [](unsigned a, unsigned b) { return a | b; });
+    }
+  }
+  __device__ __forceinline__ static uint32_t largest(uint32_t value) {
+    if constexpr (kLanes == kWarp) {
+      return __reduce_max_sync(kAllLanes, value);
+    } else {
+      return reduce(value, [](uint32_t a, uint32_t b) { return max(a, b); });
+    }
   }
 };
 

@@ -173,7 +173,7 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
   }
 }
 
-// The same for any tables.
+// The same for any tables, without loading ahead. Called by all lanes.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              RefuseLower refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
@@ -182,12 +182,22 @@ __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visi
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
   prefetch_ranks<false>(claims, tile, busy, lane);
 #pragma unroll 1
-  for (int base = tile; base < busy; base += kTiles) {
-    Claim& mine = claims[base];
-    prefetch_ranks<false>(claims, base + kTiles, busy, lane);
-    const Place place =
-        claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
-    if (lane == 0) mine.place = place;
+  for (int at = tile; at - tile < busy; at += kTiles) {
+    Claim& mine = claims[min(at, busy - 1)];
+    const TableView& table = *mine.table;
+    bool working = at < busy;
+    prefetch_ranks<false>(claims, at + kTiles, busy, lane);
+    for (;;) {
+      const Victim victim =
+          victim_of_tile(lowest_of_lane(table, mine.choice, visit.pinned_from(), lane), table,
+                         mine.choice, kAllLanes);
+      const bool lost =
+          working && lane == 0 &&
+          !claim_victim(table, mine.choice, mine.score, visit, refuse_lower, victim, &mine.place);
+      const unsigned losers = __ballot_sync(kAllLanes, lost);
+      if (losers == 0) break;
+      working = (losers & lanes) != 0;
+    }
   }
 }
 

@@ -183,10 +183,10 @@ struct Lowest {
   }
 };
 
-// The slot of the lowest rank in both buckets that is not pinned. Of equal ranks one of the first
-// bucket, where a find reads one line less. By a tile; lane: of the thread in it.
-__device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
-                                              uint32_t pinned_from, unsigned tile, int lane) {
+// The lowest rank that is not pinned in a lane's share of both buckets. lane: of the thread in its
+// tile.
+__device__ __forceinline__ Lowest lowest_of_lane(const TableView& table, const BucketChoice& choice,
+                                                 uint32_t pinned_from, int lane) {
   Lowest lowest;
   const Ranking ranking = table.ranking();
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
@@ -240,25 +240,33 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
       }
     }
   }
-  if (table.scores == nullptr) {
-    const uint32_t step = __reduce_min_sync(tile, lowest.rank.last_step);
-    const bool mine = lowest.rank.last_step == step;
-    lowest.place = __reduce_min_sync(tile, mine ? lowest.place : 2u * kBucketDigests);
-    lowest.rank = Rank{step, step};
-  } else {
+  return lowest;
+}
+
+// The victim of a tile from what its lanes have read: of equal ranks one of the first bucket, where
+// a find reads one line less. lanes: the tile's, or all of the warp's if all tiles call it
+// together.
+__device__ __forceinline__ Victim victim_of_tile(Lowest lowest, const TableView& table,
+                                                 const BucketChoice& choice, unsigned lanes) {
 #pragma unroll
-    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
-      const Rank other{__shfl_xor_sync(tile, lowest.rank.score, offset),
-                       __shfl_xor_sync(tile, lowest.rank.last_step, offset)};
-      const uint32_t place = __shfl_xor_sync(tile, lowest.place, offset);
-      if (other < lowest.rank || (!(lowest.rank < other) && place < lowest.place)) {
-        lowest.rank = other;
-        lowest.place = place;
-      }
+  for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+    const Rank other{__shfl_xor_sync(lanes, lowest.rank.score, offset),
+                     __shfl_xor_sync(lanes, lowest.rank.last_step, offset)};
+    const uint32_t place = __shfl_xor_sync(lanes, lowest.place, offset);
+    if (other < lowest.rank || (!(lowest.rank < other) && place < lowest.place)) {
+      lowest.rank = other;
+      lowest.place = place;
     }
   }
   if (lowest.place >= 2 * kBucketDigests) return Victim{kNoSlot, lowest.rank};
-  return Victim{starts[lowest.place / kBucketDigests] + lowest.place % kBucketDigests, lowest.rank};
+  const int64_t bucket = lowest.place < kBucketDigests ? choice.first : choice.second;
+  return Victim{bucket * table.bucket_slots + lowest.place % kBucketDigests, lowest.rank};
+}
+
+// The slot of the lowest rank in both buckets that is not pinned. By a tile.
+__device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
+                                              uint32_t pinned_from, unsigned tile, int lane) {
+  return victim_of_tile(lowest_of_lane(table, choice, pinned_from, lane), table, choice, tile);
 }
 
 // The stored score of a claimed entry.
@@ -266,32 +274,29 @@ __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, cons
   return table.aged == nullptr ? victim.rank.score : load_score(table, victim.slot);
 }
 
-// Claims the slot of a victim for an id with this score whose buckets are full. By a tile, whose
-// lanes all get the result. refuse_lower: as in Placement.
-__device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
-                                              uint64_t score, const Visit& visit,
-                                              RefuseLower refuse_lower, unsigned tile, int lane) {
-  for (;;) {
-    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
-    if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
-    if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
-      return Place{kOutranked, kNoSlot, 0};
-    }
-    bool claimed = false;
-    if (lane == 0) {
-      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
-                victim.rank.last_step;
-      if (claimed) {
-        const int64_t bucket = victim.slot / table.bucket_slots;
-        store_l2(
-            &table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
-            choice.digest);
-      }
-    }
-    if (__ballot_sync(tile, claimed) != 0) {
-      return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
-    }
+// Claims the slot of a victim for an id with this score whose buckets are full. refuse_lower: as in
+// Placement. Returns false if another thread was faster. By one thread.
+__device__ __forceinline__ bool claim_victim(const TableView& table, const BucketChoice& choice,
+                                             uint64_t score, const Visit& visit,
+                                             RefuseLower refuse_lower, const Victim& victim,
+                                             Place* place) {
+  if (victim.slot == kNoSlot) {
+    *place = Place{kNoRoom, kNoSlot, 0};
+    return true;
   }
+  if (is_outranked(table, refuse_lower, score, visit.now(), victim.rank.score)) {
+    *place = Place{kOutranked, kNoSlot, 0};
+    return true;
+  }
+  if (atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) !=
+      victim.rank.last_step) {
+    return false;
+  }
+  const int64_t bucket = victim.slot / table.bucket_slots;
+  store_l2(&table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
+           choice.digest);
+  *place = Place{kReplaced, victim.slot, score_of_victim(table, victim)};
+  return true;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -49,7 +49,8 @@ struct TileTable {
 };
 
 // The bags of a tile, chunk by chunk. The data of the next chunk is loaded while the tile works on
-// the present one.
+// the present one. All lanes of a warp call the methods together, until no tile has bags left; a
+// tile without bags gets chunks without positions.
 template <int kLanes>
 struct BagChunks : Tile<kLanes> {
   using Tile<kLanes>::lane;
@@ -68,30 +69,38 @@ struct BagChunks : Tile<kLanes> {
   int32_t left_in_bag = 0;
   float scale_of_bag = 1.0f;
 
+  // active: otherwise the tile has no bags.
   __device__ __forceinline__ BagChunks(const Batch& batch, const int64_t* __restrict__ slots,
-                                       const BagRange& range)
-      : first(static_cast<uint32_t>(range.first)), bags(range.bags), bag(0) {
+                                       const BagRange& range, bool active)
+      : first(static_cast<uint32_t>(range.first)), bags(active ? range.bags : 0), bag(0) {
+    at = bag_begins = 0;
+    ends = 0;
+    slot = kNoSlot;
+    if (!left()) return;
     at = bag_begins = static_cast<uint32_t>(batch.offsets[first]);
     load(batch, slots);
   }
   __device__ __forceinline__ bool left() const { return bag < bags; }
+  __device__ __forceinline__ void stop() { bag = bags; }
 
   // Reports bags with invalid offsets.
   template <bool kMean>
   __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
                                            bool mean) {
     BagChunk chunk;
-    if (left_in_bag > kLanes) {  // the chunk is within a long bag
-      chunk = {at, kLanes, bag, 0, 0, kLanes + 1, slot, scale_of_bag, true};
-      left_in_bag -= kLanes;
-      at += kLanes;
-      load_slot(batch, slots);
+    const bool within = left() && left_in_bag > kLanes;  // a long bag
+    if (!Tile<kLanes>::any(left() && !within)) {
+      chunk = {at, within ? kLanes : 0, bag, 0, 0, kLanes + 1, slot, scale_of_bag, true};
+      if (within) {
+        left_in_bag -= kLanes;
+        at += kLanes;
+        load_slot(batch, slots);
+      }
       return chunk;
     }
     const int32_t there = min(kLanes, bags - bag);
-    const int64_t before = __shfl_up_sync(Tile<kLanes>::mask(), ends, 1, kLanes);
-    int64_t starts = before;
-    if (lane() == 0) starts = bag == 0 ? batch.offsets[first] : bag_begins;
+    int64_t starts = Tile<kLanes>::of_lane_before(ends);
+    if (lane() == 0 && left()) starts = bag == 0 ? batch.offsets[first] : bag_begins;
     const bool is_bag = lane() < there;
     const int64_t number = int64_t{first} + bag + lane();
     const bool bad = is_bag && is_bad_bag(batch, number, starts, ends);
@@ -103,16 +112,19 @@ struct BagChunks : Tile<kLanes> {
     const int64_t length = ends - at;
     chunk.end = length > kLanes ? kLanes + 1 : static_cast<int32_t>(length);
     chunk.count = min(kLanes, of_lane(chunk.end, there - 1));
+    if (there <= 0) chunk.count = 0;
     chunk.done = ballot(is_bag && chunk.end <= chunk.count);
     chunk.empty = ballot(ends == starts) & chunk.done;
     chunk.mean_scale =
         kMean && mean && ends > starts ? 1.0f / static_cast<float>(ends - starts) : 1.0f;
     const int32_t done = __popc(chunk.done);
-    if (done > 0) bag_begins = of_lane(ends, done - 1);
+    const auto last_end = of_lane(static_cast<uint32_t>(ends), done - 1);
+    if (done > 0) bag_begins = last_end;
     bag += done;
     at += chunk.count;
-    left_in_bag = done < there ? of_lane(static_cast<int32_t>(ends - at), done) : 0;
-    if (kMean) scale_of_bag = of_lane(chunk.mean_scale, done % kLanes);
+    const int32_t after = of_lane(static_cast<int32_t>(ends - at), done);
+    left_in_bag = done < there ? after : 0;
+    if (kMean) scale_of_bag = of_lane(chunk.mean_scale, done);
     if (left()) load(batch, slots);
     return chunk;
   }
@@ -122,7 +134,7 @@ struct BagChunks : Tile<kLanes> {
     const bool there = lane() < chunk.count;
     // The number of bags that end at the position or before: its bag.
     int its_bag = 0;
-    if (chunk.done != 0) {
+    if (Tile<kLanes>::any(chunk.done != 0)) {
 #pragma unroll
       for (int step = kLanes / 2; step; step /= 2) {
         if (of_lane(chunk.end, its_bag + step - 1) <= lane()) its_bag += step;

@@ -38,14 +38,15 @@ struct BagTiling {
     return static_cast<uint32_t>(first_bag) / static_cast<uint32_t>(bags_of_tile) + feature;
   }
 #ifdef __CUDACC__
-  // The bags of a tile.
+  // The bags of a tile. All fields are 0 if the tile is after the last one.
   __device__ __forceinline__ BagRange range_of(const Batch& batch, int64_t tile) const {
     BagRange range{};
     int64_t left;
     if (batch.ragged == nullptr) {
-      range.feature = static_cast<int32_t>(static_cast<uint32_t>(tile) /
-                                           static_cast<uint32_t>(tiles_of_feature));
-      if (range.feature >= batch.num_features) return range;
+      const auto feature = static_cast<int32_t>(static_cast<uint32_t>(tile) /
+                                                static_cast<uint32_t>(tiles_of_feature));
+      if (feature >= batch.num_features) return range;
+      range.feature = feature;
       range.sample = (tile - range.feature * tiles_of_feature) * bags_of_tile;
       range.first = range.feature * batch.batch_size + range.sample;
       left = batch.batch_size - range.sample;
@@ -91,7 +92,7 @@ struct BagTile : Tile<kLanes> {
     const int64_t* const offsets = batch.offsets + range.first;
     begin = offsets[0];
     ends = offsets[min(lane(), bags - 1) + 1];
-    const int64_t before = __shfl_up_sync(Tile<kLanes>::mask(), ends, 1, kLanes);
+    const int64_t before = Tile<kLanes>::of_lane_before(ends);
     starts = lane() == 0 ? begin : before;
     const int64_t bag = range.first + lane();
     const bool bad = lane() < bags && is_bad_bag(batch, bag, starts, ends);

@@ -38,16 +38,16 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
   const int lane = tile.lane();
   const BagRange range = tiling.range_of(
       batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
-  if (range.bags == 0) return;
   const TileTable table(tables[batch.feature_tables[range.feature]]);
-  const int32_t dim = table.view.dim();
+  const int32_t dim = range.bags > 0 ? table.view.dim() : 0;
   const auto row_bytes = static_cast<int32_t>(row_size(RowType::kInt8, dim));
   const RowType out_type = out.type;
   const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
                           element_size(out_type);
   char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
 
-  for (int32_t first_column = 0; first_column < dim; first_column += kLanes * kWords * 4) {
+  for (int32_t first_column = 0; tile.any(first_column < dim);
+       first_column += kLanes * kWords * 4) {
     const auto column_of = [&](int w) { return first_column + (lane + w * kLanes) * 4; };
     Row sum[kWords];
 #pragma unroll
@@ -63,12 +63,13 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
 #pragma unroll
     for (int w = 0; w < kWords; ++w) zeros[w] = Row::zero();
 
-    BagChunks<kLanes> chunks(batch, slots, range);
-    while (chunks.left()) {
-      const BagChunk chunk = chunks.template next<true>(batch, slots, pooling.mean);
+    BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
+    while (tile.any(chunks.left())) {
+      BagChunk chunk = chunks.template next<true>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, zeros);
-        break;
+        chunks.stop();
+        chunk.count = chunk.done = chunk.empty = 0;
       }
       for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, zeros);
@@ -83,10 +84,10 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
       }
       const float by = chunks.scale_of(chunk, pooling.weights);
       const bool ends_here = chunk.ends_a_bag(lane);
-      __syncwarp(tile.mask());  // all lanes have read the previous chunk
+      __syncwarp();  // all lanes have read the previous chunk
       held.rows[lane] = row;
       held.ends[lane] = 0;
-      __syncwarp(tile.mask());
+      __syncwarp();
       if (ends_here) held.ends[chunk.end - 1] = static_cast<uint32_t>(chunk.bag + lane + 1);
 
       const auto load = [&](int at, uint32_t (&words)[kWords]) {
@@ -112,15 +113,19 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
 #pragma unroll
         for (int w = 0; w < kWords; ++w) sum[w] = Row::zero();
       };
-      if (tile.ballot(there && row == nullptr) != 0) {
-        held.scales[lane] = make_float2(scale, by);
-        __syncwarp(tile.mask());
+      uint32_t words[kAhead][kWords];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) load(k, words[k]);
+      held.scales[lane] = make_float2(scale, by);  // loaded meanwhile
+      const bool some_missing = tile.ballot(there && row == nullptr) != 0;
+      __syncwarp();
+      if (some_missing) {
 #pragma unroll 1
         for (int at = 0; at < chunk.count; ++at) {
           if (held.rows[at] != nullptr) {
-            uint32_t words[kWords];
-            load(at, words);
-            add(at, words);
+            uint32_t its_words[kWords];
+            load(at, its_words);
+            add(at, its_words);
           } else {
             const int64_t id = batch.ids[chunk.at + at];
 #pragma unroll
@@ -133,11 +138,6 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
         }
         continue;
       }
-      uint32_t words[kAhead][kWords];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) load(k, words[k]);
-      held.scales[lane] = make_float2(scale, by);
-      __syncwarp(tile.mask());
 #pragma unroll 1
       for (int first = 0; first < chunk.count; first += kAhead) {
 #pragma unroll

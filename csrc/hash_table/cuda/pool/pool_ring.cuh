@@ -96,24 +96,25 @@ struct HotSlot : Tile<kLanes> {
   // slot_in_table: of the lane's position, if that has a row.
   __device__ __forceinline__ void look(int64_t slot_in_table, bool has_row) {
     const uint32_t mine = has_row ? static_cast<uint32_t>(slot_in_table) : ~lane();
-    const int same = __popc(__match_any_sync(Tile<kLanes>::mask(), mine));
+    const int same = __popc(Tile<kLanes>::bits_of(__match_any_sync(kAllLanes, mine)));
     const unsigned many = Tile<kLanes>::ballot(has_row && same >= kLanes / 4);
-    if (many == 0) return;
-    slot = Tile<kLanes>::of_lane(slot_in_table, __ffs(static_cast<int>(many)) - 1);
+    const int64_t found = Tile<kLanes>::of_lane(slot_in_table, __ffs(static_cast<int>(many)) - 1);
+    if (many != 0) slot = found;
   }
   // bag_end: end of the lane's bag (one after its last position) if it ends in the chunk, else 0.
   // all: rows of all positions are copied.
   __device__ __forceinline__ Items items(int64_t slot_in_table, int count, int bag_end, bool all) {
     const bool there = lane() < count;
     Items its{~0u, count, lane(), lane() == 0 ? carried : 0};
+    const unsigned ends = Tile<kLanes>::bits_of_all(bag_end > 0 ? 1u << (bag_end - 1) : 0u);
+    const bool is_item =
+        slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
+    const unsigned mask = Tile<kLanes>::ballot(there && is_item);
     if (slot == kNoSlot || all) {
       carried = 0;
       return its;
     }
-    const unsigned ends = Tile<kLanes>::bits_of_all(bag_end > 0 ? 1u << (bag_end - 1) : 0u);
-    const bool is_item =
-        slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
-    its.mask = Tile<kLanes>::ballot(there && is_item);
+    its.mask = mask;
     its.number = __popc(its.mask);
     const unsigned before = its.mask & ((1u << lane()) - 1);
     its.index = __popc(before);

@@ -57,11 +57,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   const int lane = tile.lane();
   const BagRange range = tiling.range_of(
       batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
-  if (range.bags == 0) return;
   const TileTable table(tables[batch.feature_tables[range.feature]]);
   const RowType type = kFloat32 ? RowType::kFloat32 : table.view.rows.type;
   const bool int8 = kStorage == Storage::kAny && type == RowType::kInt8;
-  const int32_t dim = table.view.dim();
+  const int32_t dim = range.bags > 0 ? table.view.dim() : 0;
   const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
   const int32_t row_bytes = int8 ? static_cast<int32_t>(row_size(type, dim)) : dim * column_bytes;
   const bool together = row_bytes % 16 == 0;
@@ -70,8 +69,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
                           element_size(out_type);
   char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
 
-  for (int32_t column = lane * kColumns; column - lane * kColumns < dim;
-       column += kLanes * kColumns) {
+  for (int32_t first_column = 0; tile.any(first_column < dim); first_column += kLanes * kColumns) {
+    const int32_t column = first_column + lane * kColumns;
     const bool mine = column < dim;
     const int columns = min(kColumns, dim - column);
     const int32_t row_offset = column * column_bytes + (int8 ? kInt8Start : 0);
@@ -84,11 +83,11 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         if (k < columns) Columns<4>::part_of(row, k).store(out_type, to, k);
       }
     };
-    // A row as it was copied.
-    const auto stored_row = [&](const float4& stored) {
+    // A row as it was copied. its_type: the type of rows.
+    const auto stored_row = [&](RowType its_type, const float4& stored) {
       const auto* const from = reinterpret_cast<const char*>(&stored);
       if (int8) return Row::load_int8(from, *reinterpret_cast<const float*>(from + kScalePlace));
-      return Row::load(type, from, 0);
+      return Row::load(its_type, from, 0);
     };
     Row sum = Row::zero();
     HotSlot<kLanes> hot;
@@ -98,7 +97,9 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     int place = 0;         // its place among the groups in flight
     int under_way = 0;     // groups
     // Adds the rows of the group at this place, the earliest of those in flight.
-    const auto finish = [&](int its_place, int its_tags) {
+    // kType: the type of rows of 16 bits.
+    const auto finish_as = [&]<RowType kType>(int its_place, int its_tags) {
+      const RowType its_type = kStorage == Storage::k16Bits ? kType : type;
       const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
       const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
       float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
             row = Row::initial(table.view.initial_rows, *reinterpret_cast<const int64_t*>(from),
                                table.view.column_offset + column);
           } else {
-            row = stored_row(*from);
+            row = stored_row(its_type, *from);
           }
           sum.add(kScaled ? ring.scales[its_tags + k] : 1.0f, row);
           if ((tag & ~kTagInitial) == 0) continue;
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         if (kFloat32 || (kStorage == Storage::kAny && (tags[k] & kTagInitial))) {
           return Row::load(reinterpret_cast<const float*>(&stored[k]));
         }
-        return stored_row(stored[k]);
+        return stored_row(its_type, stored[k]);
       };
       if (all_tags == 0) {  // the fast case
 #pragma unroll
@@ -155,14 +156,22 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         }
       }
     };
+    const auto finish = [&](int its_place, int its_tags) {
+      if (kStorage == Storage::k16Bits && type == RowType::kBFloat16) {
+        finish_as.template operator()<RowType::kBFloat16>(its_place, its_tags);
+      } else {
+        finish_as.template operator()<RowType::kFloat16>(its_place, its_tags);
+      }
+    };
     const auto tags_of = [&](int number) { return (number * kGroup) & (kTags - 1); };
 
-    BagChunks<kLanes> chunks(batch, slots, range);
-    while (chunks.left()) {
-      const BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
+    BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
+    while (tile.any(chunks.left())) {
+      BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, Row::zero());
-        break;
+        chunks.stop();
+        chunk.count = chunk.done = chunk.empty = 0;
       }
       for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, Row::zero());
@@ -186,7 +195,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         items = hot.items(slot_in_table, chunk.count, ends_here ? chunk.end : 0, missing != 0);
       }
       const int tag = (tags_of(group) + items.index) & (kTags - 1);
-      __syncwarp(tile.mask());  // all lanes have read the addresses of the previous chunk
+      __syncwarp();  // all lanes have read the addresses of the previous chunk
       if (kHot) {
         if (lane >= items.number) {
           ring.addresses[lane] = table.backing;  // nothing is copied from there
@@ -201,14 +210,14 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
       }
       if (kScaled) ring.scales[tag] = chunks.scale_of(chunk, pooling.weights);
-      __syncwarp(tile.mask());
+      __syncwarp();
       if (chunk.done != 0 && ends_here) {
         const int last = chunk.end - 1;
         const int its_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
         uint32_t& its = ring.tags[(tags_of(group) + its_index) & (kTags - 1)];
         its = (kFloat32 && !kHot ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
       }
-      __syncwarp(tile.mask());
+      __syncwarp();
       for (int first = 0; first < items.number; first += kGroup) {
         if (under_way == kGroups) {
           wait_for_copies<kGroups - 1>();
@@ -268,7 +277,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       const int before = place - under_way;
       finish(before < 0 ? before + kGroups : before, tags_of(group - under_way));
     }
-    __syncwarp(tile.mask());
+    __syncwarp();
   }
 }
 

@@ -46,15 +46,16 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
   const RowType type = update.grad.type;
   const uint32_t pieces = *longs.pieces;
   const uint32_t tiles = gridDim.x * (kPieceThreads / kLanes);
-  for (uint32_t work = (blockIdx.x * kPieceThreads + threadIdx.x) / kLanes; work < pieces * parts;
-       work += tiles) {
-    const uint32_t piece = work % pieces;
-    const auto first_column = static_cast<int32_t>(work / pieces) * kColumns;
-    const LongSegment segment = longs.segments[longs.segment_of[piece]];
+  for (uint32_t work = (blockIdx.x * kPieceThreads + threadIdx.x) / kLanes;
+       Lanes::any(work < pieces * parts); work += tiles) {
+    const bool works = work < pieces * parts;
+    const uint32_t piece = works ? work % pieces : 0;
+    const int32_t first_column = works ? static_cast<int32_t>(work / pieces) * kColumns : 0;
+    const LongSegment segment =
+        works ? longs.segments[longs.segment_of[piece]] : LongSegment{0, 0, 0, 0};
     uint32_t chunk =
         segment.first + (piece - segment.first_piece) * static_cast<uint32_t>(kPieceSize);
-    const uint32_t end =
-        min(segment.first + segment.length, chunk + static_cast<uint32_t>(kPieceSize));
+    uint32_t end = min(segment.first + segment.length, chunk + static_cast<uint32_t>(kPieceSize));
     Share shares[kBatches];  // of the chunk's positions
     const auto look = [&] {
 #pragma unroll
@@ -70,8 +71,8 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
       for (int b = 0; b < kBatches; ++b) {
         const Share& share = shares[b];
         const bool there = chunk + b * kLanes + lane < end;
-        const int64_t before = __shfl_up_sync(Lanes::mask(), share.gradient, 1, kLanes);
-        const float scale_before = __shfl_up_sync(Lanes::mask(), share.scale, 1, kLanes);
+        const int64_t before = Lanes::of_lane_before(share.gradient);
+        const float scale_before = Lanes::of_lane_before(share.scale);
         const bool fresh =
             there && (lane == 0 || before != share.gradient || scale_before != share.scale);
         const unsigned there_mask = Lanes::ballot(there), fresh_mask = Lanes::ballot(fresh);
@@ -88,16 +89,17 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
       return written;
     };
     look();
-    const int32_t dim = tables[Lanes::of_lane(shares[0].table, 0)].dim();
-    if (first_column >= dim) continue;
+    const uint32_t its_table = Lanes::of_lane(shares[0].table, 0);
+    const int32_t dim = works ? tables[its_table].dim() : 0;
+    if (first_column >= dim) end = chunk;
     const auto column_of = [&](int v) { return first_column + (lane + v * kLanes) * kWidth; };
     Vector sum[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sum[v] = Vector::zero();
-    while (chunk < end) {
-      __syncwarp(Lanes::mask());  // all lanes have read the previous items
+    while (Lanes::any(chunk < end)) {
+      __syncwarp();  // all lanes have read the previous items
       const int count = write_items();
-      __syncwarp(Lanes::mask());
+      __syncwarp();
       chunk += kChunk;
       look();  // loaded meanwhile
 #pragma unroll 1

@@ -3,7 +3,7 @@
 //
 // A lane has kVectors vectors of a row: eight columns of 16 bits each, or four of another type. The
 // vectors of neighbouring lanes are adjacent, so that a tile reads and writes whole lines. All
-// lanes of a tile call the methods.
+// lanes of a warp call update() together, all lanes of a tile the other methods.
 #pragma once
 
 #include <cstdint>
@@ -62,17 +62,19 @@ struct RowUpdater {
   };
 
   RowTerms terms;
-  int32_t dim;
+  int32_t dim = 0;
   RowType type;
-  bool adapts;      // row-wise Adagrad
   uint64_t policy;  // cache policy of data that is not read again soon
 
+  // Whether rows have one mean of squares (row-wise Adagrad).
+  __device__ __forceinline__ static bool adapts(const OptimizerConfig& config) {
+    return kKind == Optimizer::kSgd && config.kind == Optimizer::kRowWiseAdagrad;
+  }
   __device__ __forceinline__ void begin(const TableView& table, const OptimizerConfig& config,
                                         float learning_rate) {
     dim = table.rows.width;
     type = kFloat32 ? RowType::kFloat32 : table.rows.type;
     policy = evict_first();
-    adapts = kKind == Optimizer::kSgd && config.kind == Optimizer::kRowWiseAdagrad;
     terms = begin_row(config, learning_rate, static_cast<float>(*table.optimizer_step));
   }
   __device__ __forceinline__ static int32_t column(int vector) {
@@ -159,12 +161,14 @@ struct RowUpdater {
     return own;
   }
 
-  // sum: the row's gradient. values, state: the row and its column states in memory; arrived: their
-  // copies, states `of_state` bytes apart. Returns row-wise Adagrad's new mean of squares.
-  __device__ __forceinline__ float update(const OptimizerConfig& config, const Own& sum,
-                                          const char* arrived_row, const char* arrived_states,
-                                          int32_t of_state, char* values, float* state,
-                                          const RowExtras& extras) const {
+  // active: whether the tile has a row to update. sum: the row's gradient. values, state: the row
+  // and its column states in memory; arrived: their copies, states `of_state` bytes apart. Returns
+  // row-wise Adagrad's new mean of squares.
+  __device__ __forceinline__ float update(bool active, const OptimizerConfig& config,
+                                          const Own& sum, const char* arrived_row,
+                                          const char* arrived_states, int32_t of_state,
+                                          char* values, float* state, const RowExtras& extras,
+                                          bool adapts) const {
     RowTerms its = terms;
     float renewed = 0.0f;
     [[maybe_unused]] Own row;  // of 8 bits, until its scale is known
@@ -176,15 +180,18 @@ struct RowUpdater {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) squares += sum.v[i].v[k] * sum.v[i].v[k];
       }
-      renewed = adapt_row(config, Tile<kLanes>::sum(squares), dim, extras.square, &its);
+      squares = Tile<kLanes>::sum(squares);
+      if (active) renewed = adapt_row(config, squares, dim, extras.square, &its);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t at = column(i);
-      if (at >= dim) continue;
+      if (!active || at >= dim) continue;
       Vector value;
       if constexpr (kInt8) {
         value = Vector::load_int8(arrived_row + at, extras.scale);
+      } else if constexpr (k16Bits) {
+        value = Vector::load_16_bits(type, arrived_row, at);
       } else {
         value = Vector::load(type, arrived_row, at);
       }
@@ -213,7 +220,10 @@ struct RowUpdater {
       if constexpr (kStates >= 1) store_floats(first, state, at);
       if constexpr (kStates >= 2) store_floats(second, state + dim, at);
     }
-    if constexpr (kInt8) store_int8(row, largest, extras.rounding, values);
+    if constexpr (kInt8) {
+      largest = Tile<kLanes>::largest(largest);
+      if (active) store_int8(row, largest, extras.rounding, values);
+    }
     return renewed;
   }
 
@@ -227,10 +237,10 @@ struct RowUpdater {
                  policy);
     }
   }
-  // largest: magnitude_bits of the lane's columns.
+  // largest: magnitude_bits of the row's largest value.
   __device__ __forceinline__ void store_int8(const Own& row, uint32_t largest, uint64_t rounding,
                                              char* to) const {
-    const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest));
+    const Int8Scale scale = int8_scale(largest);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t at = column(i);

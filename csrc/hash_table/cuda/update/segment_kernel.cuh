@@ -48,10 +48,11 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
     for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < works;
          work += gridDim.x * kSegmentWarps) {
       const uint32_t unit = whole ? work * kTiles + first_lane / kLanes : work / kSpans;
-      if (unit >= units) continue;
-      const uint32_t at = (listed ? list[unit] : unit) * kWarp + begin +
-                          (whole ? 0 : work % kSpans * Segments::kSpan);
-      tile.update_segments(at, at + positions, n);
+      const bool there = unit < units;
+      const uint32_t at = there ? (listed ? list[unit] : unit) * kWarp + begin +
+                                      (whole ? 0 : work % kSpans * Segments::kSpan)
+                                : n;
+      tile.update_segments(at, there ? at + positions : n, n);
     }
   }
   if (!first) wait_for_kernel_before();

@@ -60,6 +60,8 @@ struct SegmentTile {
   using Own = typename Updater::Own;
   using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8>;
 
+  static constexpr bool kAlone = kLanes == kWarp;  // the only tile of its warp
+
   // Positions of a warp at which the segments begin that it takes at a time. Wide rows take longer,
   // and fewer of them distribute them more evenly.
   static constexpr int kSpan = kVectors >= 4 ? kLanes / 4 : kLanes;
@@ -76,6 +78,7 @@ struct SegmentTile {
   const float rate;
   const RowType gradient_type;
   const bool scaled;
+  const bool adapts;  // row-wise Adagrad
   Updater updater;
   uint32_t held = ~0u;  // the table of the updater
 
@@ -92,7 +95,8 @@ struct SegmentTile {
         places(own + Memory::kPlaces),
         rate(*update.learning_rate),
         gradient_type(update.grad.type),
-        scaled(update.pooling.mean || update.pooling.weights != nullptr) {}
+        scaled(update.pooling.mean || update.pooling.weights != nullptr),
+        adapts(Updater::adapts(update.optimizer)) {}
 
   __device__ __forceinline__ Item* items() const { return reinterpret_cast<Item*>(own); }
   __device__ __forceinline__ float* floats(int32_t at) const {
@@ -104,7 +108,8 @@ struct SegmentTile {
     updater.begin(tables[table], update.optimizer, rate);
   }
 
-  // Updates the rows of the segments that begin at positions [first, last). n: number of positions.
+  // Updates the rows of the segments that begin at positions [first, last), of n. All tiles of a
+  // warp call it together.
   __device__ __forceinline__ void update_segments(uint32_t first, uint32_t last, uint32_t n) {
     const Pairs& sorted = scratch.short_pairs;
     SortedPlace place = SortedPlace::load(sorted, first + lane, n);
@@ -120,7 +125,7 @@ struct SegmentTile {
       // Loaded meanwhile.
       if (carried || at < last) place = SortedPlace::load(sorted, at + lane, n);
       update_chunk(chunk, &sum);
-    } while (carried || at < last);
+    } while (Lanes::any(carried || at < last));
   }
 
  private:
@@ -148,7 +153,7 @@ struct SegmentTile {
     auto* const roundings = reinterpret_cast<uint64_t*>(own + Memory::kRoundings);
     auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
     unsigned left = chunk.mask;
-    while (left != 0) {
+    while (Lanes::any(left != 0)) {
       // Neighbours of one table, numbered from 0.
       const uint32_t table = Lanes::of_lane(chunk.share.table, __ffs(static_cast<int>(left)) - 1);
       const bool mine = (left >> lane & 1) != 0 && chunk.share.table == table;
@@ -156,16 +161,15 @@ struct SegmentTile {
       left &= ~active;
       const int count = __popc(active);
       const int number = __popc(active & ((1u << lane) - 1));
-      hold(table);
-      __syncwarp(Lanes::mask());  // all lanes have read the previous items
+      if (kAlone || active != 0) hold(table);
+      __syncwarp();  // all lanes have read the previous items
       if (mine) {
         items()[number] = {update.grad.at(chunk.share.gradient), row};
         scales[number] = chunk.share.scale;
         if constexpr (Updater::kStates > 0) states[number] = state;
       }
       const unsigned ends = Lanes::bits_of_all(mine && chunk.ends ? 1u << number : 0u);
-      __syncwarp(Lanes::mask());
-      const bool adapts = kKind == Optimizer::kSgd && updater.adapts;
+      __syncwarp();
       update_items(count, ends, sum, [&] {
         if (!adapts && !Updater::kInt8) return;
         if (mine && chunk.ends) {
@@ -175,10 +179,10 @@ struct SegmentTile {
             roundings[number] = extras.rounding;
           }
         }
-        __syncwarp(Lanes::mask());
+        __syncwarp();
       });
       if (adapts) {
-        __syncwarp(Lanes::mask());
+        __syncwarp();
         if (mine && chunk.ends) *state = renewed[number];
       }
     }
@@ -228,21 +232,30 @@ struct SegmentTile {
       arrived = next_place(arrived);
     }
     meanwhile();
+    const int most = kAlone ? count : __reduce_max_sync(kAllLanes, count);  // of the warp's tiles
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < most; ++i) {
       wait_for_copies<kDepth - 1>();
-      sum->add(scaled ? scales[i] : 1.0f, updater.load(gradient_type, arrived));
-      if (ends >> i & 1) {
+      if (kAlone || i < count) {
+        sum->add(scaled ? scales[i] : 1.0f, updater.load(gradient_type, arrived));
+      }
+      const bool ends_here = (ends >> i & 1) != 0;
+      if (Lanes::any(ends_here)) {
+        // A tile without a row to update goes along; what it reads is not used.
+        const bool active = kAlone || ends_here;
         RowExtras extras{squares[i], 0.0f, 0};
         if constexpr (Updater::kInt8) {
           extras.scale = row_scales[i];
           extras.rounding = roundings[i];
         }
-        const float its = updater.update(update.optimizer, *sum, arrived + memory.row,
-                                         arrived + memory.states, memory.of_state, items()[i].row,
-                                         Updater::kStates > 0 ? states[i] : nullptr, extras);
-        if (kKind == Optimizer::kSgd && lane == 0) renewed[i] = its;
-        sum->clear();
+        const float its =
+            updater.update(active, update.optimizer, *sum, arrived + memory.row,
+                           arrived + memory.states, memory.of_state, items()[i].row,
+                           Updater::kStates > 0 ? states[i] : nullptr, extras, adapts);
+        if (active) {
+          if (kKind == Optimizer::kSgd && lane == 0) renewed[i] = its;
+          sum->clear();
+        }
       }
       begin(arrived);
       arrived = next_place(arrived);

@@ -27,8 +27,9 @@ struct SortedChunk {
   unsigned mask;  // lanes whose positions belong to the tile
   bool goes_on;   // the last segment continues in the next chunk
 
-  // at: the chunk's first position. tile_end: the tile takes segments that begin before. n: number
-  // of positions. carried: the last segment of the previous chunk continues.
+  // All tiles of a warp call it together. at: the chunk's first position. tile_end: the tile takes
+  // segments that begin before. n: number of positions. carried: the last segment of the previous
+  // chunk continues.
   __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, const SortedPlace& place,
                                          uint32_t at, uint32_t tile_end, uint32_t n, bool carried,
@@ -49,7 +50,8 @@ struct SortedChunk {
     }
     ends = mine && place.after != key;
     mask = Lanes::ballot(mine);
-    goes_on = (mask >> (kLanes - 1) & 1) != 0 && (Lanes::ballot(ends) >> (kLanes - 1) & 1) == 0;
+    const unsigned end_mask = Lanes::ballot(ends);
+    goes_on = ((mask & ~end_mask) >> (kLanes - 1) & 1) != 0;
   }
 };
 
