@@ -23,12 +23,13 @@ namespace {
 class MiniatureSet {
  public:
   MiniatureSet(const Miniatures& miniatures, int k, uint32_t set, const Ranking& ranking,
-               uint32_t now)
+               const ShortRanks& short_ranks, uint32_t now)
       : tags_(miniatures.set_of(k, set)),
         counts_(tags_ + kMiniatureWays),
         last_steps_(counts_ + kMiniatureWays),
         ways_(static_cast<int32_t>(miniatures.size.ways)),
         ranking_(ranking),
+        short_ranks_(short_ranks),
         now_(now) {}
 
   // First for all ids of the call ...
@@ -81,7 +82,9 @@ class MiniatureSet {
     return best;
   }
 
-  Lowest lowest_ranked() const { return lowest_aged(ranking_, counts_, last_steps_, ways_, now_); }
+  Lowest lowest_ranked() const {
+    return lowest_aged(ranking_, short_ranks_, counts_, last_steps_, ways_, now_);
+  }
 
   // The same of a half-life of 0, by which counts do not matter.
   Lowest oldest() const {
@@ -106,6 +109,7 @@ class MiniatureSet {
   uint32_t* const last_steps_;
   const int32_t ways_;
   const Ranking& ranking_;
+  const ShortRanks& short_ranks_;
   const uint32_t now_;
   uint64_t fresh_ = 0;  // entries that this call inserted
 };
@@ -201,20 +205,45 @@ void add(uint64_t& total, uint64_t more) {
   if (more != 0) std::atomic_ref<uint64_t>(total).fetch_add(more, std::memory_order_relaxed);
 }
 
-// Shows the k-th miniature the ids of one set.
-void simulate_set(const TableView* tables, int k, std::span<const SampledId> ids, uint32_t now) {
-  const TableView& table = tables[ids[0].where / kMostMiniatureSets];
-  const Ranking ranking = table.aged->ranking_of(c_of_miniature(k));
-  MiniatureSet set(table.miniatures, k, ids[0].where % kMostMiniatureSets, ranking, now);
-  for (const SampledId& it : ids) set.look_up(it);
-  if (set.hits < ids.size()) {
-    for (const SampledId& it : ids) set.place_missing(it);
+// The table of the ids of a set.
+int32_t table_of(std::span<const SampledId> ids) {
+  return static_cast<int32_t>(ids[0].where / kMostMiniatureSets);
+}
+uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
+
+// How the miniatures of a table rank in this call.
+struct MiniatureRanks {
+  void set(const TableView& its_table, uint32_t now) {
+    table = &its_table;
+    for (int k = 0; k < kMiniatures; ++k) {
+      rankings[k] = its_table.aged->ranking_of(c_of_miniature(k));
+      short_ranks[k] = ShortRanks(rankings[k], now);
+    }
   }
+
+  const TableView* table = nullptr;
+  Ranking rankings[kMiniatures];
+  ShortRanks short_ranks[kMiniatures];
+};
+
+// Shows the miniatures of a table the ids of one set. Meanwhile those of another set, which may be
+// of another table, are brought near.
+void simulate_set(const MiniatureRanks& ranks, std::span<const SampledId> ids, uint32_t now,
+                  const Miniatures& next, uint32_t next_set) {
+  const TableView& table = *ranks.table;
   MiniatureTally& tally = *table.miniatures.tally;
-  add(tally.hits[k], set.hits);
-  if (k > 0) return;
   add(tally.lookups, ids.size());
-  add(tally.evicted, set.evicted);
+  for (int k = 0; k < kMiniatures; ++k) {
+    prefetch_lines(next.set_of(k, next_set), lines_of(kMiniatureSetWords * sizeof(uint32_t)));
+    MiniatureSet set(table.miniatures, k, set_of(ids), ranks.rankings[k], ranks.short_ranks[k],
+                     now);
+    for (const SampledId& it : ids) set.look_up(it);
+    if (set.hits < ids.size()) {
+      for (const SampledId& it : ids) set.place_missing(it);
+    }
+    add(tally.hits[k], set.hits);
+    if (k == 0) add(tally.evicted, set.evicted);
+  }
 }
 
 }  // namespace
@@ -223,10 +252,13 @@ void simulate(const TableView* tables, const Batch& batch, const Visit& visit, i
   const std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
   if (sampled.empty()) return;
   const SampledSets sets(sampled);
-  parallel_for(kMiniatures * sets.size(), 8, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(sets.size(), 2, threads, [&](int64_t begin, int64_t end) {
+    MiniatureRanks ranks;
     for (int64_t i = begin; i < end; ++i) {
-      const auto k = static_cast<int>(i % kMiniatures);
-      simulate_set(tables, k, sets[i / kMiniatures], visit.now());
+      const TableView& table = tables[table_of(sets[i])];
+      if (ranks.table != &table) ranks.set(table, visit.now());
+      const std::span<const SampledId> next = sets[std::min(i + 1, end - 1)];
+      simulate_set(ranks, sets[i], visit.now(), tables[table_of(next)].miniatures, set_of(next));
     }
   });
 }
