@@ -1,9 +1,9 @@
 // The lowest rank of a bucket whose steps and counts are in CountedSteps, on the CPU.
 //
 // Words turn into numbers that order as the ranks do, or nearly so: under LFU the count above the
-// step in the window; with aging short ranks. The words of the lowest number are mostly equal and
-// not pinned, and then have the lowest rank. Otherwise a second pass leaves out the pinned words
-// and ranks higher counts.
+// step in the window; with aging short ranks. The words of the lowest number are mostly equal, not
+// pinned, and of a small count: then they have the lowest rank. Otherwise a second pass leaves out
+// pinned words and ranks all counts without high bits. If that does not tell, all counts are read.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,12 @@ namespace torchrec_hkv::hash_table::cpu {
                                               int64_t base, int32_t n) {
   uint64_t counts[kBucketDigests];
   uint32_t steps[kBucketDigests];
-  for (int32_t p = 0; p < n; ++p) {
+  ranks.note_rest();
+  bool known = false;
+#ifdef HKV_AVX512
+  known = ranks.wide && read_counted_wide(counted, base, n, counts, steps);
+#endif
+  for (int32_t p = 0; p < n && !known; ++p) {
     counts[p] = counted.count(base + p);
     steps[p] = counted.step(base + p);
   }
@@ -136,7 +141,10 @@ inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counte
     if (!found.differ) [[likely]]
       return Lowest{found.positions, {ranks.short_ranks.exactly(count, step), step}};
   }
-  return lowest_of_free(ranks, counted, base, n);
+  // Where even the lowest count has high bits, all counts have to be read.
+  const bool high = count > CountedSteps::kLowCount;
+  return free && high ? lowest_of_all(ranks, counted, base, n)
+                      : lowest_of_free(ranks, counted, base, n);
 }
 
 template <WordOrder kOrder>

@@ -52,13 +52,13 @@ inline Victim lowest_rank(const TableView& table, const TableRanks& ranks,
   return lower_rank(in(choice.first), in(choice.second));
 }
 
-inline void prefetch_ranks(const TableView& table, uint32_t bucket) {
+inline void prefetch_ranks(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
   const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
   prefetch_bytes(&steps[base], table.bucket_slots * sizeof(uint32_t));
-  if (table.scores != nullptr) {
-    prefetch_bytes(&table.scores[base], table.bucket_slots * sizeof(uint64_t));
-  }
+  const uint64_t* const scores =
+      ranks.words.needs_rest() ? table.counted.window->rest : table.scores;
+  if (scores != nullptr) prefetch_bytes(&scores[base], table.bucket_slots * sizeof(uint64_t));
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -9,6 +9,7 @@
 #endif
 
 #include "common/initial_rows_avx512.h"
+#include "hash_table/cpu/rank_lanes.h"
 #include "hash_table/cpu/word_ranks.h"
 
 #ifdef HKV_AVX512
@@ -83,6 +84,28 @@ inline FoundWords lowest_words_wide(const WordRanks& ranks, const uint32_t* word
   if (n > 32) return lowest_words_wide<kOrder, 3>(ranks, words, n);
   return n > 16 ? lowest_words_wide<kOrder, 2>(ranks, words, n)
                 : lowest_words_wide<kOrder, 1>(ranks, words, n);
+}
+
+// Counts and last steps of n slots. Returns false if a step is far.
+HKV_AVX512 inline bool read_counted_wide(const CountedSteps& counted, int64_t base, int32_t n,
+                                         uint64_t* counts, uint32_t* steps) {
+  const __m512i low = all_wide(CountedSteps::kLowCount),
+                high = all_wide(CountedSteps::kHasHighCount);
+  __mmask8 far = 0;
+  for (int32_t p = 0; p < n; p += 8) {
+    const auto some = static_cast<__mmask8>(n - p < 8 ? (1u << (n - p)) - 1 : 0xffu);
+    const __m512i word = widen_eight(some, counted.words + base + p);
+    far |= _mm512_test_epi64_mask(word, all_wide(CountedSteps::kIsFar));
+    const __mmask8 has = _mm512_test_epi64_mask(word, high);
+    const __m512i rest = _mm512_maskz_loadu_epi64(has, counted.window->rest + base + p);
+    const __m512i count = _mm512_and_si512(shift_right_wide<CountedSteps::kStepBits>(word), low);
+    _mm512_mask_storeu_epi64(
+        counts + p, some, _mm512_or_si512(count, shift_left_wide<CountedSteps::kCountBits>(rest)));
+    const __m512i distance = _mm512_and_si512(word, all_wide(CountedSteps::kDistance));
+    _mm512_mask_cvtepi64_storeu_epi32(steps + p, some,
+                                      _mm512_add_epi64(distance, all_wide(counted.begin())));
+  }
+  return far == 0;
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -211,40 +211,59 @@ int32_t table_of(std::span<const SampledId> ids) {
 }
 uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
 
-// How the miniatures of a table rank in this call.
-struct MiniatureRanks {
-  void set(const TableView& its_table, uint32_t now) {
-    table = &its_table;
+// The miniatures of one table after the other, on one thread.
+class Simulation {
+ public:
+  Simulation(const TableView* tables, uint32_t now) : tables_(tables), now_(now) {}
+  ~Simulation() { finish_table(); }
+  Simulation(const Simulation&) = delete;
+  Simulation& operator=(const Simulation&) = delete;
+
+  // Shows the miniatures of a table the ids of one set. Meanwhile the set of the ids that follow is
+  // prefetched.
+  void show(std::span<const SampledId> ids, std::span<const SampledId> following) {
+    const Miniatures& next = tables_[table_of(following)].miniatures;
+    if (table_ != &tables_[table_of(ids)]) begin_table(tables_[table_of(ids)]);
+    lookups_ += ids.size();
     for (int k = 0; k < kMiniatures; ++k) {
-      rankings[k] = its_table.aged->ranking_of(c_of_miniature(k));
-      short_ranks[k] = ShortRanks(rankings[k], now);
-    }
-  }
-
-  const TableView* table = nullptr;
-  Ranking rankings[kMiniatures];
-  ShortRanks short_ranks[kMiniatures];
-};
-
-// Shows the miniatures of a table the ids of one set. Meanwhile those of another set, which may be
-// of another table, are brought near.
-void simulate_set(const MiniatureRanks& ranks, std::span<const SampledId> ids, uint32_t now,
-                  const Miniatures& next, uint32_t next_set) {
-  const TableView& table = *ranks.table;
-  MiniatureTally& tally = *table.miniatures.tally;
-  add(tally.lookups, ids.size());
-  for (int k = 0; k < kMiniatures; ++k) {
-    prefetch_lines(next.set_of(k, next_set), lines_of(kMiniatureSetWords * sizeof(uint32_t)));
-    MiniatureSet set(table.miniatures, k, set_of(ids), ranks.rankings[k], ranks.short_ranks[k],
-                     now);
-    for (const SampledId& it : ids) set.look_up(it);
-    if (set.hits < ids.size()) {
+      prefetch_bytes(next.set_of(k, set_of(following)), kMiniatureSetWords * sizeof(uint32_t));
+      MiniatureSet set(table_->miniatures, k, set_of(ids), rankings_[k], short_ranks_[k], now_);
+      for (const SampledId& it : ids) set.look_up(it);
+      hits_[k] += set.hits;
+      if (set.hits == ids.size()) continue;
       for (const SampledId& it : ids) set.place_missing(it);
+      if (k == 0) evicted_ += set.evicted;
     }
-    add(tally.hits[k], set.hits);
-    if (k == 0) add(tally.evicted, set.evicted);
   }
-}
+
+ private:
+  void begin_table(const TableView& table) {
+    finish_table();
+    table_ = &table;
+    for (int k = 0; k < kMiniatures; ++k) {
+      rankings_[k] = table.aged->ranking_of(c_of_miniature(k));
+      short_ranks_[k] = ShortRanks(rankings_[k], now_);
+      hits_[k] = 0;
+    }
+    lookups_ = evicted_ = 0;
+  }
+
+  void finish_table() {
+    if (table_ == nullptr) return;
+    MiniatureTally& tally = *table_->miniatures.tally;
+    for (int k = 0; k < kMiniatures; ++k) add(tally.hits[k], hits_[k]);
+    add(tally.lookups, lookups_);
+    add(tally.evicted, evicted_);
+  }
+
+  const TableView* const tables_;
+  const uint32_t now_;
+  const TableView* table_ = nullptr;
+  Ranking rankings_[kMiniatures];
+  ShortRanks short_ranks_[kMiniatures];
+  uint64_t hits_[kMiniatures];
+  uint64_t lookups_ = 0, evicted_ = 0;
+};
 
 }  // namespace
 
@@ -253,12 +272,9 @@ void simulate(const TableView* tables, const Batch& batch, const Visit& visit, i
   if (sampled.empty()) return;
   const SampledSets sets(sampled);
   parallel_for(sets.size(), 2, threads, [&](int64_t begin, int64_t end) {
-    MiniatureRanks ranks;
+    Simulation simulation(tables, visit.now());
     for (int64_t i = begin; i < end; ++i) {
-      const TableView& table = tables[table_of(sets[i])];
-      if (ranks.table != &table) ranks.set(table, visit.now());
-      const std::span<const SampledId> next = sets[std::min(i + 1, end - 1)];
-      simulate_set(ranks, sets[i], visit.now(), tables[table_of(next)].miniatures, set_of(next));
+      simulation.show(sets[i], sets[std::min(i + 1, end - 1)]);
     }
   });
 }

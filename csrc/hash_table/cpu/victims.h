@@ -57,14 +57,14 @@ class Victims {
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
     if (kept_.empty()) {
-      prefetch_ranks(table, choice.first);
-      prefetch_ranks(table, choice.second);
+      prefetch_ranks(table, ranks_[t], choice.first);
+      prefetch_ranks(table, ranks_[t], choice.second);
       return;
     }
     for (const uint32_t bucket : {choice.first, choice.second}) {
       const Kept kept = load(t, bucket);
       // One of several positions is used, and the rank of the next is known.
-      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, bucket);
+      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, ranks_[t], bucket);
     }
   }
 

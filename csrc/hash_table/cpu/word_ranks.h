@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "common/initial_rows_avx512.h"
@@ -30,12 +31,23 @@ struct WordRanks {
     short_ranks = ShortRanks(ranking, static_cast<uint32_t>(std::max(last_free, 0)));
   }
 
+  // Whether the call has read counts in the second array: then it is prefetched, too. Any thread
+  // may call these.
+  void note_rest() const {
+    std::atomic_ref<bool> noted(reads_rest);
+    if (!noted.load(std::memory_order_relaxed)) noted.store(true, std::memory_order_relaxed);
+  }
+  bool needs_rest() const {
+    return std::atomic_ref<bool>(reads_rest).load(std::memory_order_relaxed);
+  }
+
   Ranking ranking{};
   uint32_t pinned_from = 0;
   uint32_t begin = 0;
   int32_t last_free = -1;  // the largest distance that is not pinned; -1: all are
   WordOrder order = WordOrder::kCount;
   ShortRanks short_ranks;
+  mutable bool reads_rest = false;
 #ifdef HKV_AVX512
   bool wide = has_avx512();
 #endif
