@@ -5,6 +5,8 @@
 Full tables get ids of more rows than they have room for; each missing one takes the place of
 another. Forward, backward and row-wise Adagrad. The policies take turns; medians of the time that
 passed, and of the processor time of all threads, which a machine with other work disturbs less.
+How long a table's lookups take also depends on where its memory lies, so with ``--repeats`` new
+tables are made several times, and a row has the medians of their medians and of their ratios.
 ``missing`` is the share of ids that were not in their table, ``evicted`` the share that took
 another's place, and the ratios are to the first policy.
 """
@@ -16,6 +18,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +33,9 @@ WARM_UP = 3
 STREAMS = [("uniform", 1.09, 0.0), ("uniform", 1.35, 0.0), ("power law", 4.0, 1.05)]
 #: Of the rows of a file: what a run measures anew is replaced.
 KEYS = ("policy", "stream", "universe", "tables", "rows", "dim", "batch", "ids_per_bag", "threads")
+
+#: Of the repeats of a row, the median is reported.
+MEASURED = ("step_ms", "step_cpu_ms", "ratio", "cpu_ratio", "system_load")
 
 
 def draw(args: argparse.Namespace, universe: float, power: float) -> Tensor:
@@ -71,30 +77,44 @@ def counted(tables: HashTables, *names: str) -> list[int]:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """One row a stream and policy."""
+    for stream in args.streams:
+        repeats = [measure_once(args, *stream) for _ in range(args.repeats)]
+        for rows in zip(*repeats, strict=True):
+            median = {
+                key: round(statistics.median(row[key] for row in rows), 3) for key in MEASURED
+            }
+            yield rows[0] | median
+
+
+def measure_once(
+    args: argparse.Namespace, name: str, universe: float, power: float
+) -> list[dict[str, Any]]:
+    """One row a policy, of new tables."""
     offsets = offsets_of(args)
     grad = torch.randn(args.batch, args.tables * args.dim)
-    for name, universe, power in args.streams:
-        earlier = [draw(args, universe, power) for _ in range(args.earlier)]
-        sides = {policy: steady(args, policy, universe, earlier) for policy in args.policies}
-        times: dict[str, list[Clock]] = {policy: [] for policy in sides}
-        names = ("lookups", "hits", "evicted")
-        before = {policy: counted(side, *names) for policy, side in sides.items()}
-        load_before = os.getloadavg()[0]
-        for turn in range(args.steps + WARM_UP):
-            ids = draw(args, universe, power)
-            for policy in sides if turn % 2 else reversed(sides):
-                begin = now()
-                sides[policy](ids, offsets).backward(grad)
-                if turn >= WARM_UP:
-                    times[policy].append(between(begin, now()))
-        ms = {
-            policy: [statistics.median(t[clock] for t in its) for clock in range(2)]
-            for policy, its in times.items()
-        }
-        for policy, side in sides.items():
-            after = counted(side, *names)
-            lookups, hits, evicted = (a - b for a, b in zip(after, before[policy], strict=True))
-            yield {
+    earlier = [draw(args, universe, power) for _ in range(args.earlier)]
+    sides = {policy: steady(args, policy, universe, earlier) for policy in args.policies}
+    times: dict[str, list[Clock]] = {policy: [] for policy in sides}
+    names = ("lookups", "hits", "evicted")
+    before = {policy: counted(side, *names) for policy, side in sides.items()}
+    load_before = os.getloadavg()[0]
+    for turn in range(args.steps + WARM_UP):
+        ids = draw(args, universe, power)
+        for policy in sides if turn % 2 else reversed(sides):
+            begin = now()
+            sides[policy](ids, offsets).backward(grad)
+            if turn >= WARM_UP:
+                times[policy].append(between(begin, now()))
+    ms = {
+        policy: [statistics.median(t[clock] for t in its) for clock in range(2)]
+        for policy, its in times.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for policy, side in sides.items():
+        after = counted(side, *names)
+        lookups, hits, evicted = (a - b for a, b in zip(after, before[policy], strict=True))
+        rows.append(
+            {
                 "policy": policy,
                 "stream": name,
                 "universe": universe,
@@ -106,12 +126,14 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 "threads": args.threads,
                 "missing": round(1 - hits / lookups, 4),
                 "evicted": round(evicted / lookups, 4),
-                "step_ms": round(ms[policy][0], 3),
-                "step_cpu_ms": round(ms[policy][1], 3),
-                "ratio": round(ms[policy][0] / ms[args.policies[0]][0], 3),
-                "cpu_ratio": round(ms[policy][1] / ms[args.policies[0]][1], 3),
-                "system_load": round(load_before, 2),
+                "step_ms": ms[policy][0],
+                "step_cpu_ms": ms[policy][1],
+                "ratio": ms[policy][0] / ms[args.policies[0]][0],
+                "cpu_ratio": ms[policy][1] / ms[args.policies[0]][1],
+                "system_load": load_before,
             }
+        )
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,6 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--bag", type=int, default=10, help="ids a bag")
     parser.add_argument("--steps", type=int, default=41, help="timed steps a row")
+    parser.add_argument("--repeats", type=int, default=1, help="times that tables are made")
     parser.add_argument("--earlier", type=int, default=200, help="lookups before, in batches")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--policies", nargs="+", default=["lru", "adaptive"])

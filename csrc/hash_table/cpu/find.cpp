@@ -255,17 +255,18 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, shared, slots,
                            found_at)
           .run();
-      Scores<kTouch> scores(table, visit);
       for (int64_t at = begin; at < stop; ++at) {
-        const int64_t origin = repeats.origin(at - begin);
-        const int64_t slot = slots[origin];
+        const int64_t slot = slots[repeats.origin(at - begin)];
         slots[at] = slot;
         if (kTouch != Touch::kNothing && found_at != nullptr) found_at[at] = slot != kNoSlot;
-        if (scored && !summed) {
-          scores.touch(slot - table.first_slot, (slot != kNoSlot) & (origin != at),
-                       visit.given(at));
-        }
         found += slot != kNoSlot;
+      }
+      if (scored && !summed) {
+        Scores<kTouch> scores(table, visit);
+        for (int64_t i = 0; i < stop - begin - n; ++i) {
+          const int64_t at = repeats.repeated()[i], slot = slots[at];
+          scores.touch(slot - table.first_slot, slot != kNoSlot, visit.given(at));
+        }
       }
       many = n * 4 < (stop - begin) * 3;
       begin = stop;

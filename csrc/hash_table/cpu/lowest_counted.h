@@ -1,138 +1,184 @@
 // The lowest rank of a bucket whose steps and counts are in CountedSteps, on the CPU.
 //
 // Words turn into numbers that order as the ranks do, or nearly so: under LFU the count above the
-// step in the window; with aging the rank in whole steps, of which the lowest, mostly one, are then
-// compared exactly.
+// step in the window; with aging short ranks. The words of the lowest number are mostly equal, not
+// pinned, and of a small count: then they have the lowest rank. Otherwise a second pass leaves out
+// pinned words and ranks all counts without high bits. If that does not tell, all counts are read.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "hash_table/aged_lfu.h"
 #include "hash_table/counted_steps.h"
-#include "hash_table/cpu/lowest_aged.h"
 #include "hash_table/cpu/lowest_lanes.h"
 #include "hash_table/cpu/lowest_score.h"
+#include "hash_table/cpu/lowest_some.h"
+#include "hash_table/cpu/lowest_wide.h"
+#include "hash_table/cpu/word_ranks.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 
 // lowest_counted by the exact ranks of all entries.
-[[gnu::noinline]] inline Lowest lowest_of_all(const Ranking& ranking, const CountedSteps& counted,
-                                              int64_t base, int32_t n, uint32_t pinned_from) {
+[[gnu::noinline]] inline Lowest lowest_of_all(const WordRanks& ranks, const CountedSteps& counted,
+                                              int64_t base, int32_t n) {
   uint64_t counts[kBucketDigests];
   uint32_t steps[kBucketDigests];
-  for (int32_t p = 0; p < n; ++p) {
+  ranks.note_rest();
+  bool known = false;
+#ifdef HKV_AVX512
+  known = ranks.wide && read_counted_wide(counted, base, n, counts, steps);
+#endif
+  for (int32_t p = 0; p < n && !known; ++p) {
     counts[p] = counted.count(base + p);
     steps[p] = counted.step(base + p);
   }
-  return ranking.aged ? lowest_score<true>(ranking, counts, steps, n, pinned_from)
-                      : lowest_score<false>(ranking, counts, steps, n, pinned_from);
+  const auto lowest =
+      ranks.ranking.aged ? lowest_score<true, uint64_t> : lowest_score<false, uint64_t>;
+  return lowest(ranks.ranking, counts, steps, n, ranks.pinned_from);
 }
 
-#ifdef __AVX2__
-// The words of a bucket.
-class WordLanes {
- public:
-  WordLanes(const CountedSteps& counted, int64_t base, int32_t n, uint32_t pinned_from)
-      : words_(counted.words + base),
-        n_(n),
-        last_free_(eight_of(last_free(counted.begin(), pinned_from))) {}
-
-  // The slots of the lowest number, without the pinned ones; the number is UINT32_MAX if all are
-  // pinned. far: whether a word has kIsFar; nothing else is valid then.
-  struct Found {
-    LowestNumber lowest;
-    bool far;
-  };
-
-  Found by_step() const {
-    return lowest([](__m256i, __m256i step) { return step; });
-  }
-  // By count, then by step. A count with high bits ranks above all others.
-  Found by_count() const {
-    return lowest([](__m256i word, __m256i) { return word; });
-  }
-  // By rank in whole steps, as SmallWholeRanks or WholeRanks compute it. A count with high bits is
-  // above kLowCount.
-  template <typename Ranks>
-  Found by_rank(const Ranks& ranks) const {
-    return lowest([&](__m256i word, __m256i step) {
-      return ranks.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step);
-    });
-  }
-
- private:
-  // The largest distance from the begin of the window that is not pinned; -1 if all are.
-  static uint32_t last_free(uint32_t begin, uint32_t pinned_from) {
-    const uint32_t first = pinned_from > begin ? pinned_from - begin : 0;
-    return std::min(first, CountedSteps::kWindow) - 1;
-  }
-
-  // number(words, distances from the begin of the window)
-  template <typename Number>
-  [[gnu::always_inline]] Found lowest(const Number& number) const {
-    const __m256i distance = eight_of(CountedSteps::kDistance);
-    __m256i any = _mm256_setzero_si256();
-    const LowestNumber low = lowest_number(n_, [&](int32_t p) {
-      const __m256i word = load_eight(words_ + p);
-      any = _mm256_or_si256(any, word);
-      const __m256i step = _mm256_and_si256(word, distance);
-      return _mm256_or_si256(number(word, step), _mm256_cmpgt_epi32(step, last_free_));
-    });
-    return Found{low, _mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0};
-  }
-
-  const uint32_t* const words_;
-  const int32_t n_;
-  const __m256i last_free_;
-};
-
-// lowest_counted for a half-life above 0. Returns kUnknown if the words alone do not tell.
-inline Lowest lowest_aged(const Ranking& ranking, const CountedSteps& counted, int64_t base,
-                          int32_t n, const WordLanes& words) {
-  const SmallWholeRanks small(ranking);
-  const WordLanes::Found found = words.by_rank(small);
-  if (found.far || found.lowest.number == UINT32_MAX) return found.far ? kUnknown : kAllPinned;
-  const int64_t first = base + __builtin_ctzll(found.lowest.positions);
-  const uint32_t word = counted.words[first], count = word >> CountedSteps::kStepBits;
-  // The lowest entries usually have the same small count.
-  const uint64_t same = match_lanes(counted.words + base, n, word);
-  if (count <= SmallWholeRanks::kMost && (found.lowest.positions & ~same) == 0) [[likely]] {
-    const uint32_t step = counted.step(first);
-    return Lowest{same, {small.exactly(count, step), step}};
-  }
-  constexpr uint32_t kMost = CountedSteps::kLowCount;
-  const LowestNumber all = words.by_rank(WholeRanks(ranking, kMost + 1)).lowest;
+// The lowest of some positions, with aging. Returns kUnknown if a count is above `most`.
+inline Lowest lowest_of_some(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                             uint64_t positions, uint64_t most) {
   return lowest_of_some(
-      ranking, all.positions, kMost, [&](int p) { return counted.count(base + p); },
+      ranks.ranking, positions, most, [&](int p) { return counted.count(base + p); },
       [&](int p) { return counted.step(base + p); });
 }
 
-// lowest_counted from the words alone. Returns kUnknown if they do not tell.
-inline Lowest lowest_of_words(const Ranking& ranking, const CountedSteps& counted, int64_t base,
-                              int32_t n, uint32_t pinned_from) {
-  if (n < kNumberLanes || (ranking.aged && !has_whole_ranks(ranking))) return kUnknown;
-  const WordLanes words(counted, base, n, pinned_from);
-  if (ranking.aged && ranking.half_life > 0) return lowest_aged(ranking, counted, base, n, words);
-  const WordLanes::Found found = ranking.aged ? words.by_step() : words.by_count();
-  if (found.far || found.lowest.number == UINT32_MAX) return found.far ? kUnknown : kAllPinned;
-  const int64_t first = base + __builtin_ctzll(found.lowest.positions);
-  const uint32_t step = counted.step(first);
-  const uint64_t count = ranking.aged ? 1 : counted.count(first);
+#ifdef __AVX2__
+// The words of the lowest number of at least kNumberLanes words. number(words, distances from the
+// begin of the window)
+template <WordOrder kOrder>
+inline FoundWords lowest_words(const WordRanks& ranks, const uint32_t* words, int32_t n) {
+  if (kOrder == WordOrder::kCount) {
+    const int32_t lowest = lowest_signed(words, n);
+    return FoundWords{match_lanes(words, n, static_cast<uint32_t>(lowest)), false, lowest < 0};
+  }
+  const ShortRankLanes lanes(ranks.short_ranks);
+  __m256i any = _mm256_setzero_si256();
+  const LowestNumber low = lowest_number(n, [&](int32_t p) {
+    const __m256i word = load_eight(words + p);
+    any = _mm256_or_si256(any, word);
+    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
+    if (kOrder == WordOrder::kStep) return step;
+    return lanes.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step);
+  });
+  const bool far = _mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0;
+  if (kOrder == WordOrder::kStep) return FoundWords{low.positions, false, far};
+  const uint64_t same = match_lanes(words, n, words[__builtin_ctzll(low.positions)]);
+  return FoundWords{low.positions, (low.positions & ~same) != 0, far};
+}
+
+// lowest_counted with aging, without the pinned words. Returns kUnknown if a word is far, or the
+// lowest count has high bits.
+inline Lowest lowest_free_aged(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                               int32_t n) {
+  // Counts with high bits are above kLowCount.
+  constexpr uint32_t kMost = CountedSteps::kLowCount;
+  const WholeRankLanes lanes(ranks.ranking, kMost + 1);
+  const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
+  __m256i any = _mm256_setzero_si256();
+  const LowestNumber low = lowest_number(n, [&](int32_t p) {
+    const __m256i word = load_eight(counted.words + base + p);
+    any = _mm256_or_si256(any, word);
+    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
+    return _mm256_or_si256(lanes.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step),
+                           _mm256_cmpgt_epi32(step, last_free));
+  });
+  if (_mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0) return kUnknown;
+  if (low.number == UINT32_MAX) return kAllPinned;
+  return lowest_of_some(ranks, counted, base, low.positions, kMost);
+}
+
+// lowest_counted under LFU, without the pinned words; as lowest_free_aged.
+inline Lowest lowest_free_count(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                                int32_t n) {
+  const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
+  __m256i any = _mm256_setzero_si256();
+  const LowestNumber low = lowest_number(n, [&](int32_t p) {
+    const __m256i word = load_eight(counted.words + base + p);
+    any = _mm256_or_si256(any, word);
+    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
+    return _mm256_or_si256(word, _mm256_cmpgt_epi32(step, last_free));
+  });
+  if (_mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0) return kUnknown;
+  if (low.number == UINT32_MAX) return kAllPinned;
+  const uint32_t count = low.number >> CountedSteps::kStepBits;
   if (count > CountedSteps::kLowCount) return kUnknown;
-  return Lowest{found.lowest.positions, {ranking.of(count, step), step}};
+  return Lowest{low.positions, {count, ranks.begin + (low.number & CountedSteps::kDistance)}};
 }
 #endif
 
-// The slots of the lowest rank of n slots from `base` on, without the pinned ones.
-inline Lowest lowest_counted(const Ranking& ranking, const CountedSteps& counted, int64_t base,
-                             int32_t n, uint32_t pinned_from) {
+// lowest_counted where the words of the lowest number do not tell.
+[[gnu::noinline]] inline Lowest lowest_of_free(const WordRanks& ranks, const CountedSteps& counted,
+                                               int64_t base, int32_t n) {
 #ifdef __AVX2__
-  const Lowest lowest = lowest_of_words(ranking, counted, base, n, pinned_from);
-  if (!is_unknown(lowest)) [[likely]]
-    return lowest;
+  if (n >= kNumberLanes) {
+    const Lowest lowest = ranks.ranking.aged ? lowest_free_aged(ranks, counted, base, n)
+                                             : lowest_free_count(ranks, counted, base, n);
+    if (!is_unknown(lowest)) return lowest;
+  }
 #endif
-  return lowest_of_all(ranking, counted, base, n, pinned_from);
+  return lowest_of_all(ranks, counted, base, n);
+}
+
+// lowest_counted. found: by lowest_words. most: the highest count that has a short rank of its own.
+template <WordOrder kOrder>
+inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                              int32_t n, const FoundWords& found, uint32_t most) {
+  const uint32_t word = counted.words[base + __builtin_ctzll(found.positions)];
+  const auto distance = static_cast<int32_t>(word & CountedSteps::kDistance);
+  const uint32_t step = ranks.begin + static_cast<uint32_t>(distance);
+  const uint32_t count = word >> CountedSteps::kStepBits;
+  const bool free = distance <= ranks.last_free;
+  if (kOrder == WordOrder::kStep) {
+    if (free && !found.far) [[likely]]
+      return Lowest{found.positions, {ranks.ranking.of(1, step), step}};
+    return !free && !found.far ? kAllPinned : lowest_of_free(ranks, counted, base, n);
+  }
+  if (free && count <= most && !found.far) [[likely]] {
+    if (kOrder == WordOrder::kCount) return Lowest{found.positions, {count, step}};
+    if (!found.differ) [[likely]]
+      return Lowest{found.positions, {ranks.short_ranks.exactly(count, step), step}};
+  }
+  // Where even the lowest count has high bits, all counts have to be read.
+  const bool high = count > CountedSteps::kLowCount;
+  return free && high ? lowest_of_all(ranks, counted, base, n)
+                      : lowest_of_free(ranks, counted, base, n);
+}
+
+template <WordOrder kOrder>
+inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                              int32_t n) {
+  [[maybe_unused]] const uint32_t* const words = counted.words + base;
+  [[maybe_unused]] constexpr bool kShort = kOrder == WordOrder::kRank;
+#ifdef HKV_AVX512
+  if (ranks.wide) {
+    return lowest_of_words<kOrder>(ranks, counted, base, n,
+                                   lowest_words_wide<kOrder>(ranks, words, n),
+                                   kShort ? ShortRanks::kMost : CountedSteps::kLowCount);
+  }
+#endif
+#ifdef __AVX2__
+  if (n >= kNumberLanes) {
+    return lowest_of_words<kOrder>(ranks, counted, base, n, lowest_words<kOrder>(ranks, words, n),
+                                   kShort ? ShortRankLanes::kMost : CountedSteps::kLowCount);
+  }
+#endif
+  return lowest_of_all(ranks, counted, base, n);
+}
+
+// The slots of the lowest rank of n slots from `base` on, without the pinned ones.
+inline Lowest lowest_counted(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                             int32_t n) {
+  switch (ranks.order) {
+    case WordOrder::kStep:
+      return lowest_of_words<WordOrder::kStep>(ranks, counted, base, n);
+    case WordOrder::kCount:
+      return lowest_of_words<WordOrder::kCount>(ranks, counted, base, n);
+    default:
+      return lowest_of_words<WordOrder::kRank>(ranks, counted, base, n);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -8,6 +8,7 @@
 
 #include "common/hashing.h"
 #include "hash_table/aged_lfu.h"
+#include "hash_table/cpu/short_ranks.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 
@@ -37,12 +38,29 @@ inline uint64_t match_lanes(const uint32_t* numbers, int32_t n, uint32_t wanted)
     const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
     mask |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(all))) << p;
   }
-  for (; p + kNumberLanes <= n; p += kNumberLanes) {
-    const auto bits = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same(p))));
-    mask |= static_cast<uint64_t>(bits) << p;
+  const auto match_eight = [&](int32_t from) {
+    const auto bits = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same(from))));
+    mask |= static_cast<uint64_t>(bits) << from;
+  };
+  for (; p + kNumberLanes <= n; p += kNumberLanes) match_eight(p);
+  if (p < n && n >= kNumberLanes) {
+    match_eight(n - kNumberLanes);  // overlaps
+    return mask;
   }
   for (; p < n; ++p) mask |= static_cast<uint64_t>(numbers[p] == wanted) << p;
   return mask;
+}
+
+// The lowest of at least as many signed integers as there are lanes.
+inline int32_t lowest_signed(const uint32_t* from, int32_t n) {
+  __m256i lows = load_eight(from + n - kNumberLanes);
+  for (int32_t p = 0; p + kNumberLanes <= n; p += kNumberLanes) {
+    lows = _mm256_min_epi32(lows, load_eight(from + p));
+  }
+  __m128i low = _mm_min_epi32(_mm256_castsi256_si128(lows), _mm256_extracti128_si256(lows, 1));
+  low = _mm_min_epi32(low, _mm_shuffle_epi32(low, 0x4e));
+  low = _mm_min_epi32(low, _mm_shuffle_epi32(low, 0xb1));
+  return _mm_cvtsi128_si32(low);
 }
 
 struct LowestNumber {
@@ -71,64 +89,53 @@ template <typename Numbers>
   return LowestNumber{match_lanes(all, n, number), number};
 }
 
-// Whether the classes below can rank.
-inline bool has_whole_ranks(const Ranking& ranking) {
-  return ranking.aged && ranking.half_life <= UINT32_MAX;
-}
-
-// Ranking::of in whole steps. Counts above kMost rank as this.
-class SmallWholeRanks {
+// ShortRanks of the counts from 0 on that have a lane; higher counts rank as the last of these.
+class ShortRankLanes {
  public:
   static constexpr uint32_t kMost = kNumberLanes - 1;
+  static_assert(kMost <= ShortRanks::kMost);
 
-  explicit SmallWholeRanks(const Ranking& ranking) : ranking_(ranking) {
-    const __m256i half_life = eight_of(static_cast<uint32_t>(ranking.half_life));
-    const __m256i logs = load_eight(kLogs);
-    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(logs, half_life), 32);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(logs, 32), half_life);
-    worth_ = _mm256_blend_epi32(even, odd, 0xaa);
-  }
+  explicit ShortRankLanes(const ShortRanks& ranks)
+      : worths_(load_eight(ranks.worths())), bits_(_mm_cvtsi32_si128(ranks.bits())) {}
 
   __m256i of(__m256i count, __m256i step) const {
     count = _mm256_min_epu32(count, eight_of(kMost));
-    return _mm256_add_epi32(step, _mm256_permutevar8x32_epi32(worth_, count));
-  }
-  // Ranking::of a count up to kMost, without a branch.
-  uint64_t exactly(uint64_t count, uint32_t step) const {
-    return (static_cast<uint64_t>(step) << kFractionBits) +
-           (ranking_.half_life * kLogs[count] >> kFractionBits);
+    return _mm256_add_epi32(_mm256_sll_epi32(step, bits_),
+                            _mm256_permutevar8x32_epi32(worths_, count));
   }
 
  private:
-  // log2_of_count of 0 to kMost.
-  static constexpr uint32_t kLogs[] = {0, 0, 1u << 16, 103940, 2u << 16, 151683, 169476, 184451};
-  const Ranking& ranking_;
-  __m256i worth_;
+  const __m256i worths_;
+  const __m128i bits_;
 };
 
-// The same for all counts up to `most`. A little slower.
-class WholeRanks {
+// Ranking::of in whole steps, for counts up to `most`. Higher counts rank as this. A little slower.
+// The steps must be low enough for a sum of 32 bits.
+class WholeRankLanes {
  public:
-  WholeRanks(const Ranking& ranking, uint32_t most)
-      : half_life_(eight_of(static_cast<uint32_t>(ranking.half_life))), most_(eight_of(most)) {}
+  WholeRankLanes(const Ranking& ranking, uint32_t most)
+      : low_(eight_of(static_cast<uint32_t>(ranking.half_life))),
+        high_(eight_of(static_cast<uint32_t>(ranking.half_life >> 32))),
+        most_(eight_of(most)) {}
 
-  // The exponent and fraction of a float are those of log2_of_count; its bias raises all ranks
-  // alike, by a whole number of their units.
+  // The exponent and fraction of a float are those of log2_of_count.
   __m256i of(__m256i count, __m256i step) const {
     count = _mm256_min_epu32(_mm256_max_epu32(count, eight_of(1)), most_);
     const __m256i number = _mm256_castps_si256(_mm256_cvtepi32_ps(count));
-    const __m256i log = _mm256_srli_epi32(number, 23 - kFractionBits);
+    const __m256i log = _mm256_sub_epi32(_mm256_srli_epi32(number, 23 - kFractionBits),
+                                         eight_of(127u << kFractionBits));
     // As log2_of_fraction: upper halves of products of 16 bits.
     const __m256i f = _mm256_and_si256(log, eight_of(0xffff));
     const __m256i arc = _mm256_mulhi_epu16(f, _mm256_sub_epi32(_mm256_setzero_si256(), f));
     const __m256i bent = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
-    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, half_life_), 32);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), half_life_);
-    return _mm256_add_epi32(step, _mm256_blend_epi32(even, odd, 0xaa));
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, low_), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), low_);
+    const __m256i low = _mm256_blend_epi32(even, odd, 0xaa);
+    return _mm256_add_epi32(step, _mm256_add_epi32(low, _mm256_mullo_epi32(bent, high_)));
   }
 
  private:
-  const __m256i half_life_, most_;
+  const __m256i low_, high_, most_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

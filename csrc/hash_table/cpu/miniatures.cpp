@@ -23,12 +23,13 @@ namespace {
 class MiniatureSet {
  public:
   MiniatureSet(const Miniatures& miniatures, int k, uint32_t set, const Ranking& ranking,
-               uint32_t now)
+               const ShortRanks& short_ranks, uint32_t now)
       : tags_(miniatures.set_of(k, set)),
         counts_(tags_ + kMiniatureWays),
         last_steps_(counts_ + kMiniatureWays),
         ways_(static_cast<int32_t>(miniatures.size.ways)),
         ranking_(ranking),
+        short_ranks_(short_ranks),
         now_(now) {}
 
   // First for all ids of the call ...
@@ -81,7 +82,9 @@ class MiniatureSet {
     return best;
   }
 
-  Lowest lowest_ranked() const { return lowest_aged(ranking_, counts_, last_steps_, ways_, now_); }
+  Lowest lowest_ranked() const {
+    return lowest_aged(ranking_, short_ranks_, counts_, last_steps_, ways_, now_);
+  }
 
   // The same of a half-life of 0, by which counts do not matter.
   Lowest oldest() const {
@@ -106,6 +109,7 @@ class MiniatureSet {
   uint32_t* const last_steps_;
   const int32_t ways_;
   const Ranking& ranking_;
+  const ShortRanks& short_ranks_;
   const uint32_t now_;
   uint64_t fresh_ = 0;  // entries that this call inserted
 };
@@ -201,21 +205,65 @@ void add(uint64_t& total, uint64_t more) {
   if (more != 0) std::atomic_ref<uint64_t>(total).fetch_add(more, std::memory_order_relaxed);
 }
 
-// Shows the k-th miniature the ids of one set.
-void simulate_set(const TableView* tables, int k, std::span<const SampledId> ids, uint32_t now) {
-  const TableView& table = tables[ids[0].where / kMostMiniatureSets];
-  const Ranking ranking = table.aged->ranking_of(c_of_miniature(k));
-  MiniatureSet set(table.miniatures, k, ids[0].where % kMostMiniatureSets, ranking, now);
-  for (const SampledId& it : ids) set.look_up(it);
-  if (set.hits < ids.size()) {
-    for (const SampledId& it : ids) set.place_missing(it);
-  }
-  MiniatureTally& tally = *table.miniatures.tally;
-  add(tally.hits[k], set.hits);
-  if (k > 0) return;
-  add(tally.lookups, ids.size());
-  add(tally.evicted, set.evicted);
+// The table of the ids of a set.
+int32_t table_of(std::span<const SampledId> ids) {
+  return static_cast<int32_t>(ids[0].where / kMostMiniatureSets);
 }
+uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
+
+// The miniatures of one table after the other, on one thread.
+class Simulation {
+ public:
+  Simulation(const TableView* tables, uint32_t now) : tables_(tables), now_(now) {}
+  ~Simulation() { finish_table(); }
+  Simulation(const Simulation&) = delete;
+  Simulation& operator=(const Simulation&) = delete;
+
+  // Shows the miniatures of a table the ids of one set. Meanwhile the set of the ids that follow is
+  // prefetched.
+  void show(std::span<const SampledId> ids, std::span<const SampledId> following) {
+    const Miniatures& next = tables_[table_of(following)].miniatures;
+    if (table_ != &tables_[table_of(ids)]) begin_table(tables_[table_of(ids)]);
+    lookups_ += ids.size();
+    for (int k = 0; k < kMiniatures; ++k) {
+      prefetch_bytes(next.set_of(k, set_of(following)), kMiniatureSetWords * sizeof(uint32_t));
+      MiniatureSet set(table_->miniatures, k, set_of(ids), rankings_[k], short_ranks_[k], now_);
+      for (const SampledId& it : ids) set.look_up(it);
+      hits_[k] += set.hits;
+      if (set.hits == ids.size()) continue;
+      for (const SampledId& it : ids) set.place_missing(it);
+      if (k == 0) evicted_ += set.evicted;
+    }
+  }
+
+ private:
+  void begin_table(const TableView& table) {
+    finish_table();
+    table_ = &table;
+    for (int k = 0; k < kMiniatures; ++k) {
+      rankings_[k] = table.aged->ranking_of(c_of_miniature(k));
+      short_ranks_[k] = ShortRanks(rankings_[k], now_);
+      hits_[k] = 0;
+    }
+    lookups_ = evicted_ = 0;
+  }
+
+  void finish_table() {
+    if (table_ == nullptr) return;
+    MiniatureTally& tally = *table_->miniatures.tally;
+    for (int k = 0; k < kMiniatures; ++k) add(tally.hits[k], hits_[k]);
+    add(tally.lookups, lookups_);
+    add(tally.evicted, evicted_);
+  }
+
+  const TableView* const tables_;
+  const uint32_t now_;
+  const TableView* table_ = nullptr;
+  Ranking rankings_[kMiniatures];
+  ShortRanks short_ranks_[kMiniatures];
+  uint64_t hits_[kMiniatures];
+  uint64_t lookups_ = 0, evicted_ = 0;
+};
 
 }  // namespace
 
@@ -223,10 +271,10 @@ void simulate(const TableView* tables, const Batch& batch, const Visit& visit, i
   const std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
   if (sampled.empty()) return;
   const SampledSets sets(sampled);
-  parallel_for(kMiniatures * sets.size(), 8, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(sets.size(), 2, threads, [&](int64_t begin, int64_t end) {
+    Simulation simulation(tables, visit.now());
     for (int64_t i = begin; i < end; ++i) {
-      const auto k = static_cast<int>(i % kMiniatures);
-      simulate_set(tables, k, sets[i / kMiniatures], visit.now());
+      simulation.show(sets[i], sets[std::min(i + 1, end - 1)]);
     }
   });
 }

@@ -40,11 +40,14 @@ class Repeats {
       *select(repeats, &idle, &entry) = own;
       origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
       listed_[n] = at;
+      repeated_[at - begin - n] = at;
       n += !repeats;
     }
     return n;
   }
   const int64_t* listed() const { return listed_; }
+  // The other positions.
+  const int64_t* repeated() const { return repeated_; }
   // The position that the i-th of them repeats, or itself.
   int64_t origin(int64_t i) const { return first_ + origins_[i]; }
 
@@ -70,7 +73,7 @@ class Repeats {
   int64_t first_;
   uint32_t firsts_[1 << kBits];  // by a hash of the id, behind first_
   uint32_t origins_[kMost];
-  int64_t listed_[kMost];
+  int64_t listed_[kMost], repeated_[kMost];
   uint64_t given_[kMost];
 };
 

@@ -73,6 +73,7 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
   const Widths widths = widths_of(table);
+  const TableRanks ranks(table, UINT32_MAX);
   const auto prefetch = [&](int64_t i) {
     const BucketChoice choice = buckets_of(table, entries.ids[i]);
     prefetch_line(table, choice.first);
@@ -84,7 +85,7 @@ void restore_entries(const TableView& table, const Entries& entries, const Displ
     const BucketChoice choice = buckets_of(table, entries.ids[i]);
     int64_t slot = free_slot(table, choice);
     if (slot == kNoSlot) {
-      const Victim victim = lowest_rank(table, choice, UINT32_MAX);
+      const Victim victim = lowest_rank(table, ranks, choice);
       if (victim.slot == kNoSlot || !(victim.rank < entries.rank(table.ranking(), i))) {
         ++displaced.counts[1];
         continue;

@@ -1,6 +1,8 @@
 // Moves the windows of CountedSteps.
 #include "hash_table/step_window.h"
 
+#include <algorithm>
+
 #include "common/parallel.h"
 #include "hash_table/cpu/bucket.h"
 
@@ -11,6 +13,8 @@ void follow_clock(const TableView& table, uint32_t now, int threads) {
   const CountedSteps before = table.counted;
   StepWindow window = *before.window;
   window.begin = now < CountedSteps::kWindow / 2 ? 0 : now - CountedSteps::kWindow / 2;
+  // The window ends at the last step at the latest: no step lies behind a wrap.
+  window.begin = std::min(window.begin, UINT32_MAX - CountedSteps::kDistance);
   const CountedSteps after{before.words, &window};
   parallel_for(table.num_buckets, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {

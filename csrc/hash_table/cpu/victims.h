@@ -22,7 +22,7 @@ namespace torchrec_hkv::hash_table::cpu {
 class Victims {
  public:
   Victims(const TableView* tables, const Batch& batch, int64_t missing, uint32_t pinned_from)
-      : tables_(tables), pinned_from_(pinned_from) {
+      : tables_(tables) {
     int32_t last = -1;
     for (int32_t f = 0; f < batch.num_features; ++f) {
       last = std::max(last, batch.feature_tables[f]);
@@ -30,6 +30,7 @@ class Victims {
     int64_t buckets = 0;
     for (int32_t t = 0; t <= last; ++t) {
       starts_.push_back(buckets);
+      ranks_.emplace_back(tables[t], pinned_from);
       buckets += tables[t].num_buckets;
     }
     if (buckets <= missing) kept_.resize(buckets);
@@ -37,7 +38,7 @@ class Victims {
 
   // The victim in two full buckets, or no slot.
   Victim lowest(int32_t t, const BucketChoice& choice) {
-    if (kept_.empty()) return lowest_rank(tables_[t], choice, pinned_from_);
+    if (kept_.empty()) return lowest_rank(tables_[t], ranks_[t], choice);
     return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second));
   }
 
@@ -56,14 +57,14 @@ class Victims {
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
     if (kept_.empty()) {
-      prefetch_ranks(table, choice.first);
-      prefetch_ranks(table, choice.second);
+      prefetch_ranks(table, ranks_[t], choice.first);
+      prefetch_ranks(table, ranks_[t], choice.second);
       return;
     }
     for (const uint32_t bucket : {choice.first, choice.second}) {
       const Kept kept = load(t, bucket);
       // One of several positions is used, and the rank of the next is known.
-      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, bucket);
+      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, ranks_[t], bucket);
     }
   }
 
@@ -77,7 +78,7 @@ class Victims {
   Victim lowest_in(int32_t t, uint32_t bucket) {
     Kept kept = load(t, bucket);
     if (!kept.known) {
-      const Lowest lowest = lowest_rank_in(tables_[t], bucket, pinned_from_);
+      const Lowest lowest = lowest_rank_in(tables_[t], ranks_[t], bucket);
       kept = Kept{lowest.positions, lowest.rank, true};
       store(t, bucket, kept);
     }
@@ -108,9 +109,9 @@ class Victims {
   };
 
   const TableView* tables_;
-  uint32_t pinned_from_;
-  std::vector<int64_t> starts_;  // of each table's buckets
-  std::vector<Words> kept_;      // of each bucket; empty: nothing is cached
+  std::vector<int64_t> starts_;    // of each table's buckets
+  std::vector<TableRanks> ranks_;  // of each table
+  std::vector<Words> kept_;        // of each bucket; empty: nothing is cached
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu
