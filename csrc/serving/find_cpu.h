@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/macros.h"
+#include "common/vectors_cpu.h"
 #include "serving/table.h"
 
 #ifdef __AVX2__
@@ -14,10 +15,20 @@
 
 namespace torchrec_hkv::serving::cpu {
 
-// GCC drops loops that only prefetch, unless there is a statement that it may not drop.
+// Into the second-level cache: a core has fewer requests to the first one under way at a time, and
+// it has no room for rows that are read some hundred rows later. GCC drops loops that only
+// prefetch, unless there is a statement that it may not drop.
 inline void prefetch_line(const void* at) {
-  __builtin_prefetch(at);
+  __builtin_prefetch(at, 0, 2);
   asm volatile("");
+}
+
+inline void prefetch_row(const char* row, int64_t bytes) {
+  const char* const end = row + bytes;
+  for (; end - row > 192; row += 256) {
+    unrolled<4>([&](auto k) { prefetch_line(row + 64 * k); });
+  }
+  for (; row < end; row += 64) prefetch_line(row);
 }
 
 // The positions of an id in a bucket, a bit each.
@@ -43,26 +54,8 @@ inline int position_of(const Bucket& bucket, int64_t id) {
   return found == 0 ? -1 : __builtin_ctz(found);
 }
 
-// A row that is read some hundred rows later: into the second-level cache, as the first has no
-// room.
-inline void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) {
-    __builtin_prefetch(row + at, 0, 2);
-    asm volatile("");
-  }
-}
-
 // The row of an id that a layer holds as erased.
 inline constexpr char kErased = 0;
-
-// Where an id is in a bucket: its row, &kErased, or null.
-inline const char* row_in(const Layer& layer, int64_t bucket, int64_t id, int64_t row_bytes) {
-  const Bucket& in = layer.buckets[bucket];
-  const int position = position_of(in, id);
-  if (position < 0) return nullptr;
-  if (is_erased(in.header, position)) return &kErased;
-  return layer.rows + (first_row_of(in.header) + position) * row_bytes;
-}
 
 // Finds the rows of some ids, in two steps, so that other work may be done while the buckets are on
 // their way from memory.
@@ -73,31 +66,22 @@ class Search {
     table_ = &table;
     ids_ = ids;
     n_ = n;
-    if (static_cast<int64_t>(choices_.size()) < n) choices_.resize(n);
-    for (int64_t i = 0; i < n; ++i) {
-      choices_[i] = choose(ids[i], table.base.geometry);
-      if (table.base.buckets != nullptr) prefetch_line(table.base.buckets + choices_[i].first);
-    }
-    if (table.changes.buckets == nullptr) return;
-    if (static_cast<int64_t>(changed_.size()) < n) changed_.resize(n);
-    for (int64_t i = 0; i < n; ++i) {
-      changed_[i] = choose(ids[i], table.changes.geometry);
-      prefetch_line(table.changes.buckets + changed_[i].first);
-    }
+    begin_in(table.base, buckets_);
+    begin_in(table.changes, changed_);
   }
 
   // rows[i] = the row of ids[i], or null where the table has none. Returns how many are null.
-  // prefetches: the rows that are found, into the second-level cache.
+  // prefetches: the rows that are found.
   int64_t finish(const char** rows, bool prefetches) {
-    const bool has_changes = table_->changes.buckets != nullptr;
-    if (has_changes) find_in<false>(table_->changes, changed_.data(), rows, prefetches);
-    if (table_->base.buckets == nullptr) {
-      if (!has_changes) std::fill_n(rows, n_, nullptr);
-    } else if (has_changes) {
-      find_in<true>(table_->base, choices_.data(), rows, prefetches);
-    } else {
-      find_in<false>(table_->base, choices_.data(), rows, prefetches);
+    prefetched_ = prefetches ? table_->row_bytes : 0;
+    const bool has_base = table_->base.buckets != nullptr;
+    if (table_->changes.buckets == nullptr) {
+      if (has_base) return n_ - find_in<false>(table_->base, buckets_.data(), rows);
+      std::fill_n(rows, n_, nullptr);
+      return n_;
     }
+    find_in<false>(table_->changes, changed_.data(), rows);
+    if (has_base) find_in<true>(table_->base, buckets_.data(), rows);
     int64_t unknown = 0;
     for (int64_t i = 0; i < n_; ++i) {
       if (rows[i] == &kErased) rows[i] = nullptr;
@@ -107,41 +91,63 @@ class Search {
   }
 
  private:
-  // kOnlyNull: looks for ids whose row is null, else for all.
+  void begin_in(const Layer& layer, std::vector<const Bucket*>& buckets) {
+    if (layer.buckets == nullptr) return;
+    if (static_cast<int64_t>(buckets.size()) < n_) buckets.resize(n_);
+    const Layer its = layer;
+    for (int64_t i = 0; i < n_; ++i) {
+      buckets[i] = its.buckets + choose(ids_[i], its.geometry).first;
+      prefetch_line(buckets[i]);
+    }
+  }
+
+  // kOnlyNull: looks for ids whose row is null, else for all. Returns how many rows it finds;
+  // erased ones are not counted.
   template <bool kOnlyNull>
-  void find_in(const Layer& layer, const Choice* choices, const char** rows, bool prefetches) {
-    const int64_t row_bytes = table_->row_bytes;
-    const int64_t prefetched = prefetches ? row_bytes : 0;
+  int64_t find_in(const Layer& layer, const Bucket* const* buckets, const char** rows) const {
+    const Layer its = layer;
+    const int64_t n = n_, row_bytes = table_->row_bytes, prefetched = prefetched_;
+    const int64_t* const ids = ids_;
+    int64_t known = 0;
+    // Whether the id may be in its second bucket.
+    const auto look = [=, &known](int64_t i, const Bucket& bucket) {
+      const uint32_t found = matches(bucket, ids[i]);
+      if (found == 0) {
+        rows[i] = nullptr;
+        return has_spilled(bucket.header);
+      }
+      const int position = __builtin_ctz(found);
+      if (is_erased(bucket.header, position)) [[unlikely]] {
+        rows[i] = &kErased;
+        return false;
+      }
+      rows[i] = its.rows + (first_row_of(bucket.header) + position) * row_bytes;
+      prefetch_row(rows[i], prefetched);
+      ++known;
+      return false;
+    };
     constexpr int64_t kBatch = 64;
     int64_t waiting[kBatch];
-    for (int64_t first = 0; first < n_; first += kBatch) {
-      const int64_t last = std::min(first + kBatch, n_);
+    const Bucket* seconds[kBatch];
+    for (int64_t first = 0; first < n; first += kBatch) {
+      const int64_t last = std::min(first + kBatch, n);
       int waits = 0;
       for (int64_t i = first; i < last; ++i) {
         if (kOnlyNull && rows[i] != nullptr) continue;
-        const char* const row = row_in(layer, choices[i].first, ids_[i], row_bytes);
-        rows[i] = row;
-        if (row != nullptr) prefetch_row(row, prefetched);
-        // Without a branch: nothing tells where an id is.
-        const bool waits_for_second =
-            row == nullptr && has_spilled(layer.buckets[choices[i].first].header);
+        if (!look(i, *buckets[i])) continue;
         waiting[waits] = i;
-        prefetch_line(layer.buckets + (waits_for_second ? choices[i].second : choices[i].first));
-        waits += waits_for_second;
+        seconds[waits] = its.buckets + choose(ids[i], its.geometry).second;
+        prefetch_line(seconds[waits++]);
       }
-      for (int k = 0; k < waits; ++k) {
-        const int64_t i = waiting[k];
-        const char* const row = row_in(layer, choices[i].second, ids_[i], row_bytes);
-        rows[i] = row;
-        if (row != nullptr) prefetch_row(row, prefetched);
-      }
+      for (int k = 0; k < waits; ++k) look(waiting[k], *seconds[k]);
     }
+    return known;
   }
 
   const Table* table_ = nullptr;
   const int64_t* ids_ = nullptr;
-  int64_t n_ = 0;
-  std::vector<Choice> choices_, changed_;
+  int64_t n_ = 0, prefetched_ = 0;
+  std::vector<const Bucket*> buckets_, changed_;
 };
 
 }  // namespace torchrec_hkv::serving::cpu

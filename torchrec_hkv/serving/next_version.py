@@ -17,7 +17,7 @@ from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
-from torchrec_hkv.serving.table_file import TableFile, place_layer
+from torchrec_hkv.serving.table_file import CHANGES_LOAD, TableFile, place_layer
 from torchrec_hkv.serving.tables import Changes, HotRows, ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
 
@@ -123,7 +123,7 @@ class NextVersion:
         self._check_range(table, rows)
         data = row_formats.to_bytes(rows, table.row_format, table.unit)
         merged = _merged(table.changes, ids, data, erased)
-        index, order = place_layer(merged.ids, merged.is_erased)
+        index, order = place_layer(merged.ids, merged.is_erased, CHANGES_LOAD)
         changes = Changes(
             merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
         )

@@ -17,7 +17,15 @@ from torchrec_hkv import checksums
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.row_formats import RowFormat
 
-__all__ = ["BUCKET_BYTES", "TableFile", "build_layer", "geometry_of", "ops", "place_layer"]
+__all__ = [
+    "BUCKET_BYTES",
+    "CHANGES_LOAD",
+    "TableFile",
+    "build_layer",
+    "geometry_of",
+    "ops",
+    "place_layer",
+]
 
 _ops = torch.ops.torchrec_hkv
 _PAGE = 4096
@@ -27,16 +35,22 @@ BUCKET_BYTES = 64
 #: Largest number of ids in a block, so that a block's index fits into a core's cache while it is
 #: built.
 _BLOCK_IDS = 26000
+#: Load of the index of a file.
+_LOAD = 0.93
+#: Load of the index of changes. A lookup looks for all ids there first, and most are not there: an
+#: id's second bucket is then read, too, if some ids of its first one are in theirs. At this load,
+#: that is so for 3 % of the buckets, and at that of a file for half of them.
+CHANGES_LOAD = 0.5
 
 
-def geometry_of(entries: int) -> tuple[int, int]:
-    """``(blocks, buckets in each)`` of the index for this many ids. The load is at least .91 from
-    some hundred ids on."""
+def geometry_of(entries: int, load: float = _LOAD) -> tuple[int, int]:
+    """``(blocks, buckets in each)`` of the index for this many ids. From some hundred ids on, the
+    load is at most .02 less than ``load``."""
     blocks = max(1, -(-entries // _BLOCK_IDS))
     ids = entries / blocks
     # Ids fall into blocks at random: leave room for 8 standard deviations above the mean.
     spread = 0.0 if blocks == 1 else 8.0 * math.sqrt(ids)
-    wanted = max(ids / 0.93, (ids + spread) / 0.985)
+    wanted = max(ids / load, (ids + spread) / 0.985)
     return blocks, max(1, math.ceil(wanted / _BUCKET_IDS))
 
 
@@ -142,8 +156,8 @@ def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tupl
     return index, data.index_select(0, order)
 
 
-def place_layer(ids: Tensor, erased: Tensor | None) -> tuple[Tensor, Tensor]:
+def place_layer(ids: Tensor, erased: Tensor | None, load: float = _LOAD) -> tuple[Tensor, Tensor]:
     """Like :func:`build_layer`, but returns the order of the rows instead: int64 ``[n]``, the
-    number of each row in ``ids``."""
-    blocks, buckets = geometry_of(ids.numel())
+    number of each row in ``ids``. ``load`` is that of the index."""
+    blocks, buckets = geometry_of(ids.numel(), load)
     return _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)

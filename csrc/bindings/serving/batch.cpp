@@ -83,8 +83,11 @@ std::vector<int64_t> feature_offsets(const ServingBatch& batch) {
     const at::Tensor sums = batch.lengths.sum({1}, false, at::kLong).cpu();
     std::copy_n(sums.const_data_ptr<int64_t>(), batch.features, offsets.data() + 1);
   } else {
-    for_each_bag(
-        batch, [&](int64_t bag, int64_t length) { offsets[bag / batch.batch_size + 1] += length; });
+    int64_t feature = 0, end = batch.batch_size;  // a division takes as long as an id's lookup
+    for_each_bag(batch, [&](int64_t bag, int64_t length) {
+      for (; bag >= end; end += batch.batch_size) ++feature;
+      offsets[feature + 1] += length;
+    });
   }
   for (int64_t feature = 0; feature < batch.features; ++feature) {
     TORCH_CHECK_VALUE(offsets[feature + 1] >= 0, "lengths of feature ", feature, " add up to ",
