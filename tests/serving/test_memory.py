@@ -9,6 +9,7 @@ import torch
 
 from tests.support.served import SEEDS, batch_of
 from torchrec_hkv import serving
+from torchrec_hkv.serving.resident_file import read_resident
 
 
 def mapped_files() -> str:
@@ -26,18 +27,21 @@ def test_same_outputs(served, mapped):
     assert (f"{folder}/rows-0000.table" in mapped_files()) == mapped
 
 
+@pytest.mark.parametrize("size", [0, 1, 5000, 3 << 20, (64 << 20) + 17])
+def test_resident_file(tmp_path, size):
+    """Aligned to cache lines, also for sizes that are no multiple of a page or of a piece."""
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    path = tmp_path / "data"
+    path.write_bytes(data.numpy().tobytes())
+    got = read_resident(path, size)
+    assert torch.equal(got, data)
+    assert got.data_ptr() % 64 == 0
+    with pytest.raises(ValueError, match=f"ends at byte {size}, but must have {size + 1} bytes"):
+        read_resident(path, size + 1)
+
+
 def test_resident_memory():
-    """Aligned to cache lines, also for sizes that are no multiple of a page."""
     ops = torch.ops.torchrec_hkv
-    for size in (0, 1, 5000, 3 << 20):
-        data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        got = ops.serving_resident(data)
-        assert torch.equal(got, data)
-        assert size == 0 or got.data_ptr() != data.data_ptr()
-        assert got.data_ptr() % 64 == 0
-    torch.library.opcheck(ops.serving_resident.default, (data,))
     # Its contents are undefined, so that results of two runs may differ.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.serving_memory, (5000,), test_utils=checks)
-    with pytest.raises(TypeError, match="data must be of dtype"):
-        ops.serving_resident(torch.zeros(2))

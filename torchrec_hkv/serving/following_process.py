@@ -32,6 +32,7 @@ from torchrec_hkv.serving.manifest import Manifest
 from torchrec_hkv.serving.model import ServingModel, Version
 from torchrec_hkv.serving.opening import open_tables
 from torchrec_hkv.serving.page_cache import warm
+from torchrec_hkv.serving.resident_file import read_resident
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -195,12 +196,8 @@ class _Held:
     """Tensors of a file, in this process's memory."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        size = path.stat().st_size
-        data = torch.empty(0, dtype=torch.uint8)
-        if size > 0:
-            data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        is_cpu = device.type == "cpu"
-        self._data = torch.ops.torchrec_hkv.serving_resident(data) if is_cpu else data.to(device)
+        data = read_resident(path, path.stat().st_size)
+        self._data = data if device.type == "cpu" else data.to(device)
 
     def tensor(self, place: tuple[int, str, list[int]]) -> Tensor:
         """The tensor at a place that :func:`following_worker.write_tensor` returned."""

@@ -82,11 +82,6 @@ def _(ids: Tensor, blocks: int) -> Tensor:
     return torch.empty_like(ids)
 
 
-@torch.library.register_fake("torchrec_hkv::serving_resident")
-def _(data: Tensor) -> Tensor:
-    return torch.empty_like(data)
-
-
 @torch.library.register_fake("torchrec_hkv::serving_memory")
 def _(bytes: int) -> Tensor:
     return torch.empty(bytes, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_hkv import checksums
 from torchrec_hkv.serving import ops, row_formats
+from torchrec_hkv.serving.resident_file import read_resident
 from torchrec_hkv.serving.row_formats import RowFormat
 
 __all__ = [
@@ -115,9 +116,10 @@ class TableFile:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
         if size != self.num_bytes:
             raise ValueError(f"{path} has {size} bytes, but its table takes {self.num_bytes}.")
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if resident:
-            data = _ops.serving_resident(data)
+            data = read_resident(path, size)
+        else:
+            data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         index = data[: self.index_bytes].view(torch.int64)
         rows = data[self.rows_at :].view(self.entries, self.row_bytes)
         return index.view(self.blocks, self.block_buckets, 8), rows

@@ -1,13 +1,10 @@
-// Where the tables are: torchrec_hkv::serving_memory gives memory of this process, serving_resident
-// a copy of a table in it; serving_expect_random and serving_read_pages prepare a mapped table.
+// Where the tables are: torchrec_hkv::serving_memory gives memory of this process;
+// serving_expect_random and serving_read_pages prepare a mapped table.
 #include <ATen/ops/empty.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>
 
-#include <cstring>
-
-#include "runtime/checks.h"
 #include "runtime/growing_memory.h"
 
 namespace torchrec_hkv::bindings {
@@ -22,16 +19,6 @@ at::Tensor serving_memory(int64_t bytes) {
   std::shared_ptr<GrowingMemory> memory = make_growing_memory(Place::kHost, bytes, at::kCPU);
   memory->grow(bytes);
   return at::from_blob(memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
-}
-
-at::Tensor serving_resident(const at::Tensor& data) {
-  check_dtype(data, "data", at::kByte);
-  TORCH_CHECK_VALUE(data.is_contiguous(), "data must be contiguous.");
-  at::Tensor copy = serving_memory(data.numel());
-  if (data.numel() > 0) {
-    std::memcpy(copy.data_ptr<uint8_t>(), data.const_data_ptr<uint8_t>(), data.numel());
-  }
-  return copy.view(data.sizes());
 }
 
 // Advice about a range of bytes of a mapped file, from the page on in which it begins. Whether the
@@ -76,7 +63,6 @@ bool serving_read_pages(const at::Tensor& data, int64_t begin, int64_t end) {
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_memory(int bytes) -> Tensor");
-  m.def("serving_resident(Tensor data) -> Tensor");
   m.def("serving_expect_random(Tensor data, bool huge) -> ()");
   m.def("serving_read_pages(Tensor data, int begin, int end) -> bool", &serving_read_pages);
 }
@@ -86,7 +72,5 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CompositeExplicitAutograd, m) {
   m.impl("serving_memory", &serving_memory);
   m.impl("serving_expect_random", &serving_expect_random);
 }
-
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("serving_resident", &serving_resident); }
 
 }  // namespace torchrec_hkv::bindings
