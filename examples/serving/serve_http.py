@@ -221,7 +221,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     model = serving.load(given.model, given.device)
     if given.deltas is not None:
-        serving.follow(model, given.deltas, process=True)
+        serving.follow(model, given.deltas)
     app = make_app(model, given.max_batch, given.wait_ms / 1000)
     # Python's collections otherwise visit all objects that were imported and loaded, which takes a
     # tenth of a second.

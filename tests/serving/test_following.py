@@ -137,7 +137,7 @@ def read_while_applied(rank, world_size, device, folder: Path):
     for reader in readers:
         reader.start()
     versions = [outputs_of(model, 7, 5)]
-    follower = serving.follow(served, folder / "chain", every=0.01)
+    follower = serving.follow(served, folder / "chain", every=0.01, process=False)
     try:
         for step in range(6):
             train(model, 1, seed=100 + step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from tests.support.served import SEEDS, batch_of, make_served, outputs_of, train
 from torchrec_hkv import checkpoint, serving
+from torchrec_hkv.serving.following import Follower
+from torchrec_hkv.serving.following_process import ProcessFollower
 
 
 def outputs(model) -> list[dict[str, torch.Tensor]]:
@@ -85,6 +88,32 @@ def followed(rank, world_size, device, folder: Path, rows: str | None, knows: bo
 
 
 @pytest.mark.slow
+def polled(rank, world_size, device, folder: Path) -> None:
+    model, writer = begun(folder, device)
+    chain = folder / "chain"
+    served = serving.load(folder / "model")
+    # By default another process works where a thread polls.
+    with pytest.raises(ValueError, match="every is -1"):
+        serving.follow(served, chain, every=-1)
+    assert type(serving.follow(served, chain, every=None)) is Follower
+    served._follower.stop()
+    served = serving.load(folder / "model")
+    follower = serving.follow(served, chain, every=0.05)
+    assert type(follower) is ProcessFollower
+    want = written(model, writer, 1000)
+    deadline = time.monotonic() + 120
+    while served.freshness().number != 1 and time.monotonic() < deadline:
+        assert served.freshness().error is None
+        time.sleep(0.05)
+    assert_served(served, want)
+    follower.stop()
+
+
+@pytest.mark.timeout(900)
+def test_default(run_ranks, tmp_path):
+    run_ranks(1, polled, tmp_path, timeout=400)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("rows", "knows"), [(None, True), ("int8", False)])
 def test_followed(rows, knows, run_ranks, tmp_path):

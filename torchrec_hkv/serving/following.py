@@ -27,7 +27,7 @@ def follow(
     *,
     every: float | None = 1.0,
     scratch: str | os.PathLike[str] | None = None,
-    process: bool = False,
+    process: bool | None = None,
 ) -> Follower:
     """Applies what a ``DeltaWriter`` writes while the model serves.
 
@@ -48,7 +48,7 @@ def follow(
         process: whether another process reads and merges checkpoints. Calls of the model then don't
             wait for the interpreter meanwhile. The process takes some seconds to start and memory
             for another copy of the changed rows, has a low priority, and passes each version
-            through a file in ``scratch``.
+            through a file in ``scratch``. None: yes if a thread polls.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -58,6 +58,8 @@ def follow(
         raise ValueError(f"every is {every!r}, but must be positive, or None.")
     if model._follower is not None and model._follower.is_following:
         raise ValueError(f"the model already follows {model._follower.folder}: stop that first.")
+    if process is None:
+        process = every is not None
     if process:
         from torchrec_hkv.serving.following_process import ProcessFollower
 
