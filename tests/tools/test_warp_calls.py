@@ -7,11 +7,16 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-#: A call on the right of &&, || or ?, which lanes skip whose condition is otherwise.
-SKIPPED = re.compile(r"(?:&&|\|\||\?)(?:(?!_sync\()[^;{}])*\b__\w+_sync\(")
+#: A call of all lanes of a warp: an instruction, or a method of ``Tile``.
+CALL = (
+    r"(?:\b__\w+_sync|(?:\bLanes::|\bTile<\w+>::|\btile\.)"
+    r"(?:any|ballot|bits_of_all|largest|of_lane|of_lane_before|reduce|sum))\("
+)
+#: One on the right of &&, || or ?, which lanes skip whose condition is otherwise.
+SKIPPED = re.compile(rf"(?:&&|\|\||\?)(?:(?!{CALL})[^;{{}}])*{CALL}")
 
 #: Conditions that are alike for all lanes of a warp.
-UNIFORM = re.compile(r"(?:\bscaled|\bkWeighted|\bturn < 2)\s*$")
+UNIFORM = re.compile(r"(?:\bscaled|\bkScaled|\bkWeighted|\bturn < 2|\bkAlone|\bkLanes == kWarp)\s*$")
 
 
 def _skipped(source: str) -> list[str]:
@@ -42,5 +47,7 @@ def test_lanes_come_from_votes():
 def test_what_is_found():
     bad = "const bool same = counted && entry == __shfl_sync(kAllLanes, entry, first);"
     assert _skipped(bad) == ["const bool same = counted && entry == __shfl_sync("]
+    bad = "goes_on = last && (Lanes::ballot(ends) >> 1) == 0;"
+    assert _skipped(bad) == ["goes_on = last && (Lanes::ballot("]
     assert not _skipped("if (__all_sync(kAllLanes, a || b)) f();")
     assert not _skipped("const float factor = kWeighted ? __shfl_sync(lanes, w, of) : 1.0f;")
