@@ -27,17 +27,18 @@ def test_same_outputs(served, mapped):
     assert (f"{folder}/rows-0000.table" in mapped_files()) == mapped
 
 
-@pytest.mark.parametrize("size", [0, 1, 5000, 3 << 20, (64 << 20) + 17])
-def test_resident_file(tmp_path, size):
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 4096, 5000, 8 << 20, (24 << 20) + 17])
+def test_resident_file(tmp_path, size, direct):
     """Aligned to cache lines, also for sizes that are no multiple of a page or of a piece."""
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     path = tmp_path / "data"
     path.write_bytes(data.numpy().tobytes())
-    got = read_resident(path, size)
+    got = read_resident(path, size, direct)
     assert torch.equal(got, data)
     assert got.data_ptr() % 64 == 0
     with pytest.raises(ValueError, match=f"ends at byte {size}, but must have {size + 1} bytes"):
-        read_resident(path, size + 1)
+        read_resident(path, size + 1, direct)
 
 
 def test_resident_memory():

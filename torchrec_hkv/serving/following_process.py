@@ -196,7 +196,8 @@ class _Held:
     """Tensors of a file, in this process's memory."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        data = read_resident(path, path.stat().st_size)
+        # Another process has just written it.
+        data = read_resident(path, path.stat().st_size, direct=False)
         self._data = data if device.type == "cpu" else data.to(device)
 
     def tensor(self, place: tuple[int, str, list[int]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,19 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, host_memory
 from torchrec_hkv.serving import ops as _registered  # noqa: F401
 
-_PIECE = 32 << 20
-#: Reads in flight. Threads spend them in the system, so that they may be more than cores.
+_PIECE = 8 << 20
+#: Reads in flight. Threads wait in the system, so that they may be more than cores.
 _THREADS = 4
 
 
-def read_resident(path: Path, size: int) -> Tensor:
+def read_resident(path: Path, size: int, direct: bool = True) -> Tensor:
     """The first ``size`` bytes of a file, in huge pages where the system grants them.
 
     Args:
         path: the file.
         size: number of bytes.
+        direct: whether to bypass the page cache where the file system can: for files that are not
+            in it, and of which it should not hold another copy.
 
     Returns:
         uint8 ``[size]``, aligned to cache lines.
@@ -30,22 +34,17 @@ def read_resident(path: Path, size: int) -> Tensor:
         OSError: the file can't be read.
         ValueError: the file is shorter.
     """
-    data: Tensor = torch.ops.torchrec_hkv.serving_memory(size)
-    view = memoryview(data.numpy())
-    file = os.open(path, os.O_RDONLY)
+    data: Tensor = torch.ops.torchrec_hkv.serving_memory(-(-size // BLOCK) * BLOCK)
+    view = host_memory(data)
+    with contextlib.closing(BlockFile(path, os.O_RDONLY, direct)) as file:
 
-    def read(begin: int) -> None:
-        end = min(begin + _PIECE, size)
-        while begin < end:
-            got = os.preadv(file, [view[begin:end]], begin)
-            if got == 0:
-                raise ValueError(f"{path} ends at byte {begin}, but must have {size} bytes.")
-            begin += got
+        def read(begin: int) -> None:
+            needed = min(_PIECE, size - begin)
+            got = file.read_blocks(view[begin : begin + _PIECE], begin, needed)
+            if got < needed:
+                raise ValueError(f"{path} ends at byte {begin + got}, but must have {size} bytes.")
 
-    try:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="read") as pool:
             for _ in pool.map(read, range(0, size, _PIECE)):
                 pass
-    finally:
-        os.close(file)
-    return data
+    return data[:size]
