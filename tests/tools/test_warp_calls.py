@@ -16,7 +16,9 @@ CALL = (
 SKIPPED = re.compile(rf"(?:&&|\|\||\?)(?:(?!{CALL})[^;{{}}])*{CALL}")
 
 #: Conditions that are alike for all lanes of a warp.
-UNIFORM = re.compile(r"(?:\bscaled|\bkScaled|\bkWeighted|\bturn < 2|\bkAlone|\bkLanes == kWarp)\s*$")
+UNIFORM = re.compile(
+    r"(?:\bscaled|\bkScaled|\bkWeighted|\bturn < 2|\bkAlone|\bkLanes == kWarp)\s*$"
+)
 
 
 def _skipped(source: str) -> list[str]:
