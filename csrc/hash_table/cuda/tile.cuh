@@ -1,8 +1,8 @@
 // A group of neighbouring lanes of a warp that work on one row together.
 //
-// The tiles of a warp take each step together, and a tile with nothing left to do takes part
-// without an effect. So the methods are instructions of the whole warp. With a mask of the tile's
-// lanes instead, the compiler would have each of them find out first which lanes have arrived.
+// The tiles of a warp take each step together; a tile with nothing left to do takes part without an
+// effect. So the methods are instructions of the whole warp. If their mask were that of the tile,
+// the compiler would put code before each of them that finds out which lanes have arrived.
 #pragma once
 
 #include <cstdint>
