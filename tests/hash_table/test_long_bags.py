@@ -4,9 +4,9 @@ float64 reduces them, and their gradients reach all rows."""
 import pytest
 import torch
 
-from tests.support.batches import Bags, random_ids, rows_by_id
+from tests.support.batches import rows_by_id
+from tests.support.filled_table import filled_table
 from tests.support.pairwise import pairwise
-from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 #: Around one and several chunks of 8, 16 and 32 positions.
 LENGTHS = (0, 8, 1, 17, 16, 0, 33, 32, 0, 200, 3, 64, 7, 9, 31, 1000, 15, 24, 0, 25, 65, 500)
@@ -24,13 +24,7 @@ RATE = 0.1
 )
 def test_equal_to_float64(device_type, dim, dtype, reduction):
     torch.manual_seed(dim)
-    names = random_ids(ROWS).unique()
-    spec = TableSpec("t", 4 * ROWS, dim, initializer=Uniform(-1, 1), dtype=dtype)
-    group = TableGroup([spec], [0], SGD(), device_type)
-    everyone = Bags.flat(names).to(device_type)
-    group.find_or_insert(everyone.ids, everyone.offsets, 1)
-    held = rows_by_id(group)
-    table = torch.stack([held[name] for name in names.tolist()]).double()
+    group, names, table = filled_table(ROWS, dim, dtype, device_type)
     lengths = torch.tensor(LENGTHS)[torch.randperm(len(LENGTHS))]
     batch, positions = len(lengths), int(lengths.sum())
     which = torch.randint(len(names), (positions,))

@@ -4,9 +4,8 @@ ids that have no row, which count with their initial ones."""
 import pytest
 import torch
 
-from tests.support.batches import Bags, random_ids, rows_by_id
+from tests.support.filled_table import filled_table
 from tests.support.pairwise import pairwise
-from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 #: Whole vectors of a CPU, parts of one, and what several passes over a row cover.
 WIDTHS = (1, 3, 4, 7, 8, 12, 16, 20, 32, 36, 56, 60, 64, 68, 100, 128, 132, 192, 256, 260, 512, 516)
@@ -23,19 +22,13 @@ ROWS, BATCH = 60, 37
 )
 def test_equal_to_float64(device_type, dim, dtype, reduction):
     torch.manual_seed(dim)
-    names = random_ids(ROWS).unique()
-    spec = TableSpec("t", 4 * ROWS, dim, initializer=Uniform(-1, 1), dtype=dtype)
-    group = TableGroup([spec], [0], SGD(), device_type)
-    everyone = Bags.flat(names).to(device_type)
-    group.find_or_insert(everyone.ids, everyone.offsets, 1)
-    held = rows_by_id(group)
-    table = torch.stack([held[name] for name in names.tolist()]).double()
+    group, names, table = filled_table(ROWS, dim, dtype, device_type)
     # Five ids leave the table, and count with the rows that they began with.
     which = torch.randint(ROWS, (BATCH * 5,))
     lengths = torch.tensor([0, 9] * BATCH)[:BATCH]
     lengths[-1] = 5 * BATCH - int(lengths[:-1].sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    group.erase(everyone.ids[:5], None, 1)
+    group.erase(names[:5].to(device_type), None, 1)
     ids, ends = names[which].to(device_type), offsets.to(device_type)
     weights = torch.rand(len(which)) + 0.5 if "weighted" in reduction else None
     pooled = group.pooled_lookup(

@@ -87,7 +87,6 @@ def followed(rank, world_size, device, folder: Path, rows: str | None, knows: bo
     assert served.freshness().error is None
 
 
-@pytest.mark.slow
 def polled(rank, world_size, device, folder: Path) -> None:
     model, writer = begun(folder, device)
     chain = folder / "chain"
@@ -109,11 +108,13 @@ def polled(rank, world_size, device, folder: Path) -> None:
     follower.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_default(run_ranks, tmp_path):
     run_ranks(1, polled, tmp_path, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("rows", "knows"), [(None, True), ("int8", False)])
 def test_followed(rows, knows, run_ranks, tmp_path):

@@ -27,7 +27,7 @@ class BucketModel:
 
     @property
     def num_slots(self) -> int:
-        """Of all buckets."""
+        """Number of slots in all buckets."""
         return len(self.buckets) * self.bucket_slots
 
     def set_clock(self, clock: int) -> None:

@@ -69,6 +69,27 @@ inline FoundWords lowest_words(const WordRanks& ranks, const uint32_t* words, in
   return FoundWords{low.positions, (low.positions & ~same) != 0, far};
 }
 
+// The words of the lowest number that are not pinned. The number is UINT32_MAX if all are pinned.
+struct FreeWords {
+  LowestNumber lowest;
+  bool far;  // whether a word has kIsFar; nothing else is valid then
+};
+
+// number(words, distances from the begin of the window)
+template <typename Number>
+[[gnu::always_inline]] inline FreeWords lowest_free(const WordRanks& ranks, const uint32_t* words,
+                                                    int32_t n, const Number& number) {
+  const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
+  __m256i any = _mm256_setzero_si256();
+  const LowestNumber low = lowest_number(n, [&](int32_t p) {
+    const __m256i word = load_eight(words + p);
+    any = _mm256_or_si256(any, word);
+    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
+    return _mm256_or_si256(number(word, step), _mm256_cmpgt_epi32(step, last_free));
+  });
+  return FreeWords{low, _mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0};
+}
+
 // lowest_counted with aging, without the pinned words. Returns kUnknown if a word is far, or the
 // lowest count has high bits.
 inline Lowest lowest_free_aged(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
@@ -76,32 +97,21 @@ inline Lowest lowest_free_aged(const WordRanks& ranks, const CountedSteps& count
   // Counts with high bits are above kLowCount.
   constexpr uint32_t kMost = CountedSteps::kLowCount;
   const WholeRankLanes lanes(ranks.ranking, kMost + 1);
-  const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
-  __m256i any = _mm256_setzero_si256();
-  const LowestNumber low = lowest_number(n, [&](int32_t p) {
-    const __m256i word = load_eight(counted.words + base + p);
-    any = _mm256_or_si256(any, word);
-    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
-    return _mm256_or_si256(lanes.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step),
-                           _mm256_cmpgt_epi32(step, last_free));
-  });
-  if (_mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0) return kUnknown;
-  if (low.number == UINT32_MAX) return kAllPinned;
-  return lowest_of_some(ranks, counted, base, low.positions, kMost);
+  const FreeWords found =
+      lowest_free(ranks, counted.words + base, n, [&](__m256i word, __m256i step) {
+        return lanes.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step);
+      });
+  if (found.far) return kUnknown;
+  if (found.lowest.number == UINT32_MAX) return kAllPinned;
+  return lowest_of_some(ranks, counted, base, found.lowest.positions, kMost);
 }
 
 // lowest_counted under LFU, without the pinned words; as lowest_free_aged.
 inline Lowest lowest_free_count(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
                                 int32_t n) {
-  const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
-  __m256i any = _mm256_setzero_si256();
-  const LowestNumber low = lowest_number(n, [&](int32_t p) {
-    const __m256i word = load_eight(counted.words + base + p);
-    any = _mm256_or_si256(any, word);
-    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
-    return _mm256_or_si256(word, _mm256_cmpgt_epi32(step, last_free));
-  });
-  if (_mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0) return kUnknown;
+  const auto [low, far] =
+      lowest_free(ranks, counted.words + base, n, [](__m256i word, __m256i) { return word; });
+  if (far) return kUnknown;
   if (low.number == UINT32_MAX) return kAllPinned;
   const uint32_t count = low.number >> CountedSteps::kStepBits;
   if (count > CountedSteps::kLowCount) return kUnknown;

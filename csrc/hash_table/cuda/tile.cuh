@@ -29,7 +29,7 @@ struct Tile {
   __device__ __forceinline__ static bool any(bool value) {
     return kLanes == kWarp ? value : __any_sync(kAllLanes, value);
   }
-  // Of the lane before; the first lane gets its own value.
+  // The value of the previous lane. The first lane gets its own.
   template <typename T>
   __device__ __forceinline__ static T of_lane_before(T value) {
     return __shfl_up_sync(kAllLanes, value, 1, kLanes);

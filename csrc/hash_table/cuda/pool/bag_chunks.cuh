@@ -65,7 +65,8 @@ struct BagChunks : Tile<kLanes> {
   uint32_t bag_begins;
   uint32_t at;         // the next position
   int64_t ends, slot;  // being loaded: of the lane's bag and position
-  // Of the first bag that is not done, if it has been checked: positions from `at` on, and scale.
+  // For the first bag that is not done, once its offsets have been checked: the number of its
+  // positions from `at` on, and its scale.
   int32_t left_in_bag = 0;
   float scale_of_bag = 1.0f;
 

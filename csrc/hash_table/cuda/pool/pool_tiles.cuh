@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       }
       if (kScaled) ring.scales[tag] = chunks.scale_of(chunk, pooling.weights);
       __syncwarp();
-      if (chunk.done != 0 && ends_here) {
+      if (ends_here) {
         const int last = chunk.end - 1;
         const int its_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
         uint32_t& its = ring.tags[(tags_of(group) + its_index) & (kTags - 1)];

@@ -1,4 +1,4 @@
-// Where the tables are: torchrec_hkv::serving_memory gives memory of this process;
+// Memory of the tables: torchrec_hkv::serving_memory gives memory of this process;
 // serving_expect_random and serving_read_pages prepare a mapped table.
 #include <ATen/ops/empty.h>
 #include <sys/mman.h>
