@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/global_pointer.h"
 #include "common/macros.h"
 
 namespace torchrec_hkv::hash_table {
@@ -100,7 +101,7 @@ struct Pooling {
 // after the other. Char: char, or const char for reading.
 template <typename Char>
 struct Output {
-  Char* data;
+  GlobalPointer<Char> data;
   int64_t stride;  // columns of all features; 0 if features have different numbers of bags
   RowType type;
 

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/global_pointer.h"
 #include "common/hashing.h"
 #include "common/macros.h"
 #include "common/scores.h"
@@ -19,9 +20,9 @@
 namespace torchrec_hkv::hash_table {
 
 struct EvictedMemory {
-  uint16_t* marks;   // [entries], 0: free; null: the table remembers no ids
-  uint64_t entries;  // 1 to 2^32
-  uint16_t* halves;  // [entries] halves of counts; null: no counts are remembered
+  GlobalPointer<uint16_t> marks;   // [entries], 0: free; null: the table remembers no ids
+  uint64_t entries;                // 1 to 2^32
+  GlobalPointer<uint16_t> halves;  // [entries] halves of counts; null: no counts are remembered
 
   struct Place {
     uint64_t entry;

@@ -27,6 +27,7 @@
 
 #include <cstdint>
 
+#include "common/global_pointer.h"
 #include "common/macros.h"
 
 namespace torchrec_hkv::hash_table {
@@ -62,8 +63,8 @@ struct Regions {
 };
 
 struct Frames {
-  unsigned long long* tags;  // [num_sets]; null: all rows are in one memory
-  uint32_t* crowded;         // [num_sets]
+  GlobalPointer<unsigned long long> tags;  // [num_sets]; null: all rows are in one memory
+  GlobalPointer<uint32_t> crowded;         // [num_sets]
   int64_t num_slots;
   int64_t num_sets;  // of all regions, at least 2
   int64_t region_slots;

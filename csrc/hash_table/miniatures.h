@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/global_pointer.h"
 #include "common/hashing.h"
 #include "common/macros.h"
 #include "hash_table/aged_lfu.h"
@@ -78,8 +79,9 @@ struct MiniatureSize {
 
 // The miniatures of a table, in the memory of the device that runs the kernels.
 struct Miniatures {
-  uint32_t* entries;  // [kMiniatures][sets][3][kMiniatureWays]; null: the table has none
-  MiniatureTally* tally;
+  GlobalPointer<uint32_t>
+      entries;  // [kMiniatures][sets][3][kMiniatureWays]; null: the table has none
+  GlobalPointer<MiniatureTally> tally;
   MiniatureSize size;
   uint64_t sampled;  // of 2^32 ids
 

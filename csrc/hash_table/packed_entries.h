@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "common/global_pointer.h"
 #include "common/hashing.h"
 #include "common/macros.h"
 
@@ -58,8 +59,8 @@ HKV_HOST_DEVICE uint64_t unpack_hash(const PackedId& id, uint16_t digest) {
 
 // The sectors of a table, and the position of a slot in them.
 struct PackedEntries {
-  uint32_t* words;      // [num_buckets][bucket_sectors][8]
-  uint64_t reciprocal;  // 2^64 / bucket_slots, rounded up; 0 for one slot
+  GlobalPointer<uint32_t> words;  // [num_buckets][bucket_sectors][8]
+  uint64_t reciprocal;            // 2^64 / bucket_slots, rounded up; 0 for one slot
   int32_t bucket_sectors;
   int32_t bucket_words;  // of its sectors
 

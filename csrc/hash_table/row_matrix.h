@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/global_pointer.h"
 #include "common/macros.h"
 
 namespace torchrec_hkv::hash_table {
@@ -12,8 +13,8 @@ namespace torchrec_hkv::hash_table {
 // others are not read, and are returned as zeros. The elements have the tables' type, or float32 if
 // the tables have several types or rows of 8 bits.
 struct RowMatrix {
-  char* data;       // null: no matrix
-  int32_t columns;  // of a row
+  GlobalPointer<char> data;  // null: no matrix
+  int32_t columns;           // of a row
   RowType type;
 
   HKV_HOST_DEVICE int64_t bytes() const {

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "common/global_pointer.h"
 #include "common/hashing.h"
 #include "common/initial_rows.h"
 #include "common/macros.h"
@@ -56,8 +57,8 @@ enum Counter : int32_t {
 
 // Rows or states: a vector for each slot and, if the table has frames, for each frame.
 struct RowStore {
-  char* backing;  // [num_slots][width]; in host memory if there are frames
-  char* frames;   // [num frames][width]; null: no vector has a frame
+  GlobalPointer<char> backing;  // [num_slots][width]; in host memory if there are frames
+  GlobalPointer<char> frames;   // [num frames][width]; null: no vector has a frame
   int32_t width;
   RowType type;
 
@@ -74,26 +75,26 @@ struct RowStore {
 };
 
 struct TableView {
-  uint16_t* digests;     // [num_buckets][64]
-  int64_t* ids;          // [num_slots]; null: packed
-  uint32_t* last_steps;  // [num_slots] step of the last training lookup; null: packed, or with the
-                         // counts
+  GlobalPointer<uint16_t> digests;     // [num_buckets][64]
+  GlobalPointer<int64_t> ids;          // [num_slots]; null: packed
+  GlobalPointer<uint32_t> last_steps;  // [num_slots] step of the last training lookup; null:
+                                       // packed, or with the counts
   // Ids and last steps of a packed table: on a GPU, under LRU, the only table of its group.
   PackedEntries entries;
-  uint32_t* oldest;  // [num_buckets][kGroups] lower bound of the last steps of the group's entries;
-                     // packed tables only
-  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps, and if there
-                     // are counts
-  CountedSteps counted;   // under kLfu and kAgedLfu on a CPU: counts and last steps
-  AgedLfu* aged;          // on the table's device; null unless the policy is kAgedLfu
-  Miniatures miniatures;  // under kAgedLfu, if they choose AgedLfu::c
+  GlobalPointer<uint32_t> oldest;  // [num_buckets][kGroups] lower bound of the last steps of the
+                                   // group's entries; packed tables only
+  GlobalPointer<uint64_t> scores;  // [num_slots]; null under LRU, whose scores are the last steps,
+                                   // and if there are counts
+  CountedSteps counted;            // under kLfu and kAgedLfu on a CPU: counts and last steps
+  GlobalPointer<AgedLfu> aged;     // on the table's device; null unless the policy is kAgedLfu
+  Miniatures miniatures;           // under kAgedLfu, if they choose AgedLfu::c
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;
   EvictedMemory evicted;
-  uint64_t* counters;       // [kNumCounters]
-  int64_t* optimizer_step;  // updates of the table so far
-  int64_t first_slot;       // of this table among the slots of its group
+  GlobalPointer<uint64_t> counters;       // [kNumCounters]
+  GlobalPointer<int64_t> optimizer_step;  // updates of the table so far
+  int64_t first_slot;                     // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
   // Of half as many buckets, how many are yet to be split (grow.h); 0: none. CPU only.

@@ -70,7 +70,7 @@ struct Range {
 
 // The array that holds last steps.
 const uint32_t* words_of_steps(const TableView& table) {
-  return table.counted.kept() ? table.counted.words : table.last_steps;
+  return table.counted.kept() ? table.counted.words : table.last_steps.get();
 }
 
 Masks look_at(const TableView& table, const SlotComparison& of, int64_t bucket) {

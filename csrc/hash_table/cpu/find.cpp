@@ -162,7 +162,7 @@ class Finder {
   // prefetched already.
   [[gnu::always_inline]] void prefetch_touched(int64_t slot, bool maybe) {
     const uint32_t* const steps =
-        kTouch == Touch::kCount ? table_.counted.words : table_.last_steps;
+        kTouch == Touch::kCount ? table_.counted.words : table_.last_steps.get();
     const char* const step = select(maybe, bytes(&steps[slot]), bytes(&idle_step_));
     if (shared_ && kTouch != Touch::kCount) {
       __builtin_prefetch(step);

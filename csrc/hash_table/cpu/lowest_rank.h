@@ -54,10 +54,10 @@ inline Victim lowest_rank(const TableView& table, const TableRanks& ranks,
 
 inline void prefetch_ranks(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
-  const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps;
+  const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps.get();
   prefetch_bytes(&steps[base], table.bucket_slots * sizeof(uint32_t));
   const uint64_t* const scores =
-      ranks.words.needs_rest() ? table.counted.window->rest : table.scores;
+      ranks.words.needs_rest() ? table.counted.window->rest : table.scores.get();
   if (scores != nullptr) prefetch_bytes(&scores[base], table.bucket_slots * sizeof(uint64_t));
 }
 

@@ -75,7 +75,7 @@ void mean_of(const float* a, const float* b, const float* third, int64_t n, floa
 bool writes_lines(const TableView& table) {
 #ifdef __AVX2__
   return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
-         reinterpret_cast<uintptr_t>(table.rows.backing) % kCacheLine == 0;
+         reinterpret_cast<uintptr_t>(table.rows.backing.get()) % kCacheLine == 0;
 #else
   return false;
 #endif

@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_elements(RowType to_type, char* to, RowType
 
 // Whether rows of a matrix and vectors of a table can be copied 16 bytes at a time.
 __device__ __forceinline__ bool in_vectors(const RowMatrix& matrix, RowType type, int32_t width) {
-  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(matrix.data));
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(matrix.data.get()));
   return matrix.type == type && (width * element_size(type) | matrix.bytes() | address) % 16 == 0;
 }
 

@@ -68,10 +68,10 @@ struct Claim {
 // Prefetches the ranks of both buckets of the id with this number, of `busy` ids that need a slot.
 // This happens shortly before they are read, because the buckets of all warps do not fit L2. By a
 // tile, whose first two lanes prefetch one bucket each. kOldest: as in claim_oldest.
-template <bool kOldest>
+template <bool kOldest, bool kOneTable>
 __device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
   if (lane > 1 || at >= busy) return;
-  const TableView& table = *claims[at].table;
+  const TableView& table = stored_table<kOneTable>(claims[at].table);
   // A prefetch must be aligned to 16 bytes.
   if (!kOldest && table.bucket_slots != kBucketDigests) return;
   const BucketChoice& choice = claims[at].choice;
@@ -131,6 +131,7 @@ struct Steps {
 // Finds slots for the ids of the first `busy` lanes, one tile for each id, if scores are last steps
 // and buckets have 64 slots. Loads the steps of the next id during the present one. Called by all
 // lanes.
+template <bool kOneTable>
 __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
@@ -139,15 +140,15 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
   const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
   const auto steps_of = [&](int at) {
     const Claim& claim = claims[min(at, busy - 1)];
-    return Steps(*claim.table, claim.choice, lane);
+    return Steps(stored_table<kOneTable>(claim.table), claim.choice, lane);
   };
   Steps steps = steps_of(tile);
-  prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
+  prefetch_ranks<true, kOneTable>(claims, tile + kTiles, busy, lane);
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
     Claim& mine = claims[min(at, busy - 1)];
     bool working = at < busy;
-    prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
+    prefetch_ranks<true, kOneTable>(claims, at + 2 * kTiles, busy, lane);
     for (;;) {
       uint32_t place = 0;
       const uint32_t least = steps.lowest(lane, &place);
@@ -158,9 +159,10 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
         if (least < pinned_from) {
           const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
           const int64_t slot = bucket * kBucketDigests + place % kBucketDigests;
-          lost = atomicCAS(&mine.table->last_steps[slot], least, now) != least;
+          const TableView& table = stored_table<kOneTable>(mine.table);
+          lost = atomicCAS(&table.last_steps[slot], least, now) != least;
           if (!lost) {
-            store_l2(&mine.table->digests[slot], mine.choice.digest);
+            store_l2(&table.digests[slot], mine.choice.digest);
             mine.place = Place{kReplaced, slot, least};
           }
         }
@@ -174,19 +176,20 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
 }
 
 // The same for any tables, without loading ahead. Called by all lanes.
+template <bool kOneTable>
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              RefuseLower refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  prefetch_ranks<false>(claims, tile, busy, lane);
+  prefetch_ranks<false, kOneTable>(claims, tile, busy, lane);
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
     Claim& mine = claims[min(at, busy - 1)];
-    const TableView& table = *mine.table;
+    const TableView& table = stored_table<kOneTable>(mine.table);
     bool working = at < busy;
-    prefetch_ranks<false>(claims, at + kTiles, busy, lane);
+    prefetch_ranks<false, kOneTable>(claims, at + kTiles, busy, lane);
     for (;;) {
       const Victim victim =
           victim_of_tile(lowest_of_lane(table, mine.choice, visit.pinned_from(), lane), table,
@@ -271,9 +274,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
         __syncwarp();
         if (__all_sync(kAllLanes, oldest || !busy)) {
-          claim_oldest(claims, asked, visit);  // its score, the step, is never too low
+          claim_oldest<kOneTable>(claims, asked, visit);  // its score, the step, is never too low
         } else {
-          claim_lowest(claims, asked, visit, placement.refuse_lower);
+          claim_lowest<kOneTable>(claims, asked, visit, placement.refuse_lower);
         }
         __syncwarp();
         if (busy) place = claim.place;

@@ -24,6 +24,7 @@
 #include "hash_table/cuda/clock.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/leavers.cuh"
+#include "hash_table/cuda/insert/miniature_lists.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
@@ -178,13 +179,22 @@ __device__ __forceinline__ void resolve_list(const TableView* tables, const Batc
   }
 }
 
+// kSimulates: also lists the ids that miniatures see.
+template <bool kSimulates>
 __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing,
+                   const SampleLists sampled) {
+  if (kSimulates) let_next_kernel_start();
   wait_for_kernel_before();
-  if (*missing.waiting == 0) return;  // no id was missing twice
-  for (const bool second : {false, true}) {
-    resolve_list(tables, batch, visit, placement, slots, missing, second);
+  if (*missing.waiting != 0) {  // an id was missing twice
+    for (const bool second : {false, true}) {
+      resolve_list(tables, batch, visit, placement, slots, missing, second);
+    }
+  }
+  if constexpr (kSimulates) {
+    __shared__ Joins joins;
+    list_sampled(joins, tables, batch, visit, sampled);
   }
 }
 
@@ -221,8 +231,8 @@ struct ScratchLayout {
   size_t order;    // for an insertion in the order of the batch
   size_t placed;   // positions whose ids were placed
   size_t moves;    // for rows that move into frames
-  size_t sampled;  // for miniatures: numbers of ids
-  size_t sampled_bytes;
+  size_t sampled;  // for miniatures: the ids that they see
+  size_t numbers;  // of these, by table
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
@@ -236,12 +246,9 @@ struct ScratchLayout {
       placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
-    bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
-    // The miniatures come last, when the rest of the scratch is free.
-    if (placement.simulates) bytes = max(bytes, miniature_scratch(num_ids));
-    sampled = aligned(bytes);
-    sampled_bytes = placement.simulates ? miniature_number_bytes(INT32_MAX) : 0;
-    bytes = sampled + sampled_bytes;
+    sampled = moves + aligned(settle_scratch(num_ids, placement.moving));
+    numbers = sampled + (placement.simulates ? aligned(num_ids * sizeof(Listed)) : 0);
+    bytes = numbers + (placement.simulates ? sample_number_bytes(kMostTables) : 0);
   }
 };
 
@@ -273,11 +280,12 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  auto* const sampled = reinterpret_cast<uint32_t*>(memory + layout.sampled);
+  const SampleLists sampled{reinterpret_cast<Listed*>(memory + layout.sampled),
+                            reinterpret_cast<uint32_t*>(memory + layout.numbers)};
   begin_kernel<<<1, kThreads, 0, stream>>>(
       clock, tick, missing, tables, batch, !placement.ordered,
-      aging.ages_counts ? aging.num_tables : 0, sampled,
-      placement.simulates ? miniature_number_bytes(aging.num_tables) : 0);
+      aging.ages_counts ? aging.num_tables : 0, sampled.numbers,
+      placement.simulates ? sample_number_bytes(aging.num_tables) : 0);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
@@ -313,8 +321,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, by_score,
                       stream);
   }
-  launch_chained(resolve_kernel, min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
-                 tables, batch, visit, rest, slots, missing);
+  const auto resolve = placement.simulates ? resolve_kernel<true> : resolve_kernel<false>;
+  launch_chained(resolve, min(grid, resident_blocks(resolve)), kThreads, stream, tables, batch,
+                 visit, rest, slots, missing, sampled);
   if (placement.ordered && placement.leavers.number != nullptr) {
     write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
   }
@@ -326,7 +335,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
                 placement.moving, memory + layout.moves, stream);
   }
   if (placement.simulates) {
-    simulate(tables, aging.num_tables, batch, visit, scratch, sampled, stream);
+    simulate(tables, aging.num_tables, batch, visit, sampled, stream);
   }
 }
 

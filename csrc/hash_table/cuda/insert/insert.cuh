@@ -19,8 +19,15 @@ namespace torchrec_hkv::hash_table::cuda {
 template <bool kOneTable>
 __device__ __forceinline__ const TableView* table_of_lane(const TableView* mine, int lane) {
   if (kOneTable) return mine;
-  return reinterpret_cast<const TableView*>(
-      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane));
+  return in_global(reinterpret_cast<const TableView*>(
+      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane)));
+}
+
+// The table that a pointer in shared memory refers to. A single table is a parameter of the launch,
+// the tables of a group are in global memory.
+template <bool kOneTable>
+__device__ __forceinline__ const TableView& stored_table(const TableView* stored) {
+  return kOneTable ? *stored : *in_global(stored);
 }
 
 // Lane of the n-th set bit of a mask, or the highest lane if there are fewer bits.
@@ -74,7 +81,8 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
 #pragma unroll 1
   for (int at = tile; at < number; at += kTiles) {
     const RowToWrite row = rows[at];
-    write_new_row<kRows>(kOneTable ? *mine : *row.table, row.source, row.slot, kNoFrame, lane);
+    write_new_row<kRows>(kOneTable ? *mine : stored_table<false>(row.table), row.source, row.slot,
+                         kNoFrame, lane);
   }
   __syncwarp();  // the next call writes there
 }

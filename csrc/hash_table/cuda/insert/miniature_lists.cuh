@@ -1,10 +1,9 @@
 // The ids of a batch that are in the samples of miniatures: a list for each table. A block lists an
-// id once, since a hot id may be most of the batch.
+// id once for each part of the batch, since a hot id may be most of the batch.
 #pragma once
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/lane_feature.cuh"
 #include "hash_table/miniature_use.h"
@@ -12,8 +11,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int kMostTables = 4096;  // of a group; later ones keep the c they begin with
-constexpr int kSampleRounds = 4;   // positions of a thread
-constexpr int kJoined = 512;       // ids that a block can join
+constexpr int kSampleRounds = 4;   // positions of a thread in a part
+constexpr int kJoined = 512;       // ids of a part that a block can join
 constexpr int kJoinProbes = 4;
 
 // Where a table's part of the list begins: it has room for all lookups of the table.
@@ -37,7 +36,7 @@ __device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given
   return saturated((high << 16) + low);
 }
 
-// An entry of a list: an id, and how many positions of a block have it.
+// An entry of a list: an id, and how many positions of a part have it.
 struct Listed {
   static constexpr int kWhereBits = 22;
   static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits);
@@ -59,7 +58,19 @@ struct Listed {
   }
 };
 
-// The ids of a block by table, set and tag, in shared memory.
+// Scratch of a call. A table's part of the ids has room for all of its lookups.
+struct SampleLists {
+  Listed* ids;        // [num_ids]
+  uint32_t* numbers;  // [tables] of listed ids
+};
+
+// Bytes of SampleLists::numbers.
+inline size_t sample_number_bytes(int32_t num_tables) {
+  return static_cast<size_t>(num_tables < kMostTables ? num_tables : kMostTables) *
+         sizeof(uint32_t);
+}
+
+// The ids of a part by table, set and tag, in shared memory.
 struct Joins {
   unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
   unsigned long long given[kJoined];
@@ -87,60 +98,64 @@ struct Joins {
 };
 
 // numbers: [tables], of the lists, zeros before.
-__device__ __forceinline__ void append(const Batch& batch, const Listed& id, Listed* list,
-                                       uint32_t* numbers) {
+__device__ __forceinline__ void append(const Batch& batch, const Listed& id,
+                                       const SampleLists& lists) {
   const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
-  const int64_t to = begin_of(batch, table) + atomicAdd(&numbers[table], 1u);
-  if (to < batch.num_ids) list[to] = id;  // invalid offsets may say otherwise
+  const int64_t to = begin_of(batch, table) + atomicAdd(&lists.numbers[table], 1u);
+  if (to < batch.num_ids) lists.ids[to] = id;  // invalid offsets may say otherwise
 }
 
-__global__ void __launch_bounds__(kThreads)
-    sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  Listed* __restrict__ list, uint32_t* __restrict__ numbers) {
-  __shared__ Joins joins;
-  enter_chain();
+// Lists the sampled ids of a batch. Called by all threads of all blocks of a launch; numbers: zeros
+// before it.
+__device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tables,
+                                             const Batch& batch, const Visit& visit,
+                                             const SampleLists& lists) {
   bool looks = false;  // whether the miniatures of some table look on
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
     const int32_t t = batch.feature_tables[f];
     looks |= t < kMostTables && miniatures_look_on(tables[t]);
   }
   if (!__syncthreads_or(looks)) return;
-  joins.clear();
-  __syncthreads();
+  constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
-  for (int round = 0; round < kSampleRounds; ++round) {
-    const int64_t at =
-        (static_cast<int64_t>(blockIdx.x) * kSampleRounds + round) * kThreads + threadIdx.x;
-    const int32_t feature = feature_of_lane(batch, at);
-    SampledId id{};
-    bool sampled = false;
-    if (at < batch.num_ids) {
-      const int32_t t = batch.feature_tables[feature];
-      sampled = t < kMostTables && miniatures_look_on(tables[t]) &&
-                tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &id);
-    }
-    const unsigned all = __ballot_sync(kAllLanes, sampled);
-    if (sampled) {
-      const unsigned equal =
-          __match_any_sync(all, static_cast<unsigned long long>(id.where) << 32 | id.tag);
-      id.given = saturated_sum(equal, id.given);
-      const auto number = static_cast<uint32_t>(__popc(equal));
-      const bool leads =
-          __ffs(static_cast<int>(equal)) - 1 == static_cast<int>(threadIdx.x % kWarp);
-      if (leads && !joins.add(id, number)) {
-        append(batch, Listed::make(id.where, id.tag, id.given, number), list, numbers);
+  for (int64_t part = blockIdx.x * kPart; part < batch.num_ids; part += gridDim.x * kPart) {
+    joins.clear();
+    __syncthreads();
+#pragma unroll 1
+    for (int round = 0; round < kSampleRounds; ++round) {
+      const int64_t at = part + round * kThreads + threadIdx.x;
+      const int32_t feature = feature_of_lane(batch, at);
+      SampledId id{};
+      bool sampled = false;
+      if (at < batch.num_ids) {
+        const int32_t t = batch.feature_tables[feature];
+        sampled = t < kMostTables && miniatures_look_on(tables[t]) &&
+                  tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &id);
       }
+      const unsigned all = __ballot_sync(kAllLanes, sampled);
+      if (sampled) {
+        const unsigned equal =
+            __match_any_sync(all, static_cast<unsigned long long>(id.where) << 32 | id.tag);
+        id.given = saturated_sum(equal, id.given);
+        const auto number = static_cast<uint32_t>(__popc(equal));
+        const bool leads =
+            __ffs(static_cast<int>(equal)) - 1 == static_cast<int>(threadIdx.x % kWarp);
+        if (leads && !joins.add(id, number)) {
+          append(batch, Listed::make(id.where, id.tag, id.given, number), lists);
+        }
+      }
+      __syncwarp();
     }
-    __syncwarp();
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kJoined; i += kThreads) {
-    if (joins.keys[i] == 0) continue;
-    append(batch,
-           Listed::make(static_cast<uint32_t>(joins.keys[i] >> 32),
-                        static_cast<uint32_t>(joins.keys[i]), saturated(joins.given[i]),
-                        joins.positions[i]),
-           list, numbers);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kJoined; i += kThreads) {
+      if (joins.keys[i] == 0) continue;
+      append(batch,
+             Listed::make(static_cast<uint32_t>(joins.keys[i] >> 32),
+                          static_cast<uint32_t>(joins.keys[i]), saturated(joins.given[i]),
+                          joins.positions[i]),
+             lists);
+    }
+    __syncthreads();  // the entries are cleared next
   }
 }
 

@@ -1,8 +1,8 @@
-// Miniatures on the GPU. The first kernel lists the sampled ids of each table
-// (miniature_lists.cuh). In the second one, a block has one set of each miniature, and a warp the
-// set of one miniature, two entries a lane. The block searches its table's list for the ids of the
-// set, and each warp processes them; equal ids among 32 count at once. The order of a list is
-// arbitrary and does not matter.
+// Miniatures on the GPU. The kernel before has listed the sampled ids of each table
+// (miniature_lists.cuh). A block has one set of each miniature, and a warp the set of one
+// miniature, two entries a lane. The block searches its table's list for the ids of the set, and
+// each warp processes them; equal ids among 32 count at once. The order of a list is arbitrary and
+// does not matter.
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -140,18 +140,20 @@ struct MiniatureSet {
 // A block a set, a warp a miniature.
 __global__ void __launch_bounds__(kSimulators)
     simulate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                    const Listed* __restrict__ lists, const uint32_t* __restrict__ numbers) {
+                    const SampleLists lists) {
   // The entries of this set in one part of the list.
   __shared__ Listed found[kPart];
   __shared__ uint32_t number_found;
   wait_for_kernel_before();
   const auto t = static_cast<int32_t>(blockIdx.y);
-  const int64_t begin = numbers[t] == 0 ? 0 : begin_of(batch, t);
+  const uint32_t listed = lists.numbers[t];
+  if (listed == 0) return;
+  const int64_t begin = begin_of(batch, t);
   const auto n = static_cast<uint32_t>(
-      min(static_cast<int64_t>(numbers[t]), max(batch.num_ids - begin, int64_t{0})));
+      min(static_cast<int64_t>(listed), max(batch.num_ids - begin, int64_t{0})));
   const Miniatures& miniatures = tables[t].miniatures;
   if (n == 0 || blockIdx.x >= miniatures.size.sets) return;
-  const Listed* const list = lists + begin;
+  const Listed* const list = lists.ids + begin;
   const int lane = threadIdx.x % kWarp;
   const int k = threadIdx.x / kWarp;
   uint32_t* const memory = miniatures.set_of(k, blockIdx.x);
@@ -234,20 +236,10 @@ __global__ void __launch_bounds__(kSimulators)
 
 }  // namespace
 
-size_t miniature_scratch(int64_t num_ids) { return static_cast<size_t>(num_ids) * sizeof(Listed); }
-
-size_t miniature_number_bytes(int32_t num_tables) {
-  return min(num_tables, kMostTables) * sizeof(uint32_t);
-}
-
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
-              void* scratch, uint32_t* numbers, cudaStream_t stream) {
-  auto* const list = static_cast<Listed*>(scratch);
-  const int64_t of_block = int64_t{kSampleRounds} * kThreads;
-  const auto blocks = static_cast<unsigned>((batch.num_ids + of_block - 1) / of_block);
-  launch_chained(sample_kernel, blocks, kThreads, stream, tables, batch, visit, list, numbers);
+              const SampleLists& lists, cudaStream_t stream) {
   const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(min(num_tables, kMostTables)));
-  launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, visit, list, numbers);
+  launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, visit, lists);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

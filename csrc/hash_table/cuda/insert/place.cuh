@@ -46,7 +46,7 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
   // Two digests share a word; if the neighbour changes meanwhile, tries again.
-  auto* word = reinterpret_cast<uint32_t*>(table.digests) +
+  auto* word = reinterpret_cast<uint32_t*>(table.digests.get()) +
                (static_cast<int64_t>(bucket) * kBucketDigests + position) / 2;
   const int shift = position % 2 * 16;
   uint32_t old = load_l2(word);

@@ -279,6 +279,11 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       }
     }
   }
+  if (given) {
+    slots[at] = result;
+    if (kTouch && found.there != nullptr) found.there[at] = there;
+    if (kTouch && found.writer != nullptr) found.writer[at] = first;
+  }
   if constexpr (kScores) {
     const unsigned lanes = __ballot_sync(kAllLanes, apart);
     if (apart) {
@@ -288,11 +293,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     count_touchers(touchers, entry, counted);
     __syncthreads();
     if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);
-  }
-  if (given) {
-    slots[at] = result;
-    if (kTouch && found.there != nullptr) found.there[at] = there;
-    if (kTouch && found.writer != nullptr) found.writer[at] = first;
   }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }

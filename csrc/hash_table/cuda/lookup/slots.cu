@@ -42,12 +42,12 @@ __device__ __forceinline__ void copy_pieces(char* to, const char* from, int32_t 
       const auto* row_from = reinterpret_cast<const char*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
       if (i >= all || row_to == nullptr || row_from == nullptr) continue;
-      held[k] = *reinterpret_cast<const Piece*>(row_from + at);
+      held[k] = *reinterpret_cast<const Piece*>(in_global(row_from) + at);
       its_to[k] = row_to + at;
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (its_to[k] != nullptr) *reinterpret_cast<Piece*>(its_to[k]) = held[k];
+      if (its_to[k] != nullptr) *reinterpret_cast<Piece*>(in_global(its_to[k])) = held[k];
     }
   }
 }
@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, float value) {
+  row = in_global(row);
   switch (type) {
     case RowType::kFloat16:
       atomicAdd(reinterpret_cast<__half*>(row) + c, __float2half_rn(value));

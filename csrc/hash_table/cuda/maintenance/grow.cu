@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kWarp)
 __global__ void __launch_bounds__(kThreads) count_kernel(TableView table, int64_t* number) {
   const int64_t vectors = static_cast<int64_t>(table.num_buckets) * kLineVectors;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  const uint4* digests = reinterpret_cast<const uint4*>(table.digests);
+  const uint4* digests = reinterpret_cast<const uint4*>(table.digests.get());
   int64_t entries = 0;
   for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
        v += stride) {

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads)
                 const uint32_t* __restrict__ last_steps) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   // A bucket has at least one slot.
-  if (slot < table.num_buckets) reinterpret_cast<uint4*>(table.oldest)[slot] = uint4{0, 0, 0, 0};
+  if (slot < table.num_buckets)
+    reinterpret_cast<uint4*>(table.oldest.get())[slot] = uint4{0, 0, 0, 0};
   if (slot >= table.num_slots) return;
   const Entry entry = entry_of(table, slot);
   const bool free = *digest_of_slot(table, slot) == kEmptyDigest;

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
       if (ends_here) held.ends[chunk.end - 1] = static_cast<uint32_t>(chunk.bag + lane + 1);
 
       const auto load = [&](int at, uint32_t (&words)[kWords]) {
-        const char* const from = held.rows[at];
+        const char* const from = in_global(held.rows[at]);
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
           if (from != nullptr && column_of(w) < dim) {

@@ -49,6 +49,7 @@ Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
 template <int kWidth>
 __device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
                                              int32_t column) {
+  from = in_global(from);
   if (type == RowType::kFloat32) {
     const int32_t at = column * static_cast<int32_t>(sizeof(float));
     copy_async<4 * kWidth>(to + at, from + at);
@@ -65,7 +66,7 @@ __device__ __forceinline__ void copy_columns(RowType type, char* to, const char*
 // The columns of a row of 8 bits, without its scale.
 template <int kWidth>
 __device__ __forceinline__ void copy_int8(char* to, const char* row, int32_t column) {
-  const char* const from = row + kInt8Start;
+  const char* const from = in_global(row) + kInt8Start;
   if constexpr (kWidth == 4) {
     copy_async<4>(to + column, from + column);
   } else {

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
           if (first + k >= count) break;
-          const char* const from = items.gradients[first + k];
+          const char* const from = in_global(items.gradients[first + k]);
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
             if (column_of(v) < dim) gradients[k][v] = Vector::load(type, from, column_of(v));

@@ -43,8 +43,8 @@ class RowUpdate {
 
   const TableUpdate& table_;
   const Source& source_;
-  char* const values_;
-  float* const state_;
+  const GlobalPointer<char> values_;
+  const GlobalPointer<float> state_;
   float* const renewed_;
   mutable uint32_t largest_ = 0;  // magnitude_bits of the lane's columns in `renewed_`
 
@@ -235,7 +235,7 @@ class RowUpdate {
       }
     }
     if (table_.type == RowType::kFloat32) {
-      value.store(reinterpret_cast<float*>(values_) + column);
+      value.store(reinterpret_cast<float*>(values_.get()) + column);
     } else {
       store_narrow(value, column, rounding);
     }
@@ -260,7 +260,7 @@ class RowUpdate {
         }
       });
     });
-    if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(values_) = scale.scale;
+    if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(values_.get()) = scale.scale;
   }
   __device__ __forceinline__ void store_narrow(const Columns<kWidth>& value, int32_t column,
                                                uint64_t rounding) const {
@@ -278,7 +278,7 @@ class RowUpdate {
         narrowed[k] = narrow_by_chance(table_.type, value.v[k], rounding_draw_of(bits, at + k));
       }
     }
-    auto* const to = reinterpret_cast<uint16_t*>(values_) + column;
+    auto* const to = reinterpret_cast<uint16_t*>(values_.get()) + column;
     if constexpr (kWidth == 4) {
       *reinterpret_cast<ushort4*>(to) =
           make_ushort4(narrowed[0], narrowed[1], narrowed[2], narrowed[3]);
@@ -292,8 +292,8 @@ class RowUpdate {
 template <int kWidth, bool kInt8, typename GradientOf>
 struct RowInMemory {
   const TableUpdate& table;
-  const char* values;
-  const float* state;
+  GlobalPointer<const char> values;
+  GlobalPointer<const float> state;
   const GradientOf& gradient_of_column;
 
   __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {

@@ -169,6 +169,8 @@ struct RowUpdater {
                                           const char* arrived_states, int32_t of_state,
                                           char* values, float* state, const RowExtras& extras,
                                           bool adapts) const {
+    values = in_global(values);
+    state = in_global(state);
     RowTerms its = terms;
     float renewed = 0.0f;
     [[maybe_unused]] Own row;  // of 8 bits, until its scale is known

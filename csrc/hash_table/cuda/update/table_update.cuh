@@ -82,6 +82,7 @@ __device__ __forceinline__ RowOnce load_once_values(const TableView& table, int6
                                                     const float* state,
                                                     const OptimizerConfig& optimizer) {
   RowOnce once{0.0f, 0.0f, 0};
+  state = in_global(state);
   if (adapts_by_row(optimizer.kind)) {
     once.square = state[row_square_column(optimizer.kind, table.dim())];
   }
@@ -95,6 +96,7 @@ __device__ __forceinline__ RowOnce load_once_values(const TableView& table, int6
 }
 __device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t dim, float* state,
                                                   const OptimizerConfig& optimizer) {
+  state = in_global(state);
   if (adapts_by_row(optimizer.kind)) state[row_square_column(optimizer.kind, dim)] = once.square;
   if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = once.step;
 }

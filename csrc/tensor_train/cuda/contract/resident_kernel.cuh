@@ -244,10 +244,12 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         }
         piece.middle = prefixes[0].z;
         load_middle<Config>(thread, piece, slice, middle);
-        if (thread == 0 && table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
+        if (thread == 0 && table.middle_touched != nullptr) {
+          in_global(table.middle_touched)[piece.middle] = 1;
+        }
       }
       if (thread < run && table.head_touched != nullptr) {
-        table.head_touched[prefixes[thread].w] = 1;
+        in_global(table.head_touched)[prefixes[thread].w] = 1;
       }
       walk.head_load.store(thread, heads);
       // Warps without a prefix store zeros, which are multiplied with the zeros of its heads.
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   __syncthreads();
   if (table.last_touched != nullptr) {
     for (int i = threadIdx.x; i < lasts; i += kThreads) {
-      if (locks[i] != 0) table.last_touched[i] = 1;
+      if (locks[i] != 0) in_global(table.last_touched)[i] = 1;
     }
   }
   // Blocks begin at different places.

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/chain.cuh"
+#include "common/global_pointer.h"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -99,7 +100,7 @@ __device__ __forceinline__ void multiply_add(
   mma_tf32(c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
 }
 
-__device__ __forceinline__ void add_one(float* to, float value) { atomicAdd(to, value); }
+__device__ __forceinline__ void add_one(float* to, float value) { atomicAdd(in_global(to), value); }
 // to: aligned to 8 bytes.
 __device__ __forceinline__ void add_two(float* to, float a, float b) {
 #if __CUDA_ARCH__ >= 900

@@ -162,7 +162,7 @@ __device__ __forceinline__ float4 load_four(const void* core, RowType type, size
                          __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
     }
   } else {
-    const char* values = static_cast<const char*>(core);
+    const char* values = in_global(static_cast<const char*>(core));
     const char* first = values + index * sizeof(float);
     if (type == RowType::kFloat32 && count >= 4 && reinterpret_cast<uintptr_t>(first) % 16 == 0) {
       return __ldg(reinterpret_cast<const float4*>(first));
@@ -199,7 +199,7 @@ __device__ __forceinline__ void add_fixed(const Piece<Config>& piece, Part part,
                                           float value) {
   const FixedPoint& fixed = *piece.fixed_point;
   const double scaled = static_cast<double>(value) * fixed.scales[3 * piece.number + part];
-  atomicAdd(fixed.sums + (to - fixed.grads),
+  atomicAdd(in_global(fixed.sums) + (to - fixed.grads),
             static_cast<unsigned long long>(__double2ll_rn(scaled)));
 }
 

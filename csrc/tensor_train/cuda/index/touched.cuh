@@ -1,6 +1,7 @@
 // Flags of the slices of cores that have a gradient in a batch.
 #pragma once
 
+#include "common/global_pointer.h"
 #include "tensor_train/cuda/index/index.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -70,7 +71,7 @@ class TouchedSlices {
   static __device__ __forceinline__ void mark(uint8_t* marks, uint8_t* flags, int slices,
                                               int slice) {
     if (slices > kMost) {
-      flags[slice] = 1;
+      in_global(flags)[slice] = 1;
     } else if (slices > 0) {
       marks[slice] = 1;
     }
@@ -79,7 +80,7 @@ class TouchedSlices {
   static __device__ __forceinline__ void flush(uint8_t* marks, uint8_t* flags, int slices) {
     if (slices > kMost) return;
     for (int i = threadIdx.x; i < slices; i += static_cast<int>(blockDim.x)) {
-      if (marks[i] != 0) flags[i] = 1;
+      if (marks[i] != 0) in_global(flags)[i] = 1;
       marks[i] = 0;
     }
   }

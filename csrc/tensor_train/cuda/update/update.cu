@@ -29,16 +29,16 @@ __device__ __forceinline__ float block_sum(float value) {
 // A slice: its values, gradient and state.
 struct Slice {
   RowType type;
-  char* values;
-  float* grad;
-  float* state;
+  GlobalPointer<char> values;
+  GlobalPointer<float> grad;
+  GlobalPointer<float> state;
   int32_t size;
   uint64_t key;  // of stochastic rounding
   bool by_chance;
 
   __device__ __forceinline__ void store(int32_t i, float value) const {
     if (by_chance) {
-      reinterpret_cast<uint16_t*>(values)[i] =
+      reinterpret_cast<uint16_t*>(values.get())[i] =
           narrow_by_chance(type, value, rounding_draw(key, static_cast<uint32_t>(i)));
     } else {
       store_element(type, values, i, value);
@@ -102,9 +102,9 @@ template <Optimizer kKind>
 __device__ __forceinline__ void update_four(const Slice& slice, const OptimizerConfig& config,
                                             const RowTerms& terms, int32_t i) {
   constexpr int kStates = column_states(kKind);
-  float4* values = reinterpret_cast<float4*>(slice.values) + i;
-  float4* grads = reinterpret_cast<float4*>(slice.grad) + i;
-  float4* states = reinterpret_cast<float4*>(slice.state) + i;
+  float4* values = reinterpret_cast<float4*>(slice.values.get()) + i;
+  float4* grads = reinterpret_cast<float4*>(slice.grad.get()) + i;
+  float4* states = reinterpret_cast<float4*>(slice.state.get()) + i;
   float value[4], grad[4], state[2][4] = {};
   *reinterpret_cast<float4*>(value) = *values;
   *reinterpret_cast<float4*>(grad) = *grads;
