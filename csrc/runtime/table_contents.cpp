@@ -132,7 +132,12 @@ at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tens
   check_index(table);
   const TableMemory& memory = memory_[table];
   if (is_counted(configs_[table], device_)) return read_counted(table, slots, /*counts=*/true);
-  return slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
+  const at::Tensor scores =
+      slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
+  // A GPU adds to a count without a test (hash_table/cuda/score_update.cuh).
+  const Eviction eviction = configs_[table].eviction;
+  const bool counts = eviction == Eviction::kLfu || eviction == Eviction::kAgedLfu;
+  return counts ? scores.masked_fill(scores.lt(0), INT64_MAX) : scores;
 }
 
 void TableGroup::write_counted(int64_t table, const at::Tensor& last_steps,

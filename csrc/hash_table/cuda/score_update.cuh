@@ -4,8 +4,10 @@
 // or warp, not for each position.
 //
 // Counts are exact under LFU and epoch LFU, and equal to those of a CPU: sums saturate, so the
-// order of the additions does not matter. Under "customized", the score of any of the positions is
-// stored; in deterministic mode keep_last_scores then stores the last one of the batch.
+// order of the additions does not matter. Under LFU a lookup without a given count adds without a
+// test, so that no thread waits for the old count. A stored count can then be above kMostCounts,
+// and counts as kMostCounts. Under "customized", the score of any of the positions is stored; in
+// deterministic mode keep_last_scores then stores the last one of the batch.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +23,13 @@ __device__ __forceinline__ uint64_t add_counts(uint64_t a, uint64_t b) {
   return a + b > kMostCounts ? kMostCounts : a + b;
 }
 
+// Whether scores are counts of 63 bits.
+__device__ __forceinline__ bool counts_lookups(const TableView& table) {
+  return table.eviction == Eviction::kLfu || table.eviction == Eviction::kAgedLfu;
+}
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
-  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
+  const uint64_t score = load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
+  return counts_lookups(table) && score > kMostCounts ? kMostCounts : score;
 }
 
 // Adds to a count of 63 bits that saturates. The addition comes first, so that nothing waits for a
@@ -45,10 +52,15 @@ __device__ __forceinline__ void add_to_count(unsigned long long* score, uint64_t
   }
 }
 
-// The same of a count of 32 bits below an epoch. An addition that passes the highest count carries
-// into the epoch for a while, and its thread then stores both; it does so after all additions that
-// have found the count lower, so that the count stays at the highest. A thread that finds another
-// epoch corrects it and leaves the count as it is.
+// Adds to a count without a test and without waiting for it.
+__device__ __forceinline__ void add_untested(unsigned long long* score, uint64_t given) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(score), "l"(given) : "memory");
+}
+
+// The same as add_to_count, of a count of 32 bits below an epoch. An addition that passes the
+// highest count carries into the epoch for a while, and its thread then stores both; it does so
+// after all additions that have found the count lower, so that the count stays at the highest. A
+// thread that finds another epoch corrects it and leaves the count as it is.
 __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score, uint32_t epoch,
                                                       uint64_t given) {
   constexpr uint64_t kLow = 0xffffffffull;
@@ -68,22 +80,40 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 }
 
 // Updates the score of a slot for several lookups of one call. given: under frequency policies the
-// sum of their scores, otherwise the score of one of them.
+// sum of their scores, otherwise the score of one of them. spread: most ids occur once in the
+// batch. seen: the score at an earlier time of the call, or 0.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given) {
+                                             const Visit& visit, uint64_t given, bool spread = true,
+                                             uint64_t seen = 0) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
     case Eviction::kAgedLfu:
-      add_to_count(score, given);
+      if (visit.scores == nullptr) {
+        add_untested(score, given);
+      } else {
+        add_to_count(score, given);
+      }
       break;
     case Eviction::kEpochLfu:
-      add_to_count_of_epoch(score, visit.epoch(), given);
+      // Fewer than 2^31 lookups of a call can't pass the highest count from there.
+      if (visit.scores == nullptr && seen >> 32 == visit.epoch() && seen != 0 &&
+          (seen & 0xffffffffull) < (1ull << 31)) {
+        add_untested(score, given);
+      } else {
+        add_to_count_of_epoch(score, visit.epoch(), given);
+      }
       break;
-    default:
-      // An exchange, because a write of a part of a sector is slower if ids are spread.
-      atomicExch(score, static_cast<unsigned long long>(
-                            first_score(table.eviction, visit.now(), visit.epoch(), given)));
+    default: {
+      const auto renewed = static_cast<unsigned long long>(
+          first_score(table.eviction, visit.now(), visit.epoch(), given));
+      // A write of a part of a sector is slower than an exchange if ids are spread.
+      if (spread) {
+        atomicExch(score, renewed);
+      } else {
+        store_l2(score, renewed);
+      }
+    }
   }
 }
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       for (int64_t s = in_set.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
         const uint32_t step = *step_of(table, s);
         if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
-        const uint64_t score = table.scores == nullptr ? step : table.scores[s];
+        const uint64_t score = table.scores == nullptr ? step : load_score(table, s);
         const Rank rank{table.ranking().of(score, step), step};
         if (slot == kNoSlot || best < rank) {
           best = rank;

@@ -183,6 +183,20 @@ struct Lowest {
   }
 };
 
+// Loaded scores as load_score returns them. Aging compares all high counts alike.
+template <int kCount>
+__device__ __forceinline__ void limit_counts(const TableView& table, ulonglong2 (&scores)[kCount]) {
+  uint64_t any = 0;
+#pragma unroll
+  for (const ulonglong2& two : scores) any |= two.x | two.y;
+  if (any <= kMostCounts || table.eviction != Eviction::kLfu) return;
+#pragma unroll
+  for (ulonglong2& two : scores) {
+    two.x = two.x > kMostCounts ? kMostCounts : two.x;
+    two.y = two.y > kMostCounts ? kMostCounts : two.y;
+  }
+}
+
 // The lowest rank that is not pinned in a lane's share of both buckets. lane: of the thread in its
 // tile.
 __device__ __forceinline__ Lowest lowest_of_lane(const TableView& table, const BucketChoice& choice,
@@ -205,6 +219,7 @@ __device__ __forceinline__ Lowest lowest_of_lane(const TableView& table, const B
         scores[2 * v] = load_pair_l2(table.scores + slot);
         scores[2 * v + 1] = load_pair_l2(table.scores + slot + 2);
       }
+      limit_counts(table, scores);
 #pragma unroll
       for (int v = 0; v < kVectorsOfLane; ++v) {
         const uint32_t at = bucket * kBucketDigests + (v * kVictimLanes + lane) * 4;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
          slot < table.num_slots; slot += static_cast<int64_t>(gridDim.x) * kThreads) {
       const uint16_t digest = *digest_of_slot(table, slot);
       const uint32_t step = *step_of(table, slot);
-      const uint64_t score = table.scores == nullptr ? step : table.scores[slot];
+      const uint64_t score = table.scores == nullptr ? step : load_score(table, slot);
       out[slot] = selection.meets(digest, score, step);
     }
   }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slot = slots[i] - table.first_slot;
   if (lane == 0) {
     out.ids[i] = id_of_slot(table, slot);
-    out.scores[i] = table.scores == nullptr ? *step_of(table, slot) : table.scores[slot];
+    out.scores[i] = table.scores == nullptr ? *step_of(table, slot) : load_score(table, slot);
   }
   const int64_t frame = table.frames.frame_of(slot);
   copy_to_matrix<kRowLanes>(out.rows, i, table.rows.type, table.rows.at(slot, frame), table.dim(),

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
               states, lane);
   if (lane != 0) return;
   last_steps[i] = *step_of(table, slot);
-  if (scores != nullptr) scores[i] = table.scores[slot];
+  if (scores != nullptr) scores[i] = load_score(table, slot);
 }
 
 __global__ void __launch_bounds__(kThreads)
