@@ -110,8 +110,10 @@ struct TableView {
   // Under kAgedLfu, at the start of a call with this step, before its lookups are counted.
   HKV_HOST_DEVICE void begin_aged_call(uint32_t now) const {
     const uint64_t counted = counters[kLookups];
-    if (miniatures.entries != nullptr) miniatures.choose(counted, num_slots, &aged->c);
-    aged->begin_call(now, counted, num_slots);
+    AgedLfu renewed = *aged;  // loaded at once
+    if (miniatures.entries != nullptr) miniatures.choose(counted, num_slots, &renewed.c);
+    renewed.begin_call(now, counted, num_slots);
+    *aged = renewed;
   }
   // The ranking of the table's entries in the present call.
   HKV_HOST_DEVICE Ranking ranking() const {

@@ -80,11 +80,9 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 }
 
 // Updates the score of a slot for several lookups of one call. given: under frequency policies the
-// sum of their scores, otherwise the score of one of them. spread: most ids occur once in the
-// batch. seen: the score at an earlier time of the call, or 0.
+// sum of their scores, otherwise the score of one of them. epoch: that of the call.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given, bool spread = true,
-                                             uint64_t seen = 0) {
+                                             const Visit& visit, uint64_t given, uint32_t epoch) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
@@ -96,24 +94,12 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
       }
       break;
     case Eviction::kEpochLfu:
-      // Fewer than 2^31 lookups of a call can't pass the highest count from there.
-      if (visit.scores == nullptr && seen >> 32 == visit.epoch() && seen != 0 &&
-          (seen & 0xffffffffull) < (1ull << 31)) {
-        add_untested(score, given);
-      } else {
-        add_to_count_of_epoch(score, visit.epoch(), given);
-      }
+      add_to_count_of_epoch(score, epoch, given);
       break;
-    default: {
-      const auto renewed = static_cast<unsigned long long>(
-          first_score(table.eviction, visit.now(), visit.epoch(), given));
-      // A write of a part of a sector is slower than an exchange if ids are spread.
-      if (spread) {
-        atomicExch(score, renewed);
-      } else {
-        store_l2(score, renewed);
-      }
-    }
+    default:
+      // An exchange, because a write of a part of a sector is slower if ids are spread.
+      atomicExch(score, static_cast<unsigned long long>(
+                            first_score(table.eviction, visit.now(), epoch, given)));
   }
 }
 
@@ -136,7 +122,7 @@ __device__ __forceinline__ void update_score_of_lanes(const TableView& table, in
     given = sum_of_peers(peers, given, visit.scores == nullptr);
   }
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) != 0) return;
-  update_score(table, slot, visit, given);
+  update_score(table, slot, visit, given, visit.epoch());
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

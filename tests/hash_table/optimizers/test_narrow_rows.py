@@ -31,7 +31,7 @@ def assert_within_a_unit(rows, before, exact, dtype):
     ("case", "dtype", "dim"),
     [
         pytest.param(*values, marks=pytest.mark.slow if values[1] != torch.int8 else ())
-        for values in pairwise(OPTIMIZERS, DTYPES, [7, 64, 260])
+        for values in pairwise(OPTIMIZERS, DTYPES, [7, 8, 64, 260])
     ],
 )
 def test_rounded_rows(device_type, case, dtype, dim):

@@ -281,7 +281,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
   const SampleLists sampled{reinterpret_cast<Listed*>(memory + layout.sampled),
-                            reinterpret_cast<uint32_t*>(memory + layout.numbers)};
+                            reinterpret_cast<uint32_t*>(memory + layout.numbers),
+                            min(aging.num_tables, kMostTables)};
   begin_kernel<<<1, kThreads, 0, stream>>>(
       clock, tick, missing, tables, batch, !placement.ordered,
       aging.ages_counts ? aging.num_tables : 0, sampled.numbers,
@@ -335,7 +336,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
                 placement.moving, memory + layout.moves, stream);
   }
   if (placement.simulates) {
-    simulate(tables, aging.num_tables, batch, visit, sampled, stream);
+    simulate(tables, batch, visit, sampled, stream);
   }
 }
 

@@ -14,13 +14,29 @@ constexpr int kMostTables = 4096;  // of a group; later ones keep the c they beg
 constexpr int kSampleRounds = 4;   // positions of a thread in a part
 constexpr int kJoined = 512;       // ids of a part that a block can join
 constexpr int kJoinProbes = 4;
+constexpr int kKept = 256;  // features and tables whose data a block keeps
 
+// The number of lookups of earlier tables among the features f, f + step, and so on.
+__device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t table, int32_t f,
+                                                  int32_t step) {
+  int64_t lookups = 0;
+  for (; f < batch.num_features; f += step) {
+    const bool earlier = batch.feature_tables[f] < table;
+    const int64_t its = max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
+    lookups += earlier ? its : 0;
+  }
+  return lookups;
+}
 // Where a table's part of the list begins: it has room for all lookups of the table.
 __device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
-  int64_t begin = 0;
-  for (int32_t f = 0; f < batch.num_features; ++f) {
-    if (batch.feature_tables[f] >= table) continue;
-    begin += max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
+  return lookups_before(batch, table, 0, 1);
+}
+// The same. Called by all lanes of a warp, which read different features.
+__device__ __forceinline__ int64_t begin_by_warp(const Batch& batch, int32_t table) {
+  int64_t begin = lookups_before(batch, table, static_cast<int32_t>(threadIdx.x % kWarp), kWarp);
+#pragma unroll
+  for (int offset = kWarp / 2; offset; offset /= 2) {
+    begin += __shfl_xor_sync(kAllLanes, begin, offset);
   }
   return begin;
 }
@@ -61,7 +77,8 @@ struct Listed {
 // Scratch of a call. A table's part of the ids has room for all of its lookups.
 struct SampleLists {
   Listed* ids;        // [num_ids]
-  uint32_t* numbers;  // [tables] of listed ids
+  uint32_t* numbers;  // [num_tables] of listed ids
+  int32_t num_tables;
 };
 
 // Bytes of SampleLists::numbers.
@@ -70,11 +87,13 @@ inline size_t sample_number_bytes(int32_t num_tables) {
          sizeof(uint32_t);
 }
 
-// The ids of a part by table, set and tag, in shared memory.
+// The ids of a part by table, set and tag, in shared memory. They are listed together.
 struct Joins {
   unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
   unsigned long long given[kJoined];
   uint32_t positions[kJoined];
+  uint64_t shares[kKept];  // by feature, of its ids that are in the sample
+  int64_t begins[kKept];   // by table, see begin_of
 
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < kJoined; i += kThreads) {
@@ -98,10 +117,11 @@ struct Joins {
 };
 
 // numbers: [tables], of the lists, zeros before.
-__device__ __forceinline__ void append(const Batch& batch, const Listed& id,
+__device__ __forceinline__ void append(const Joins& joins, const Batch& batch, const Listed& id,
                                        const SampleLists& lists) {
   const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
-  const int64_t to = begin_of(batch, table) + atomicAdd(&lists.numbers[table], 1u);
+  const int64_t begin = table < kKept ? joins.begins[table] : begin_of(batch, table);
+  const int64_t to = begin + atomicAdd(&lists.numbers[table], 1u);
   if (to < batch.num_ids) lists.ids[to] = id;  // invalid offsets may say otherwise
 }
 
@@ -110,27 +130,48 @@ __device__ __forceinline__ void append(const Batch& batch, const Listed& id,
 __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tables,
                                              const Batch& batch, const Visit& visit,
                                              const SampleLists& lists) {
+  // Of 2^32 ids of a feature, how many are in the sample.
+  const auto share_of = [&](int32_t feature) -> uint64_t {
+    const int32_t t = batch.feature_tables[feature];
+    if (t >= kMostTables || !miniatures_look_on(tables[t])) return 0;
+    return tables[t].miniatures.sampled;
+  };
   bool looks = false;  // whether the miniatures of some table look on
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
-    const int32_t t = batch.feature_tables[f];
-    looks |= t < kMostTables && miniatures_look_on(tables[t]);
+    const uint64_t share = share_of(f);
+    if (f < kKept) joins.shares[f] = share;
+    looks |= share != 0;
   }
   if (!__syncthreads_or(looks)) return;
+  for (int32_t t = threadIdx.x / kWarp; t < min(lists.num_tables, kKept); t += kThreads / kWarp) {
+    joins.begins[t] = begin_by_warp(batch, t);
+  }
   constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
   for (int64_t part = blockIdx.x * kPart; part < batch.num_ids; part += gridDim.x * kPart) {
+    int64_t ids[kSampleRounds];  // loaded at once
+#pragma unroll
+    for (int round = 0; round < kSampleRounds; ++round) {
+      const int64_t at = part + round * kThreads + threadIdx.x;
+      ids[round] = at < batch.num_ids ? batch.ids[at] : 0;
+    }
     joins.clear();
     __syncthreads();
-#pragma unroll 1
+#pragma unroll
     for (int round = 0; round < kSampleRounds; ++round) {
       const int64_t at = part + round * kThreads + threadIdx.x;
       const int32_t feature = feature_of_lane(batch, at);
       SampledId id{};
       bool sampled = false;
       if (at < batch.num_ids) {
-        const int32_t t = batch.feature_tables[feature];
-        sampled = t < kMostTables && miniatures_look_on(tables[t]) &&
-                  tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &id);
+        const uint64_t share = feature < kKept ? joins.shares[feature] : share_of(feature);
+        if (share != 0) {
+          sampled = miniature_hash(ids[round]) >> 32 < share;
+          if (sampled) {
+            const int32_t t = batch.feature_tables[feature];
+            tables[t].miniatures.sample(ids[round], visit.given(at), t, &id);
+          }
+        }
       }
       const unsigned all = __ballot_sync(kAllLanes, sampled);
       if (sampled) {
@@ -141,7 +182,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
         const bool leads =
             __ffs(static_cast<int>(equal)) - 1 == static_cast<int>(threadIdx.x % kWarp);
         if (leads && !joins.add(id, number)) {
-          append(batch, Listed::make(id.where, id.tag, id.given, number), lists);
+          append(joins, batch, Listed::make(id.where, id.tag, id.given, number), lists);
         }
       }
       __syncwarp();
@@ -149,7 +190,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
     __syncthreads();
     for (int i = threadIdx.x; i < kJoined; i += kThreads) {
       if (joins.keys[i] == 0) continue;
-      append(batch,
+      append(joins, batch,
              Listed::make(static_cast<uint32_t>(joins.keys[i] >> 32),
                           static_cast<uint32_t>(joins.keys[i]), saturated(joins.given[i]),
                           joins.positions[i]),

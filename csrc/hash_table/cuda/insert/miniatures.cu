@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kSimulators)
   const auto t = static_cast<int32_t>(blockIdx.y);
   const uint32_t listed = lists.numbers[t];
   if (listed == 0) return;
-  const int64_t begin = begin_of(batch, t);
+  const int64_t begin = begin_by_warp(batch, t);
   const auto n = static_cast<uint32_t>(
       min(static_cast<int64_t>(listed), max(batch.num_ids - begin, int64_t{0})));
   const Miniatures& miniatures = tables[t].miniatures;
@@ -236,9 +236,9 @@ __global__ void __launch_bounds__(kSimulators)
 
 }  // namespace
 
-void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
+void simulate(const TableView* tables, const Batch& batch, const Visit& visit,
               const SampleLists& lists, cudaStream_t stream) {
-  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(min(num_tables, kMostTables)));
+  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(lists.num_tables));
   launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, visit, lists);
 }
 

@@ -290,14 +290,10 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(result));
       update_score_of_lanes(table, slot, peers, visit, visit.given(at));
     }
-    // Loaded before the others have been counted, so that nothing waits for it.
-    uint64_t seen = 0;
-    if (adds && table.eviction == Eviction::kEpochLfu) seen = load_score(table, slot);
+    const uint32_t epoch = visit.epoch();  // loaded while the others are counted
     count_touchers(touchers, entry, counted);
     __syncthreads();
-    if (adds) {
-      update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, spread, seen);
-    }
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, epoch);
   }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
