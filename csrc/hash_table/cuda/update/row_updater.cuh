@@ -1,7 +1,7 @@
 // The update of one row by a tile of lanes, for the most common optimizers and rows of bounded
 // width. row_update.cuh has the general form.
 //
-// A lane has kVectors vectors of a row: four columns of 32 bits each, or eight of 16 or 8. The
+// A lane has kVectors vectors of a row: eight columns of 16 bits each, or four of another type. The
 // vectors of neighbouring lanes are adjacent, so that a tile reads and writes whole lines. All
 // lanes of a warp call update() together, all lanes of a tile the other methods.
 #pragma once
@@ -40,7 +40,7 @@ struct RowExtras {
 // uint16_t for both 16-bit types, or int8_t.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors>
 struct RowUpdater {
-  static constexpr int kWidth = sizeof(Element) == sizeof(float) ? 4 : 8;  // of a vector
+  static constexpr int kWidth = sizeof(Element) == sizeof(uint16_t) ? 8 : 4;  // of a vector
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
   static constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
@@ -127,11 +127,7 @@ struct RowUpdater {
     } else if constexpr (kInt8) {  // without the scale
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k += 4) {
-          const int32_t at = column(i) + k;
-          if (at < dim) copy_async<4>(to + at, from + kInt8Start + at);
-        }
+        if (column(i) < dim) copy_async<4>(to + column(i), from + kInt8Start + column(i));
       }
     } else if (aligned()) {
 #pragma unroll
@@ -157,7 +153,7 @@ struct RowUpdater {
       own.v[i] = Vector::zero();
       if (column(i) >= dim) continue;
       own.v[i] = Vector::load(its, from, column(i));
-      if (kWidth == 8 && column(i) + 4 >= dim) {
+      if (k16Bits && column(i) + 4 >= dim) {
 #pragma unroll
         for (int k = 4; k < kWidth; ++k) own.v[i].v[k] = 0.0f;
       }
@@ -219,9 +215,7 @@ struct RowUpdater {
       if constexpr (kInt8) {
         row.v[i] = value;
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          if (k < 4 || at + 4 < dim) largest = max(largest, magnitude_bits(value.v[k]));
-        }
+        for (int k = 0; k < kWidth; ++k) largest = max(largest, magnitude_bits(value.v[k]));
       } else {
         store_row(value, values, at);
       }
@@ -251,17 +245,14 @@ struct RowUpdater {
     const Int8Scale scale = int8_scale(largest);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int k = 0; k < kWidth; k += 4) {
-        const int32_t at = column(i) + k;
-        if (at >= dim) break;
-        uint32_t word = 0;
-        if (scale.inverse != 0.0f) {
-          word = pack_int8_by_chance(Columns<4>::part_of(row.v[i], k).v, scale.inverse,
-                                     rounding_bits(rounding, static_cast<uint32_t>(at) / 4));
-        }
-        *reinterpret_cast<uint32_t*>(to + kInt8Start + at) = word;
+      const int32_t at = column(i);
+      if (at >= dim) break;
+      uint32_t word = 0;
+      if (scale.inverse != 0.0f) {
+        word = pack_int8_by_chance(row.v[i].v, scale.inverse,
+                                   rounding_bits(rounding, static_cast<uint32_t>(at) / 4));
       }
+      *reinterpret_cast<uint32_t*>(to + kInt8Start + at) = word;
     }
     if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(to) = scale.scale;
   }

@@ -104,10 +104,10 @@ void launch_segments(const SegmentCall& call) {
 // Selects lanes and vectors for rows of a width, and the positions in flight.
 template <Optimizer kKind, typename Element>
 void launch_for_width(const SegmentCall& call) {
-  // A lane has four columns of 32 bits, or eight of 16 or 8.
-  constexpr bool kEight = sizeof(Element) != sizeof(float);
+  // A lane has eight columns of 16 bits, or four of another type.
+  constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
   // Two wide rows keep the memory as busy as four narrow ones.
-  switch (max(call.row_class % kWidthClasses - (kEight ? 1 : 0), 0)) {
+  switch (max(call.row_class % kWidthClasses - (k16Bits ? 1 : 0), 0)) {
     case 0:
       return launch_segments<kKind, Element, 8, 1, 4>(call);
     case 1:
@@ -119,7 +119,7 @@ void launch_for_width(const SegmentCall& call) {
     case 4:
       return launch_segments<kKind, Element, 32, 4, 2>(call);
     case 5:
-      if constexpr (!kEight) return launch_segments<kKind, Element, 32, 8, 2>(call);
+      if constexpr (!k16Bits) return launch_segments<kKind, Element, 32, 8, 2>(call);
   }
 }
 
@@ -139,7 +139,7 @@ void with_updater_kind(const OptimizerConfig& optimizer, const Visit& visit) {
 // Rows of 8 bits (segments_int8.cu).
 void update_int8_segments(const SegmentCall& call);
 // Rows of at most eight columns of 32 or 16 bits, if a group has no others (narrow_segments.cu).
-bool all_narrow(const GroupShape& shape);
+bool updates_narrow_segments(const GroupShape& shape, const OptimizerConfig& optimizer);
 void update_narrow_segments(const SegmentCall& call);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -42,9 +42,9 @@ struct TileMemory {
   TileMemory(int32_t columns, int32_t element_bytes, int places) {
     const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
     const int32_t of_row = aligned(columns * element_bytes);
-    // Vectors of eight columns may extend beyond the last ones.
-    const int32_t copied = element_bytes == sizeof(float) ? columns : (columns + 7) / 8 * 8;
-    of_state = aligned(copied * static_cast<int32_t>(sizeof(float)));
+    // Vectors of 16-bit rows may extend beyond the last columns.
+    of_state = max(aligned(columns * static_cast<int32_t>(sizeof(float))), 2 * of_row);
+    if (element_bytes == sizeof(float)) of_state = of_row;
     row = of_state;
     states = row + of_row;
     of_place = states + kStates * of_state;
