@@ -6,8 +6,15 @@ import torch
 
 from tests.support.batches import Bags, lookup
 from tests.support.gpu import NEEDS_GPU
-from torchrec_hkv.hash_table import SGD, Adagrad, Adam, RowWiseAdagrad, TableGroup, TableSpec
-from torchrec_hkv.hash_table import Uniform
+from torchrec_hkv.hash_table import (
+    SGD,
+    Adagrad,
+    Adam,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+)
 
 pytestmark = NEEDS_GPU
 IDS, BAGS, STEPS = 3000, 400, 3
