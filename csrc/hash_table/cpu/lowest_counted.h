@@ -3,8 +3,8 @@
 // Words turn into numbers that order as the ranks do, or nearly so: under LFU the count above the
 // step in the window; with aging short ranks. The words of the lowest number are mostly equal, not
 // pinned, and of a small count: then they have the lowest rank. Otherwise a second pass leaves out
-// pinned words and computes the ranks of larger counts (HighRanks). It reads the high bits of counts
-// if the lowest count seems to have some. If that does not tell, all counts are read.
+// pinned words and computes the ranks of larger counts (HighRanks). It reads the high bits of
+// counts if the lowest count seems to have some. If that does not tell, all counts are read.
 #pragma once
 
 #include <cstdint>
