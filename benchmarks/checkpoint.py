@@ -39,6 +39,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.arguments import AtLeast
 from benchmarks.disk import Rates, drop_from_cache, sequential_rates
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
@@ -288,14 +289,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lfu")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
-    parser.add_argument("--threads", type=int, default=THREADS)
-    parser.add_argument("--batch-mb", type=int, default=100)
-    parser.add_argument("--repeat", type=int, default=1, help="saves and loads")
+    parser.add_argument(
+        "--hbm-bytes", type=AtLeast(1), help="HBM the table may take; all by default"
+    )
+    parser.add_argument("--threads", type=AtLeast(1), default=THREADS)
+    parser.add_argument("--batch-mb", type=AtLeast(1), default=100)
+    parser.add_argument("--repeat", type=AtLeast(1), default=1, help="saves and loads")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument(
         "--same-model", action="store_true", help="load into the saved model although two fit"

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.arguments import AtLeast
 from benchmarks.checkpoint import OPTIMIZERS, Progress, disk_rates, fill, make_model, timed, whole
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
@@ -113,14 +114,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 28e9")
     parser.add_argument("--share", type=float, default=0.01, help="of the rows, looked up")
-    parser.add_argument("--batch", type=int, default=65536, help="ids of a training step")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=AtLeast(1), default=65536, help="ids of a training step")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lru")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
-    parser.add_argument("--threads", type=int, default=THREADS)
-    parser.add_argument("--repeat", type=int, default=3, help="deltas")
+    parser.add_argument(
+        "--hbm-bytes", type=AtLeast(1), help="HBM the table may take; all by default"
+    )
+    parser.add_argument("--threads", type=AtLeast(1), default=THREADS)
+    parser.add_argument("--repeat", type=AtLeast(1), default=3, help="deltas")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     # The disk is that of the folder of temporary files: TMPDIR says which.

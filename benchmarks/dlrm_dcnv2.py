@@ -38,6 +38,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from benchmarks.arguments import AtLeast
 from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.sharding import table_counters
@@ -255,21 +256,33 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[16384, 4096, 512], help="samples of a rank"
+        "--batches",
+        type=AtLeast(1),
+        nargs="+",
+        default=[16384, 4096, 512],
+        help="samples of a rank",
     )
-    parser.add_argument("--max-rows", type=int, default=4_000_000, help="of a table")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--bottom", type=int, nargs="*", default=[512, 256], help="dense layers")
+    parser.add_argument("--max-rows", type=AtLeast(1), default=4_000_000, help="of a table")
+    parser.add_argument("--dim", type=AtLeast(1), default=128)
     parser.add_argument(
-        "--top", type=int, nargs="*", default=[1024, 1024, 512, 256], help="layers at the end"
+        "--bottom", type=AtLeast(1), nargs="*", default=[512, 256], help="dense layers"
     )
-    parser.add_argument("--cross-layers", type=int, default=3)
-    parser.add_argument("--cross-rank", type=int, default=512)
+    parser.add_argument(
+        "--top",
+        type=AtLeast(1),
+        nargs="*",
+        default=[1024, 1024, 512, 256],
+        help="layers at the end",
+    )
+    parser.add_argument("--cross-layers", type=AtLeast(1), default=3)
+    parser.add_argument("--cross-rank", type=AtLeast(1), default=512)
     parser.add_argument("--sharding", choices=("row_wise", "table_wise"), default="row_wise")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
-    parser.add_argument("--steps", type=int, default=30, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="of each side")
-    parser.add_argument("--warm-up", type=int, default=10, help="steps before the first round")
+    parser.add_argument("--steps", type=AtLeast(1), default=30, help="of a round")
+    parser.add_argument("--rounds", type=AtLeast(1), default=5, help="of each side")
+    parser.add_argument(
+        "--warm-up", type=AtLeast(0), default=10, help="steps before the first round"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from benchmarks.training_step_cpu import Clock, HashTables, between, now
@@ -139,15 +140,17 @@ def measure_once(
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows a table")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--bag", type=int, default=10, help="ids a bag")
-    parser.add_argument("--steps", type=int, default=41, help="timed steps a row")
-    parser.add_argument("--repeats", type=int, default=1, help="times that tables are made")
-    parser.add_argument("--earlier", type=int, default=200, help="lookups before, in batches")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tables", type=AtLeast(1), default=4)
+    parser.add_argument("--rows", type=AtLeast(1), default=1_000_000, help="rows a table")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--batch", type=AtLeast(1), default=2048)
+    parser.add_argument("--bag", type=AtLeast(1), default=10, help="ids a bag")
+    parser.add_argument("--steps", type=AtLeast(1), default=41, help="timed steps a row")
+    parser.add_argument("--repeats", type=AtLeast(1), default=1, help="times that tables are made")
+    parser.add_argument(
+        "--earlier", type=AtLeast(0), default=200, help="lookups before, in batches"
+    )
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--policies", nargs="+", default=["lru", "adaptive"])
     parser.add_argument(
         "--streams",

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
@@ -115,11 +116,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
 def main(arguments: list[str] | None = None) -> None:
     """Measures one table with several shares of new ids."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=10**7, help="slots before it doubles")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=1 << 16, help="of a step")
+    parser.add_argument("--rows", type=AtLeast(1), default=10**7, help="slots before it doubles")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 16, help="of a step")
     parser.add_argument("--new", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

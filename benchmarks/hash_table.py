@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import Ids
 from benchmarks.timing import median_ms
@@ -158,17 +159,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--capacity", type=int, default=1 << 26)
-    parser.add_argument("--ids", type=int, default=1 << 20, help="ids a call")
-    parser.add_argument("--calls", type=int, default=9, help="timed calls a row")
+    parser.add_argument("--capacity", type=AtLeast(1), default=1 << 26)
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 20, help="ids a call")
+    parser.add_argument("--calls", type=AtLeast(1), default=9, help="timed calls a row")
     parser.add_argument(
         "--warm",
-        type=int,
+        type=AtLeast(0),
         default=2,
         help="calls before them; with --hbm below 1 rows move until the hot ones are in HBM",
     )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--dims", type=AtLeast(1), nargs="+", default=[16, 64, 128])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.75, 0.95, 1.0])
     parser.add_argument(
         "--present", type=float, nargs="+", help="shares; by default three for each operation"

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import Ids
 from benchmarks.unordered_map import UnorderedMaps, compiler_version
@@ -126,12 +127,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capacity", type=int, default=1 << 24)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=1 << 20, help="ids a call")
+    parser.add_argument("--capacity", type=AtLeast(1), default=1 << 24)
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 20, help="ids a call")
     parser.add_argument("--present", type=float, default=0.6, help="share of ids in the table")
-    parser.add_argument("--calls", type=int, default=21, help="timed calls an operation")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--calls", type=AtLeast(1), default=21, help="timed calls an operation")
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -35,6 +35,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from benchmarks.sharded_step import SIDES, draw, make_model
 
@@ -170,14 +171,16 @@ def rows_of(
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=26)
-    parser.add_argument("--rows", type=int, default=2000, help="ids a table")
-    parser.add_argument("--dim", type=int, default=8)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 512], help="of a rank")
-    parser.add_argument("--bag", type=int, default=2, help="ids of a bag")
+    parser.add_argument("--tables", type=AtLeast(1), default=26)
+    parser.add_argument("--rows", type=AtLeast(1), default=2000, help="ids a table")
+    parser.add_argument("--dim", type=AtLeast(1), default=8)
+    parser.add_argument(
+        "--batches", type=AtLeast(1), nargs="+", default=[8, 64, 512], help="of a rank"
+    )
+    parser.add_argument("--bag", type=AtLeast(1), default=2, help="ids of a bag")
     parser.add_argument("--sharding", choices=("row_wise", "table_wise"), default="row_wise")
-    parser.add_argument("--steps", type=int, default=50, help="of a round")
-    parser.add_argument("--rounds", type=int, default=7, help="of each side")
+    parser.add_argument("--steps", type=AtLeast(1), default=50, help="of a round")
+    parser.add_argument("--rounds", type=AtLeast(1), default=7, help="of each side")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

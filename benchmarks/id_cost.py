@@ -39,6 +39,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.timing import steps_ms
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform, table_memory
@@ -289,11 +290,11 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, writes, draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--rows", type=int, nargs="+", help="sizes; default: all that fit")
-    parser.add_argument("--batch", type=int, default=1 << 20, help="ids of a step")
+    parser.add_argument("--dims", type=AtLeast(1), nargs="+", default=[16, 64, 128])
+    parser.add_argument("--rows", type=AtLeast(1), nargs="+", help="sizes; default: all that fit")
+    parser.add_argument("--batch", type=AtLeast(1), default=1 << 20, help="ids of a step")
     parser.add_argument("--load", type=float, default=0.85)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=AtLeast(1), default=20)
     parser.add_argument("--memory-gb", type=float, help="that tables may take")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, help="CSV file")

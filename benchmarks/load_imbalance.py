@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed, power_law
 from torchrec_hkv.hash_table import owner_rank
@@ -106,8 +107,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, counts, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ids", type=int, default=1_000_000, help="of a stream that is made up")
-    parser.add_argument("--batch", type=int, default=8192, help="rows of a batch")
+    parser.add_argument(
+        "--ids", type=AtLeast(1), default=1_000_000, help="of a stream that is made up"
+    )
+    parser.add_argument("--batch", type=AtLeast(1), default=8192, help="rows of a batch")
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="real logs")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

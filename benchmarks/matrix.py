@@ -46,6 +46,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from benchmarks.matrix_cells import CPU_OPTIMIZERS, DTYPES, OPTIMIZERS, Cell, draw, sections
@@ -325,11 +326,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--threads", type=AtLeast(1), default=2, help="of a CPU")
     parser.add_argument("--sections", nargs="+", help="some of them; default: all of the device")
     parser.add_argument("--dims", nargs="+", help="of their cells, those of these, such as 4x64")
     parser.add_argument("--skews", nargs="+", help="of their cells, those of these, such as 1.2")
-    parser.add_argument("--random", type=int, metavar="N", help="measure N random shapes instead")
+    parser.add_argument(
+        "--random", type=AtLeast(1), metavar="N", help="measure N random shapes instead"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument(
         "--skip-stock",
@@ -341,8 +344,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--plot", type=Path, help="SVG file of heat maps; needs matplotlib")
     args = parser.parse_args(arguments)
-    if args.random is not None and args.random < 1:
-        parser.error(f"--random is {args.random}, but must be 1 or more")
     if args.random is not None and args.sections:
         parser.error("--random measures no sections: leave out --sections")
     known = list(sections(args.device))

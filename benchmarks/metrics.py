@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from torchrec_hkv import HKVAdagrad, MultiTableHKVEmbedding
 from torchrec_hkv.metrics import ConsoleLine, Watch
@@ -241,23 +242,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="distinct ids of a table")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=1 << 18, help="of a table in a step")
-    parser.add_argument("--every", type=int, default=100, help="steps between readings")
+    parser.add_argument("--tables", type=AtLeast(1), default=8)
+    parser.add_argument(
+        "--rows", type=AtLeast(1), default=1_000_000, help="distinct ids of a table"
+    )
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 18, help="of a table in a step")
+    parser.add_argument("--every", type=AtLeast(1), default=100, help="steps between readings")
     parser.add_argument("--new", type=float, default=0.1, help="share of ids that full tables lack")
-    parser.add_argument("--steps", type=int, default=50, help="of a round")
-    parser.add_argument("--builds", type=int, default=4, help="of the tables that remember")
+    parser.add_argument("--steps", type=AtLeast(1), default=50, help="of a round")
+    parser.add_argument("--builds", type=AtLeast(1), default=4, help="of the tables that remember")
     parser.add_argument("--seconds", type=float, default=25, help="of a case")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    if min(args.steps, args.every, args.builds) < 1:
-        parser.error(
-            f"--steps, --every and --builds are {args.steps}, {args.every} and {args.builds}, but "
-            "must be at least 1"
-        )
     report(measure(args), args.out)
 
 

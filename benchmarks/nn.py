@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from benchmarks.timing import steps_ms
@@ -119,12 +120,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=10_000_000, help="distinct ids")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=1 << 20, help="ids a step")
+    parser.add_argument("--rows", type=AtLeast(1), default=10_000_000, help="distinct ids")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 20, help="ids a step")
     parser.add_argument("--power", type=float, default=0.0, help="of a power law; 0: uniform")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash table")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=AtLeast(1), default=20)
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["adam"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file")

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.arguments import AtLeast
 from benchmarks.checkpoint import OPTIMIZERS, Progress, fill, make_model, whole
 from benchmarks.deltas import wait
 from benchmarks.environment import report
@@ -158,16 +159,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
     parser.add_argument("--delta", type=float, default=0.0, metavar="SHARE", help="of the rows")
     parser.add_argument("--seconds", type=float, default=15.0, help="of steps, before and at most")
-    parser.add_argument("--batch", type=int, default=65536, help="ids of a training step")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=AtLeast(1), default=65536, help="ids of a training step")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lru")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
+    parser.add_argument(
+        "--hbm-bytes", type=AtLeast(1), help="HBM the table may take; all by default"
+    )
     parser.add_argument("--staging-bytes", type=whole, default=STAGING_BYTES)
     parser.add_argument("--device-staging-bytes", type=whole, help="by default what is free")
-    parser.add_argument("--threads", type=int, default=THREADS)
-    parser.add_argument("--repeat", type=int, default=1, help="saves")
+    parser.add_argument("--threads", type=AtLeast(1), default=THREADS)
+    parser.add_argument("--repeat", type=AtLeast(1), default=1, help="saves")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     # The disk is that of the folder of temporary files: TMPDIR says which.

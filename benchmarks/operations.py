@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from benchmarks.timing import median_ms
@@ -172,11 +173,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--capacity", type=int, default=1 << 24, help="slots")
-    parser.add_argument("--ids", type=int, default=1 << 20, help="ids a call")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=7, help="timed calls a row")
-    parser.add_argument("--warm", type=int, default=2, help="calls before them")
+    parser.add_argument("--capacity", type=AtLeast(1), default=1 << 24, help="slots")
+    parser.add_argument("--ids", type=AtLeast(1), default=1 << 20, help="ids a call")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--calls", type=AtLeast(1), default=7, help="timed calls a row")
+    parser.add_argument("--warm", type=AtLeast(0), default=2, help="calls before them")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--deterministic", action="store_true", help="in deterministic mode")

@@ -37,6 +37,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.arguments import AtLeast
 from benchmarks.ids import power_law
 from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from torchrec_hkv import (
@@ -360,13 +361,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", default=["fused", "hkv", "tt"])
     parser.add_argument("--sharding-type", default="row_wise")
-    parser.add_argument("--tables", type=int, default=4)
-    parser.add_argument("--rows", type=int, help="ids a table (default: 10M on a GPU, 200,000)")
-    parser.add_argument("--dims", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--batch", type=int, help="of a rank (default: 8192 on a GPU, 1024)")
-    parser.add_argument("--steps", type=int, default=21, help="timed steps a row")
-    parser.add_argument("--tt-rank", type=int, default=32)
-    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--tables", type=AtLeast(1), default=4)
+    parser.add_argument(
+        "--rows", type=AtLeast(1), help="ids a table (default: 10M on a GPU, 200,000)"
+    )
+    parser.add_argument("--dims", type=AtLeast(1), nargs="+", default=[32, 128])
+    parser.add_argument("--batch", type=AtLeast(1), help="of a rank (default: 8192 on a GPU, 1024)")
+    parser.add_argument("--steps", type=AtLeast(1), default=21, help="timed steps a row")
+    parser.add_argument("--tt-rank", type=AtLeast(1), default=32)
+    parser.add_argument("--threads", type=AtLeast(1), help="of a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--calibration", type=Path, help="(default: where planners look)")
     parser.add_argument("--out", type=Path, help="CSV file")

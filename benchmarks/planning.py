@@ -31,6 +31,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.planner import IdFrequencies
@@ -193,11 +194,11 @@ def compared(planner, reports, memory) -> dict[str, object]:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, nargs="+", default=[26, 100, 500, 1000])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--tables", type=AtLeast(1), nargs="+", default=[26, 100, 500, 1000])
+    parser.add_argument("--ranks", type=AtLeast(1), nargs="+", default=[8, 64])
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.2, 0.05])
     parser.add_argument("--frequencies", type=int, nargs="+", choices=(0, 1), default=[0, 1])
-    parser.add_argument("--batch", type=int, default=1024, help="of a rank")
+    parser.add_argument("--batch", type=AtLeast(1), default=1024, help="of a rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

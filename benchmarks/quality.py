@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import CsvFile
 from benchmarks.quality_rows import DIM, methods, rows_of
 from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, made, read
@@ -247,10 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--shares", type=float, nargs="+", default=[0.25, 0.1], help="(default: 0.25 0.1)")
     add("--methods", nargs="+", choices=known, default=known, metavar="NAME")
     add("--baseline", choices=known, default=default, help="(default: %(default)s)")
-    add("--seeds", type=int, default=5, help="(default: 5)")
-    add("--limit", type=int, default=None, help="earliest rows to keep")
-    add("--resamples", type=int, default=200, help="of users (default: 200)")
-    add("--threads", type=int, default=1)
+    add("--seeds", type=AtLeast(1), default=5, help="(default: 5)")
+    add("--limit", type=AtLeast(1), default=None, help="earliest rows to keep")
+    add("--resamples", type=AtLeast(1), default=200, help="of users (default: 200)")
+    add("--threads", type=AtLeast(1), default=1)
     add("--out", type=Path, default=None, help="CSV file; keeps rows of other runs")
     add("--plot", type=Path, default=None, help="SVG or PNG; takes matplotlib")
     args = parser.parse_args(arguments)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed, power_law
 from benchmarks.quality_data import read_ratings
@@ -219,16 +220,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--what", choices=["speed", "error"], default="speed")
-    parser.add_argument("--lookups", type=int, default=60_000_000)
+    parser.add_argument("--lookups", type=AtLeast(1), default=60_000_000)
     parser.add_argument("--samples", type=float, nargs="+", default=[0.01])
     parser.add_argument(
         "--policies", nargs="+", default=["lru", "lfu", "adaptive"], help="eviction policies"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[200_000, 500_000, 2_000_000])
-    parser.add_argument("--batch", type=int, default=8192)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=AtLeast(1), nargs="+", default=[200_000, 500_000, 2_000_000])
+    parser.add_argument("--batch", type=AtLeast(1), default=8192)
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draws", type=int, default=8, help="of error: samples")
+    parser.add_argument("--draws", type=AtLeast(1), default=8, help="of error: samples")
     parser.add_argument("--streams", nargs="*", choices=list(STREAMS), default=list(STREAMS))
     parser.add_argument("--data", type=Path, help="of error: a file of ratings, too")
     parser.add_argument(
@@ -238,7 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
         default=["npy", "npy32", "parquet", "csv"],
         help="of speed",
     )
-    parser.add_argument("--repetitions", type=int, default=3, help="of speed: the best counts")
+    parser.add_argument(
+        "--repetitions", type=AtLeast(1), default=3, help="of speed: the best counts"
+    )
     parser.add_argument("--folder", type=Path, help="of speed: for logs, which are kept")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed, power_law
 from torchrec_hkv.hash_table import owner_rank
@@ -50,15 +51,15 @@ _MOST_DRAWN = 1 << 23
 def main(arguments: list[str] | None = None) -> None:
     """Simulates all plans at all numbers of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--ranks-of-host", type=int, default=8)
+    parser.add_argument("--ranks", type=AtLeast(1), nargs="+", default=list(RANKS))
+    parser.add_argument("--ranks-of-host", type=AtLeast(1), default=8)
     parser.add_argument("--power", type=float, nargs="+", default=[0.8, 1.05, 1.2])
-    parser.add_argument("--rows", type=int, default=10**9)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--tables", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--bag", type=int, default=4)
-    parser.add_argument("--sync-every", type=int, default=10)
+    parser.add_argument("--rows", type=AtLeast(1), default=10**9)
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--tables", type=AtLeast(1), default=32)
+    parser.add_argument("--batch", type=AtLeast(1), default=4096)
+    parser.add_argument("--bag", type=AtLeast(1), default=4)
+    parser.add_argument("--sync-every", type=AtLeast(1), default=10)
     parser.add_argument("--bandwidths", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -45,6 +45,7 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
 from torchrec_hkv.serving.page_cache import warm
@@ -299,17 +300,6 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         del model, peer
 
 
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    least: int
-
-    def __call__(self, text: str) -> int:
-        value = int(text)
-        if value < self.least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {self.least}")
-        return value
-
-
 def _positive(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -326,15 +316,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=_Count(1), default=1_000_000)
-    parser.add_argument("--dim", type=_Count(1), default=128)
-    parser.add_argument("--ids", type=_Count(BAG), default=2000, help="of a request")
+    parser.add_argument("--rows", type=AtLeast(1), default=1_000_000)
+    parser.add_argument("--dim", type=AtLeast(1), default=128)
+    parser.add_argument("--ids", type=AtLeast(BAG), default=2000, help="of a request")
     law = parser.add_mutually_exclusive_group()
     law.add_argument("--uniform", action="store_true", help="ids by no power law")
     law.add_argument("--exponent", type=_positive, default=1.0, help="of the power law")
     parser.add_argument("--hbm-share", type=_share, help="of the rows, on a GPU; default: all")
     parser.add_argument(
-        "--memory-bytes", type=_Count(1), default=MEMORY_BYTES, help="to build a table"
+        "--memory-bytes", type=AtLeast(1), default=MEMORY_BYTES, help="to build a table"
     )
     parser.add_argument("--formats", nargs="+", choices=list(_TYPES), default=list(_TYPES))
     parser.add_argument(
@@ -347,9 +337,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="cases without FBGEMM's tables, such as one for which its build has no kernel",
     )
-    parser.add_argument("--requests", type=_Count(2), default=60)
-    parser.add_argument("--rounds", type=_Count(1), default=8)
-    parser.add_argument("--threads", type=_Count(1), default=1, help="of PyTorch, on a CPU")
+    parser.add_argument("--requests", type=AtLeast(2), default=60)
+    parser.add_argument("--rounds", type=AtLeast(1), default=8)
+    parser.add_argument("--threads", type=AtLeast(1), default=1, help="of PyTorch, on a CPU")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     if args.hbm_share is not None and torch.device(args.device).type != "cuda":

@@ -31,6 +31,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from benchmarks.ranks import joined_ranks
@@ -248,11 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", type=int, default=1_000_000)
-    add("--dim", type=int, default=128)
-    add("--ids", type=int, default=2000, help="of a request (default: 2000)")
+    add("--rows", type=AtLeast(1), default=1_000_000)
+    add("--dim", type=AtLeast(1), default=128)
+    add("--ids", type=AtLeast(1), default=2000, help="of a request (default: 2000)")
     add("--share", type=float, default=0.01, help="of the rows, in a delta (default: 0.01)")
-    add("--deltas", type=int, default=10)
+    add("--deltas", type=AtLeast(1), default=10)
     add("--format", choices=("fp32", "fp16", "bf16", "int8", "int4"), default="fp32")
     add("--resident", action="store_true", help="tables in memory of the process, not mapped")
     both = ("thread", "process")

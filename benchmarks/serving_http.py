@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from torchrec_hkv import serving
 
@@ -133,12 +134,14 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--ids", type=int, default=2000, help="of a request")
-    parser.add_argument("--rate", type=int, default=500, help="requests a second; 0: no limit")
-    parser.add_argument("--connections", type=int, default=8)
-    parser.add_argument("--seconds", type=int, default=10)
+    parser.add_argument("--rows", type=AtLeast(1), default=1_000_000)
+    parser.add_argument("--dim", type=AtLeast(1), default=128)
+    parser.add_argument("--ids", type=AtLeast(1), default=2000, help="of a request")
+    parser.add_argument(
+        "--rate", type=AtLeast(0), default=500, help="requests a second; 0: no limit"
+    )
+    parser.add_argument("--connections", type=AtLeast(1), default=8)
+    parser.add_argument("--seconds", type=AtLeast(1), default=10)
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     args.device, args.threads = "cpu", 1

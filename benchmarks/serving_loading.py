@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.disk import drop_from_cache, sequential_rates
 from benchmarks.environment import report
 from benchmarks.ids import hashed
@@ -156,14 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", type=int, default=10_000_000)
-    add("--dim", type=int, default=64)
+    add("--rows", type=AtLeast(1), default=10_000_000)
+    add("--dim", type=AtLeast(1), default=64)
     add("--format", choices=ROW_FORMATS, default="int8", help="(default: int8)")
-    add("--memory", type=int, default=MEMORY_BYTES, help="of the builder, in bytes")
+    add("--memory", type=AtLeast(1), default=MEMORY_BYTES, help="of the builder, in bytes")
     add("--checkpoint", action="store_true", help="build from a checkpoint")
-    add("--sequential", type=int, default=4 << 30, help="bytes to find the disk's rate by")
+    add("--sequential", type=AtLeast(1), default=4 << 30, help="bytes to find the disk's rate by")
     add("--direct", action="store_true", help="which is found past the page cache")
-    add("--threads", type=int, default=1)
+    add("--threads", type=AtLeast(1), default=1)
     add("--folder", type=Path, default=None, help="on the disk (default: the system's)")
     add("--out", type=Path, default=None, help="CSV file; keeps rows of other runs")
     args = parser.parse_args(arguments)

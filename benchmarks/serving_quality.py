@@ -29,6 +29,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import CsvFile
 from benchmarks.quality_data import auc
 from benchmarks.quality_streams import Stream, read
@@ -153,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--data", type=Path, action="append", required=True, help="a file; may be repeated")
-    add("--dim", type=int, default=128, help="columns of a table (default: 128)")
+    add("--dim", type=AtLeast(1), default=128, help="columns of a table (default: 128)")
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="(default: all)")
-    add("--seeds", type=int, default=7, help="(default: 7)")
-    add("--limit", type=int, default=None, help="earliest rows to keep")
-    add("--threads", type=int, default=1)
+    add("--seeds", type=AtLeast(1), default=7, help="(default: 7)")
+    add("--limit", type=AtLeast(1), default=None, help="earliest rows to keep")
+    add("--threads", type=AtLeast(1), default=1)
     add("--out", type=Path, default=None, help="CSV file; keeps rows of other runs")
     args = parser.parse_args(arguments)
     if args.dim < 1 or args.seeds < 1:

@@ -42,6 +42,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.arguments import AtLeast
 from benchmarks.ids import power_law
 from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from torchrec_hkv import (
@@ -272,14 +273,16 @@ def profile(path: Path, call: Callable[[int], object], device: torch.device) -> 
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=26)
-    parser.add_argument("--rows", type=int, help="ids a table (default: 1M on a GPU, 20,000)")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, help="of a rank (default: 8192 on a GPU, 256)")
-    parser.add_argument("--bag", type=int, default=10, help="ids of a bag")
+    parser.add_argument("--tables", type=AtLeast(1), default=26)
+    parser.add_argument(
+        "--rows", type=AtLeast(1), help="ids a table (default: 1M on a GPU, 20,000)"
+    )
+    parser.add_argument("--dim", type=AtLeast(1), default=128)
+    parser.add_argument("--batch", type=AtLeast(1), help="of a rank (default: 8192 on a GPU, 256)")
+    parser.add_argument("--bag", type=AtLeast(1), default=10, help="ids of a bag")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
     parser.add_argument(
-        "--num-groups", type=int, default=1, help="exchange groups of the hash tables"
+        "--num-groups", type=AtLeast(1), default=1, help="exchange groups of the hash tables"
     )
     parser.add_argument(
         "--wire-dtype",
@@ -288,9 +291,11 @@ def main(arguments: list[str] | None = None) -> None:
         help="of pooled rows and their gradients between ranks, on both sides",
     )
     parser.add_argument("--streams", nargs="+", choices=list(STREAMS), default=list(STREAMS))
-    parser.add_argument("--steps", type=int, default=40, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="of each side")
-    parser.add_argument("--warm-up", type=int, default=5, help="calls before the first round")
+    parser.add_argument("--steps", type=AtLeast(1), default=40, help="of a round")
+    parser.add_argument("--rounds", type=AtLeast(1), default=5, help="of each side")
+    parser.add_argument(
+        "--warm-up", type=AtLeast(0), default=5, help="calls before the first round"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write kernels' times here")
     parser.add_argument("--out", type=Path, help="CSV file")

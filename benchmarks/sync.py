@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import AtLeast
 from benchmarks.ids import hashed
 from benchmarks.ranks import device_of_rank, report_once
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
@@ -47,12 +48,12 @@ _FILL = 1 << 18
 def main(arguments: list[str] | None = None) -> None:
     """Measures one table at several shares of changed rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=1 << 20, help="ids in the table")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rows", type=AtLeast(1), default=1 << 20, help="ids in the table")
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.05])
     parser.add_argument("--eviction", default="lru", choices=("lru", "lfu"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows-beyond", type=int, nargs="*", default=[10**8])
+    parser.add_argument("--rounds", type=AtLeast(1), default=7)
+    parser.add_argument("--rows-beyond", type=AtLeast(0), nargs="*", default=[10**8])
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--backend", choices=("gloo", "nccl"))
     parser.add_argument("--out", type=Path)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import hashed
 from benchmarks.timing import median_ms
@@ -190,11 +191,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--capacity", type=int, default=1 << 24, help="of all tables together")
-    parser.add_argument("--ids", type=int, default=1 << 20, help="ids a call, for all tables")
-    parser.add_argument("--calls", type=int, default=9, help="timed calls a row")
-    parser.add_argument("--tables", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 32])
+    parser.add_argument(
+        "--capacity", type=AtLeast(1), default=1 << 24, help="of all tables together"
+    )
+    parser.add_argument(
+        "--ids", type=AtLeast(1), default=1 << 20, help="ids a call, for all tables"
+    )
+    parser.add_argument("--calls", type=AtLeast(1), default=9, help="timed calls a row")
+    parser.add_argument("--tables", type=AtLeast(1), nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--dims", type=AtLeast(1), nargs="+", default=[64, 32])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import SGD
@@ -264,8 +265,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--precisions", nargs="+", choices=["tf32", "fp32"], default=["tf32", "fp32"]
     )
-    parser.add_argument("--steps", type=int, default=50, help="timed steps a round")
-    parser.add_argument("--divisor", type=int, default=1, help="of row factors and bags, for tests")
+    parser.add_argument("--steps", type=AtLeast(1), default=50, help="timed steps a round")
+    parser.add_argument(
+        "--divisor", type=AtLeast(1), default=1, help="of row factors and bags, for tests"
+    )
     parser.add_argument("--out", type=Path, default=None, help="CSV file")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():

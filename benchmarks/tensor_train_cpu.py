@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import SGD
@@ -144,13 +145,13 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=11_000_000)
-    parser.add_argument("--p", type=int, nargs=3, default=[200, 220, 250])
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--ids", type=int, nargs="+", default=[10_240, 131_072])
-    parser.add_argument("--bag", type=int, default=20, help="ids a bag")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=AtLeast(1), default=11_000_000)
+    parser.add_argument("--p", type=AtLeast(1), nargs=3, default=[200, 220, 250])
+    parser.add_argument("--rank", type=AtLeast(1), default=32)
+    parser.add_argument("--ids", type=AtLeast(1), nargs="+", default=[10_240, 131_072])
+    parser.add_argument("--bag", type=AtLeast(1), default=20, help="ids a bag")
+    parser.add_argument("--rounds", type=AtLeast(1), default=5)
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--out", type=Path, default=None, help="CSV file to append to")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

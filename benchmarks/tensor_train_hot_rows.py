@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import CsvFile
 from benchmarks.quality_data import Ratings, auc, read_ratings
 from torchrec_hkv.hash_table.optimizers import Adam
@@ -223,10 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=None, help="MovieTweetings' ratings.dat")
     parser.add_argument("--powers", type=float, nargs="*", default=[0.8, 1.2], metavar="POWER")
     parser.add_argument("--ratios", type=float, nargs="+", default=[5.0, 20.0, 100.0])
-    parser.add_argument("--seeds", type=int, default=5, help="at least 2 (default: 5)")
-    parser.add_argument("--epochs", type=int, default=4, help="at most (default: 4)")
-    parser.add_argument("--rows", type=int, default=_ROWS, help="of made streams")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seeds", type=AtLeast(1), default=5, help="at least 2 (default: 5)")
+    parser.add_argument("--epochs", type=AtLeast(1), default=4, help="at most (default: 4)")
+    parser.add_argument("--rows", type=AtLeast(1), default=_ROWS, help="of made streams")
+    parser.add_argument("--threads", type=AtLeast(1), default=1)
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

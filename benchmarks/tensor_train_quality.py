@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import CsvFile
 from benchmarks.quality_data import Ratings, bootstrap, read_ratings
 from benchmarks.quality_model import Choice, Variant, bytes_of, train
@@ -112,15 +113,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="MovieTweetings' ratings.dat")
-    parser.add_argument("--seeds", type=int, default=5, help="that are reported (default: 5)")
-    parser.add_argument("--choosing-seeds", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--epochs", type=int, default=4, help="at most (default: 4)")
+    parser.add_argument(
+        "--seeds", type=AtLeast(1), default=5, help="that are reported (default: 5)"
+    )
+    parser.add_argument("--choosing-seeds", type=AtLeast(1), default=2, help="(default: 2)")
+    parser.add_argument("--epochs", type=AtLeast(1), default=4, help="at most (default: 4)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[5.0, 20.0, 100.0])
     names = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--limit", type=int, default=None, help="earliest rows to keep")
-    parser.add_argument("--resamples", type=int, default=1000, help="of users (default: 1000)")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--limit", type=AtLeast(1), default=None, help="earliest rows to keep")
+    parser.add_argument(
+        "--resamples", type=AtLeast(1), default=1000, help="of users (default: 1000)"
+    )
+    parser.add_argument("--threads", type=AtLeast(1), default=1)
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
     parser.add_argument("--plot", type=Path, default=None, help="SVG or PNG; takes matplotlib")
     args = parser.parse_args(arguments)

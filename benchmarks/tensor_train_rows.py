@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from benchmarks.tensor_train_cpu import Batch, TensorTrain
@@ -82,13 +83,13 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
 def main(arguments: list[str] | None = None) -> None:
     """Measures all sizes and streams."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[10**k for k in (6, 7, 8, 9)])
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--ids", type=int, default=65_536)
-    parser.add_argument("--bag", type=int, default=16, help="ids a bag")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=AtLeast(1), nargs="+", default=[10**k for k in (6, 7, 8, 9)])
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--rank", type=AtLeast(1), default=32)
+    parser.add_argument("--ids", type=AtLeast(1), default=65_536)
+    parser.add_argument("--bag", type=AtLeast(1), default=16, help="ids a bag")
+    parser.add_argument("--rounds", type=AtLeast(1), default=5)
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument("--out", type=Path, default=None, help="CSV file to append to")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

@@ -29,6 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
@@ -186,13 +187,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows a table")
+    parser.add_argument("--tables", type=AtLeast(1), default=8)
+    parser.add_argument("--rows", type=AtLeast(1), default=1_000_000, help="rows a table")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=21, help="timed steps a row")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dim", type=AtLeast(1), default=64)
+    parser.add_argument("--batch", type=AtLeast(1), default=2048)
+    parser.add_argument("--steps", type=AtLeast(1), default=21, help="timed steps a row")
+    parser.add_argument("--threads", type=AtLeast(1), default=2)
     parser.add_argument(
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
     )

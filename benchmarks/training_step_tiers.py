@@ -30,6 +30,7 @@ import fbgemm_gpu
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.training_step import HashTables, Workload, make_fbgemm
 
@@ -200,7 +201,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=100_000_000, help="of all tables")
+    parser.add_argument("--rows", type=AtLeast(1), default=100_000_000, help="of all tables")
     parser.add_argument("--hbm", type=float, default=0.1, help="share of the rows in HBM")
     parser.add_argument("--power", type=float, default=1.05, help="of the ids' power law")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)

@@ -9,12 +9,13 @@
 
 #include "common/initial_rows.h"
 
-#define HKV_AVX512 __attribute__((target("avx512f,avx512dq")))
+#define HKV_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw")))
 
 namespace torchrec_hkv {
 
 inline bool has_avx512() {
-  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512bw");
   return has;
 }
 

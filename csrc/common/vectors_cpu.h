@@ -229,6 +229,27 @@ inline void for_vectors(int32_t dim, const Visit& visit) {
   if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
 }
 
+// The same with visit.operator()<Vector, kVectors>(first column, offset of the last vector), for
+// work that goes through memory once for each call: rows of 9 to 63 columns take one call.
+// offset_of gives the offset of each vector, in columns; the last one may overlap the one before
+// it.
+template <typename Visit>
+inline void for_vectors_once(int32_t dim, const Visit& visit) {
+  if (dim < 8 || dim >= 64 || dim % 8 == 0) {
+    for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
+      visit.template operator()<Vector, kVectors>(c, (kVectors - 1) * kColumnsOf<Vector>);
+    });
+    return;
+  }
+  unrolled<7>([&](auto k) {
+    if (dim / 8 == k + 1) visit.template operator()<Columns, k + 2>(0, dim - 8);
+  });
+}
+template <typename Vector, int kVectors>
+inline int32_t offset_of(int v, int32_t last) {
+  return v == kVectors - 1 ? last : v * kColumnsOf<Vector>;
+}
+
 // Calls visit.operator()<type>() with the type as a constant: a type of outputs and gradients.
 template <typename Visit>
 inline void with_type(RowType type, const Visit& visit) {

@@ -2,10 +2,11 @@
 // slot, so that a hit changes one cache line, as under LRU, and an eviction reads no more lines.
 //
 // A word has the low 7 bits of the count and, below them, the step as a distance of 23 bits from
-// the begin of a window. The other bits of the count are in a second array. A hit needs them only
-// if it carries, and an eviction only if all counts that it has to compare have them. The window
-// follows the clock, half of its length at a time (cpu/step_window.cpp). The few entries that it
-// leaves behind have the upper bits of their steps in the second array, too.
+// the begin of a window. The other bits of the count are in two more arrays. A hit needs them only
+// if it carries, and an eviction only if all counts that it has to compare have them. Then it reads
+// 16 bits a slot: the third array has the bits that don't fit, those of counts above 8 million. The
+// window follows the clock, half of its length at a time (cpu/step_window.cpp). The few entries
+// that it leaves behind have the upper bits of their steps in these arrays, too.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,12 @@ namespace torchrec_hkv::hash_table {
 
 // What a table's words refer to.
 struct StepWindow {
+  using Upper = uint16_t[3];
+
   uint32_t begin;  // the step of distance 0
-  uint64_t* rest;  // [num_slots] see CountedSteps::entry; defined where a word says so
+  // See CountedSteps::entry.
+  uint16_t* high;  // [num_slots], defined where a word says so
+  Upper* upper;    // [num_slots], defined where a word or `high` says so
 };
 
 struct CountedSteps {
@@ -27,8 +32,10 @@ struct CountedSteps {
   static constexpr uint32_t kDistance = kWindow - 1;
   static constexpr int kCountBits = 7;
   static constexpr uint32_t kLowCount = (1u << kCountBits) - 1;  // shifted to the lowest bit
-  static constexpr uint32_t kHasHighCount = 1u << 30;            // the count has bits in `rest`
+  static constexpr uint32_t kHasHighCount = 1u << 30;            // the count has bits in `high`
   static constexpr uint32_t kIsFar = 1u << 31;                   // the step is not in the window
+  // The other bits of a count, from which on there is an element of `upper`.
+  static constexpr uint32_t kLongHigh = 0xff00;
 
   uint32_t* words;  // [num_slots]; null: the table keeps none
   StepWindow* window;
@@ -45,24 +52,30 @@ struct CountedSteps {
   uint32_t step_of(uint32_t word, int64_t slot) const {
     if ((word & kIsFar) == 0) [[likely]]
       return begin() + (word & kDistance);
-    return static_cast<uint32_t>(window->rest[slot] >> kFarCountBits) << kStepBits |
+    return static_cast<uint32_t>(rest_of(word, slot) >> kFarCountBits) << kStepBits |
            (word & kDistance);
   }
   uint64_t count_of(uint32_t word, int64_t slot) const {
     const uint64_t low = word >> kStepBits & kLowCount;
     if ((word & (kIsFar | kHasHighCount)) == 0) [[likely]]
       return low;
-    if ((word & kIsFar) == 0) return window->rest[slot] << kCountBits | low;
+    const uint64_t rest = rest_of(word, slot);
+    if ((word & kIsFar) == 0) {
+      const uint64_t high = rest < kLongHigh ? rest : rest >> 16 << 8 | (rest & 0xff);
+      return high << kCountBits | low;
+    }
     const uint64_t bit = (word & kHasHighCount) != 0 ? 1 : 0;
-    return (window->rest[slot] & kFarCount) << (kCountBits + 1) | bit << kCountBits | low;
+    return (rest & kFarCount) << (kCountBits + 1) | bit << kCountBits | low;
   }
 
-  // A word and its element of the second array: the bits of the count above kCountBits. A word with
-  // kIsFar has the low bits of the step itself and one bit more of the count, in place of
-  // kHasHighCount; the upper bits of its step are in the element, above those of the count.
+  // A word and, if it has kHasHighCount or kIsFar, 16 bits for `high` below 48 for `upper`.
+  //
+  // Without kIsFar these are the bits of the count above kCountBits: less than kLongHigh, or 8 bits
+  // with kLongHigh and the others in `upper`. A word with kIsFar has the low bits of the step
+  // itself and one bit more of the count, in place of kHasHighCount; then the 64 bits are the upper
+  // bits of the step above those of the count.
   struct Entry {
     uint32_t word;
-    bool has_rest;
     uint64_t rest;
   };
   Entry entry(uint32_t step, uint64_t count) const {
@@ -71,11 +84,23 @@ struct CountedSteps {
     const uint64_t high = count >> kCountBits;
     if (is_near(step)) {
       const uint32_t flag = high != 0 ? kHasHighCount : 0;
-      return Entry{(step - begin()) | low | flag, high != 0, high};
+      const uint64_t rest = high < kLongHigh ? high : high >> 8 << 16 | kLongHigh | (high & 0xff);
+      return Entry{(step - begin()) | low | flag, rest};
     }
     const uint32_t bit = (high & 1) != 0 ? kHasHighCount : 0;
-    return Entry{kIsFar | bit | low | (step & kDistance), true,
+    return Entry{kIsFar | bit | low | (step & kDistance),
                  uint64_t{step >> kStepBits} << kFarCountBits | high >> 1};
+  }
+  // What an entry has beside its word.
+  void set_rest(int64_t slot, const Entry& its) const {
+    if ((its.word & (kIsFar | kHasHighCount)) == 0) [[likely]]
+      return;
+    const auto high = static_cast<uint16_t>(its.rest);
+    window->high[slot] = high;
+    if (!has_upper(its.word, high)) return;
+    for (int i = 0; i < 3; ++i) {
+      window->upper[slot][i] = static_cast<uint16_t>(its.rest >> (16 * (i + 1)));
+    }
   }
 
   void set(int64_t slot, uint32_t step, uint64_t count) const { set(slot, entry(step, count)); }
@@ -83,7 +108,7 @@ struct CountedSteps {
   void copy(int64_t from, int64_t to) const {
     const uint32_t word = words[from];
     const bool has_rest = (word & (kIsFar | kHasHighCount)) != 0;
-    set(to, Entry{word, has_rest, has_rest ? window->rest[from] : 0});
+    set(to, Entry{word, has_rest ? rest_of(word, from) : 0});
   }
 
   // Whether a lookup changes the word only.
@@ -109,14 +134,25 @@ struct CountedSteps {
   }
 
  private:
+  static bool has_upper(uint32_t word, uint16_t high) {
+    return (word & kIsFar) != 0 || high >= kLongHigh;
+  }
+  uint64_t rest_of(uint32_t word, int64_t slot) const {
+    uint64_t rest = window->high[slot];
+    if (!has_upper(word, window->high[slot])) [[likely]]
+      return rest;
+    for (int i = 0; i < 3; ++i) rest |= uint64_t{window->upper[slot][i]} << (16 * (i + 1));
+    return rest;
+  }
   void set(int64_t slot, const Entry& its) const {
     words[slot] = its.word;
-    if (its.has_rest) window->rest[slot] = its.rest;
+    set_rest(slot, its);
   }
 
   static constexpr int kFarCountBits = 64 - (32 - kStepBits);
   static constexpr uint64_t kFarCount = (uint64_t{1} << kFarCountBits) - 1;
   static_assert(kMostCounts >> (kCountBits + 1) <= kFarCount);
+  static_assert(kMostCounts >> (kCountBits + 8) < uint64_t{1} << 48);
 };
 
 }  // namespace torchrec_hkv::hash_table

@@ -22,7 +22,7 @@ int64_t sets_of(const TableLayout& layout) {
 // Addresses of a table's arrays on a CPU.
 std::shared_ptr<HostAddresses> addresses_of(const TableLayout& layout, at::Device device) {
   if (!device.is_cpu()) return nullptr;
-  constexpr int64_t kArrays = 12;  // at most
+  constexpr int64_t kArrays = 13;  // at most
   const int64_t bytes = memory_of(layout, layout.geometry.num_buckets, device).host;
   return std::make_shared<HostAddresses>(HostAddresses::bytes_for(bytes, kArrays));
 }
@@ -125,8 +125,10 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
                         layout.scores && !layout.counted ? layout.geometry.num_slots() : 0)),
       words(make_array(layout, device, addresses, at::kInt, {},
                        layout.counted ? layout.geometry.num_slots() : 0)),
-      rest(make_array(layout, device, addresses, at::kLong, {},
+      high(make_array(layout, device, addresses, at::kShort, {},
                       layout.counted ? layout.geometry.num_slots() : 0)),
+      upper(make_array(layout, device, addresses, at::kShort, {3},
+                       layout.counted ? layout.geometry.num_slots() : 0)),
       window(std::make_unique<hash_table::StepWindow>()),
       states(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
                         layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
@@ -141,7 +143,10 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       crowded(at::zeros({sets_of(layout)}, at::dtype(at::kInt).device(device))),
       layout_(layout),
       device_(device) {
-  if (layout.counted) window->rest = reinterpret_cast<uint64_t*>(rest.data());
+  if (layout.counted) {
+    window->high = reinterpret_cast<uint16_t*>(high.data());
+    window->upper = reinterpret_cast<hash_table::StepWindow::Upper*>(upper.data());
+  }
   back(geometry().initial_buckets());
   resize(geometry().initial_buckets());
   clear();
@@ -156,7 +161,8 @@ void TableMemory::back(int64_t num_buckets) {
   oldest.back(std::min(num_buckets, oldest.most()));
   scores.back(std::min(slots, scores.most()));
   words.back(std::min(slots, words.most()));
-  rest.back(std::min(slots, rest.most()));
+  high.back(std::min(slots, high.most()));
+  upper.back(std::min(slots, upper.most()));
   rows.back(in_hbm(slots));
   states.back(states_in_hbm(slots));
   rows_host.back(on_host(slots));
@@ -173,7 +179,8 @@ void TableMemory::resize(int64_t num_buckets) {
   oldest.resize(std::min(num_buckets, oldest.most()));
   scores.resize(std::min(slots, scores.most()));
   words.resize(std::min(slots, words.most()));
-  rest.resize(std::min(slots, rest.most()));
+  high.resize(std::min(slots, high.most()));
+  upper.resize(std::min(slots, upper.most()));
   rows.resize(in_hbm(slots));
   states.resize(states_in_hbm(slots));
   rows_host.resize(on_host(slots));
@@ -214,7 +221,7 @@ int64_t TableMemory::host_bytes() const {
   const int64_t host = rows_host.bytes() + states_host.bytes();
   if (device_.is_cuda()) return host;
   return host + digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() +
-         words.bytes() + rest.bytes() + rows.bytes() + states.bytes();
+         words.bytes() + high.bytes() + upper.bytes() + rows.bytes() + states.bytes();
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -124,8 +124,9 @@ class TableMemory {
   SlotArray oldest;      // int32 [num_buckets, 4], packed
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray words;       // int32 [num_slots] or empty: counted
-  SlotArray rest;        // int64 [num_slots] or empty
-  // Refers to `rest`. Views hold its address, which does not change.
+  SlotArray high;        // int16 [num_slots] or empty
+  SlotArray upper;       // int16 [num_slots, 3] or empty
+  // Refers to `high` and `upper`. Views hold its address, which does not change.
   std::unique_ptr<hash_table::StepWindow> window;
   SlotArray states;     // [slots or frames in HBM, width], or [num_slots, width]: all in HBM
   SlotArray rows;       // [slots or frames in HBM, dim]

@@ -14,6 +14,15 @@ from torchrec_hkv.hash_table import AgedLFU, HashTable
 HALF_LIVES = [0, 1, 150, 65_535, 65_536, 65_537, 10**6, 2**26 - 1, 2**26, 10**9]
 #: Counts that one pass ranks, and those beyond.
 COUNTS = [0, 1, 1, 1, 2, 3, 6, 7, 8, 14, 15, 16, 17, 126, 127, 128, 129, 255, 256, 2**40, 2**63 - 1]
+#: Counts of whole buckets, each with bits in arrays of their own: few and many, equal and not.
+HIGH_COUNTS = [
+    [200],
+    [128, 129, 130],
+    [200, 255, 256, 300, 1000, 5000],
+    [100, 127, 128, 150],
+    [2**22, 2**22 + 1, 2**23 - 32769, 2**23 - 32768, 2**23 - 1, 2**23, 2**24 + 1],
+    [2**40, 2**40 + 2**20, 2**62],
+]
 LAST_STEP = 2**32 - 1000
 
 
@@ -85,6 +94,17 @@ def test_many_buckets(set_threads, half_life, capacity, ids, threads):
     compared.check()
 
 
+@pytest.mark.parametrize("half_life", HALF_LIVES)
+@pytest.mark.parametrize("counts", HIGH_COUNTS, ids=lambda counts: str(counts[0]))
+@pytest.mark.parametrize(("capacity", "ids"), [(5, 1), (23, 1), (61, 1), (64, 2), (1000, 80)])
+def test_high_counts(half_life, counts, capacity, ids):
+    compared = Compared(half_life, capacity, ids, seed=capacity)
+    for _ in range(3 * capacity // ids + 40):
+        compared.pass_time()
+        compared.call(counts)
+    compared.check()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     half_life=st.one_of(
@@ -96,7 +116,7 @@ def test_many_buckets(set_threads, half_life, capacity, ids, threads):
     ids=st.integers(1, 12),
     start=st.sampled_from([0, 2**16, 2**23 - 20, 2**23, 2**31 - 50, LAST_STEP - 50]),
     seed=st.integers(0, 2**32),
-    counts=st.sampled_from([COUNTS, [1], [1, 2, 4], [126, 127, 128]]),
+    counts=st.sampled_from([COUNTS, [1], [1, 2, 4], [126, 127, 128], *HIGH_COUNTS]),
 )
 def test_any(half_life, capacity, ids, start, seed, counts):
     compared = Compared(half_life, capacity, min(ids, capacity), seed)

@@ -8,14 +8,16 @@ from tests.support.tables import make, scores_of, scores_tensor
 from torchrec_hkv.hash_table import AgedLFU
 
 COUNTS = [0, 1, 2, 3, 7, 2**31 + 5, 2**52 - 1, 2**52, 2**62, 2**63 - 1]
-#: On a CPU counts below 8 are ranked first, then those below 128.
-LIMITS = [6, 7, 8, 9, 100, 126, 127, 128, 129, 255, 256, 3 * 2**15]
+#: On a CPU counts below 8 or 16 are ranked first, then those below 128, then those that have few
+#: more bits.
+LIMITS = [6, 7, 8, 9, 15, 16, 100, 126, 127, 128, 129, 255, 256, 3 * 2**15]
+HIGH = [128, 129, 200, 255, 256, 3 * 2**15, 2**23 - 32769, 2**23 - 32768, 2**23, 2**40]
 SCORES = [-(2**63), 1 - 2**63, -1, 0, 1, 2**31, 2**63 - 2, 2**63 - 1]
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8, 13, 31, 60, 61, 63, 64])
 @pytest.mark.parametrize("policy", ["lfu", "customized", AgedLFU(0.0), AgedLFU(0.02), AgedLFU(1.5)])
-@pytest.mark.parametrize("counts", [COUNTS, LIMITS, COUNTS + LIMITS])
+@pytest.mark.parametrize("counts", [COUNTS, LIMITS, COUNTS + LIMITS, HIGH, HIGH[:5]])
 def test_the_lowest_of_a_bucket_leaves(device_type, capacity, policy, counts):
     table = make(device_type, capacity, dim=1, eviction=policy)
     aged = AgedLFUModel(policy.c) if isinstance(policy, AgedLFU) else None

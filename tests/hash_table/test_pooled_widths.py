@@ -8,7 +8,33 @@ from tests.support.filled_table import filled_table
 from tests.support.pairwise import pairwise
 
 #: Whole vectors of a CPU, parts of one, and what several passes over a row cover.
-WIDTHS = (1, 3, 4, 7, 8, 12, 16, 20, 32, 36, 56, 60, 64, 68, 100, 128, 132, 192, 256, 260, 512, 516)
+WIDTHS = (
+    1,
+    3,
+    4,
+    7,
+    8,
+    9,
+    12,
+    16,
+    20,
+    29,
+    32,
+    36,
+    56,
+    60,
+    63,
+    64,
+    68,
+    100,
+    128,
+    132,
+    192,
+    256,
+    260,
+    512,
+    516,
+)
 ROWS, BATCH = 60, 37
 
 

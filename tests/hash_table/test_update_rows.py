@@ -17,7 +17,7 @@ from torchrec_hkv.hash_table import (
 OPTIMIZERS = {"sgd": SGD(), "rowwise_adagrad": RowWiseAdagrad(eps=1e-6)}
 
 
-@pytest.mark.parametrize("dim", [1, 3, 7, 130, 513, 2048])
+@pytest.mark.parametrize("dim", [1, 3, 7, 9, 12, 45, 63, 130, 513, 2048])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_any_dim_against_the_formula(device_type, dim, optimizer):
     """A weighted mean, in float64."""

@@ -78,16 +78,15 @@ inline int64_t piece_start(int64_t n, int64_t piece) {
 }
 
 // to[k] = the sum of columns `column` + k of the gradients [first, last), for kVectors vectors. The
-// sums stay in registers.
+// sums stay in registers. end: the offset of the last vector.
 template <RowType kType, bool kScaled, typename Vector, int kVectors>
 void sum_vectors(const RowGradients& gradients, int64_t first, int64_t last, int32_t column,
-                 float* to) {
-  constexpr int kLanes = kColumnsOf<Vector>;
+                 int32_t end, float* to) {
   const int64_t bytes = element_size(kType);
   const char* const data = gradients.data + column * bytes;
   const int64_t* const places = gradients.places;
   const auto load = [&](int64_t i, int v, Vector& columns) {
-    load_columns<kType>(data + (places[i] + v * kLanes) * bytes, columns);
+    load_columns<kType>(data + (places[i] + offset_of<Vector, kVectors>(v, end)) * bytes, columns);
     if (kScaled) columns *= gradients.scales[i];
   };
   Vector sums[kVectors];
@@ -100,7 +99,8 @@ void sum_vectors(const RowGradients& gradients, int64_t first, int64_t last, int
     });
   }
   unrolled<kVectors>([&](auto v) {
-    store_columns<RowType::kFloat32>(sums[v], reinterpret_cast<char*>(to + v * kLanes));
+    store_columns<RowType::kFloat32>(
+        sums[v], reinterpret_cast<char*>(to + offset_of<Vector, kVectors>(v, end)));
   });
 }
 
@@ -108,11 +108,11 @@ void sum_vectors(const RowGradients& gradients, int64_t first, int64_t last, int
 template <RowType kType>
 void sum_piece(const RowGradients& gradients, int64_t piece, int32_t dim, float* sum) {
   const int64_t first = piece_start(gradients.n, piece), last = piece_start(gradients.n, piece + 1);
-  for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
+  for_vectors_once(dim, [&]<typename Vector, int kVectors>(int32_t c, int32_t end) {
     if (gradients.scales != nullptr) {
-      sum_vectors<kType, true, Vector, kVectors>(gradients, first, last, c, sum + c);
+      sum_vectors<kType, true, Vector, kVectors>(gradients, first, last, c, end, sum + c);
     } else {
-      sum_vectors<kType, false, Vector, kVectors>(gradients, first, last, c, sum + c);
+      sum_vectors<kType, false, Vector, kVectors>(gradients, first, last, c, end, sum + c);
     }
   });
 }

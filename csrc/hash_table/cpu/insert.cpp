@@ -198,12 +198,14 @@ class Placing {
       if (place.slot == kNoSlot) {
         ++counted.refused;
         counted.crowded += !place.outranked;
-        note_leaver(it, id, score, nullptr);
+        if (leavers_ != nullptr) note_leaver(it, id, score, nullptr);
         return;
       }
       slot = place.slot;
       if (place.evicts) {
-        note_leaver(it, table.ids[slot], score_of(table, slot), table.row(slot));
+        if (leavers_ != nullptr) {
+          note_leaver(it, table.ids[slot], score_of(table, slot), table.row(slot));
+        }
         victims_.leaves(it.table, slot);
       }
       place_new(table, id, it.choice, slot, visit_.now(), score);
@@ -232,7 +234,6 @@ class Placing {
   }
 
   void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
-    if (leavers_ == nullptr) return;
     leavers_[&it - missing_.begin()] = Leaver{id, score, it.table, true, row, it.position};
   }
 

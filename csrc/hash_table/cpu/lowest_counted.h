@@ -3,7 +3,8 @@
 // Words turn into numbers that order as the ranks do, or nearly so: under LFU the count above the
 // step in the window; with aging short ranks. The words of the lowest number are mostly equal, not
 // pinned, and of a small count: then they have the lowest rank. Otherwise a second pass leaves out
-// pinned words and ranks all counts without high bits. If that does not tell, all counts are read.
+// pinned words and computes the ranks of larger counts (HighRanks). It reads the high bits of
+// counts if the lowest count seems to have some. If that does not tell, all counts are read.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +24,8 @@ namespace torchrec_hkv::hash_table::cpu {
                                               int64_t base, int32_t n) {
   uint64_t counts[kBucketDigests];
   uint32_t steps[kBucketDigests];
-  ranks.note_rest();
-  bool known = false;
-#ifdef HKV_AVX512
-  known = ranks.wide && read_counted_wide(counted, base, n, counts, steps);
-#endif
-  for (int32_t p = 0; p < n && !known; ++p) {
+  ranks.note_high();
+  for (int32_t p = 0; p < n; ++p) {
     counts[p] = counted.count(base + p);
     steps[p] = counted.step(base + p);
   }
@@ -69,63 +66,100 @@ inline FoundWords lowest_words(const WordRanks& ranks, const uint32_t* words, in
   return FoundWords{low.positions, (low.positions & ~same) != 0, far};
 }
 
-// The words of the lowest number that are not pinned. The number is UINT32_MAX if all are pinned.
-struct FreeWords {
-  LowestNumber lowest;
-  bool far;  // whether a word has kIsFar; nothing else is valid then
-};
+// The counts of eight words. highs: of their slots, or null.
+inline __m256i counts_of(__m256i word, const uint16_t* highs) {
+  __m256i high = eight_of(1);
+  if (highs != nullptr) {
+    high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(highs)));
+  }
+  const __m256i flag = eight_of(CountedSteps::kHasHighCount);
+  const __m256i has = _mm256_cmpeq_epi32(_mm256_and_si256(word, flag), flag);
+  const __m256i low = _mm256_and_si256(_mm256_srli_epi32(word, CountedSteps::kStepBits),
+                                       eight_of(CountedSteps::kLowCount));
+  high = _mm256_slli_epi32(_mm256_and_si256(high, has), CountedSteps::kCountBits);
+  return _mm256_or_si256(low, high);
+}
 
-// number(words, distances from the begin of the window)
-template <typename Number>
-[[gnu::always_inline]] inline FreeWords lowest_free(const WordRanks& ranks, const uint32_t* words,
-                                                    int32_t n, const Number& number) {
+// The words of the lowest number that are not pinned. highs: the upper bits of the counts; null:
+// counts that have these are taken for some number above kLowCount.
+inline FoundWords lowest_free(const WordRanks& ranks, const uint32_t* words, const uint16_t* highs,
+                              int32_t n) {
+  const bool aged = ranks.ranking.aged;
+#ifdef HKV_AVX512
+  if (ranks.wide) {
+    if (aged) {
+      return highs != nullptr ? lowest_free_wide<true, true>(ranks, words, highs, n)
+                              : lowest_free_wide<true, false>(ranks, words, highs, n);
+    }
+    return highs != nullptr ? lowest_free_wide<false, true>(ranks, words, highs, n)
+                            : lowest_free_wide<false, false>(ranks, words, highs, n);
+  }
+#endif
+  const HighRankLanes lanes(ranks.high_ranks);
   const __m256i last_free = _mm256_set1_epi32(ranks.last_free);
+  const __m256i distance = eight_of(CountedSteps::kDistance);
+  uint32_t counts[kBucketDigests];
   __m256i any = _mm256_setzero_si256();
-  const LowestNumber low = lowest_number(n, [&](int32_t p) {
-    const __m256i word = load_eight(words + p);
+  const auto number = [&](int32_t p) {
+    const __m256i word = load_eight(words + p), step = _mm256_and_si256(word, distance);
     any = _mm256_or_si256(any, word);
-    const __m256i step = _mm256_and_si256(word, eight_of(CountedSteps::kDistance));
-    return _mm256_or_si256(number(word, step), _mm256_cmpgt_epi32(step, last_free));
+    const __m256i count = counts_of(word, highs == nullptr ? nullptr : highs + p);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(counts + p), count);
+    return _mm256_or_si256(aged ? lanes.of(count, step) : count,
+                           _mm256_cmpgt_epi32(step, last_free));
+  };
+  const LowestNumber low = lowest_number(n, number, ranks.high_ranks.rounds());
+  const bool far = _mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0;
+  if (low.number == UINT32_MAX) return FoundWords{0, false, far};
+  const int one = __builtin_ctzll(low.positions);
+  if (aged) {
+    const uint64_t same = match_lanes(words, n, words[one]) & match_lanes(counts, n, counts[one]);
+    return FoundWords{low.positions, (low.positions & ~same) != 0, far};
+  }
+  const LowestNumber first = lowest_number(n, [&](int32_t p) {
+    const __m256i same = _mm256_cmpeq_epi32(load_eight(counts + p), eight_of(low.number));
+    const __m256i step = _mm256_and_si256(load_eight(words + p), distance);
+    return _mm256_or_si256(step, _mm256_xor_si256(same, eight_of(UINT32_MAX)));
   });
-  return FreeWords{low, _mm256_movemask_ps(_mm256_castsi256_ps(any)) != 0};
+  return FoundWords{first.positions, false, far};
 }
 
-// lowest_counted with aging, without the pinned words. Returns kUnknown if a word is far, or the
-// lowest count has high bits.
-inline Lowest lowest_free_aged(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
-                               int32_t n) {
-  // Counts with high bits are above kLowCount.
-  constexpr uint32_t kMost = CountedSteps::kLowCount;
-  const WholeRankLanes lanes(ranks.ranking, kMost + 1);
-  const FreeWords found =
-      lowest_free(ranks, counted.words + base, n, [&](__m256i word, __m256i step) {
-        return lanes.of(_mm256_srli_epi32(word, CountedSteps::kStepBits), step);
-      });
+// lowest_counted without the pinned words. Returns kUnknown if a word is far, or the lowest count
+// has too many bits.
+inline Lowest lowest_free(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
+                          int32_t n, bool reads_high) {
+  if (reads_high) ranks.note_high();
+  const FoundWords found = lowest_free(ranks, counted.words + base,
+                                       reads_high ? counted.window->high + base : nullptr, n);
   if (found.far) return kUnknown;
-  if (found.lowest.number == UINT32_MAX) return kAllPinned;
-  return lowest_of_some(ranks, counted, base, found.lowest.positions, kMost);
+  if (found.positions == 0) return kAllPinned;
+  const uint32_t most = reads_high ? HighRanks::kMost : CountedSteps::kLowCount;
+  const int64_t one = base + __builtin_ctzll(found.positions);
+  const uint64_t count = counted.count(one);
+  if (count > most) return kUnknown;
+  if (found.differ) return lowest_of_some(ranks, counted, base, found.positions, most);
+  const uint32_t step = counted.step(one);
+  return Lowest{found.positions, {ranks.ranking.of(count, step), step}};
 }
 
-// lowest_counted under LFU, without the pinned words; as lowest_free_aged.
-inline Lowest lowest_free_count(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
-                                int32_t n) {
-  const auto [low, far] =
-      lowest_free(ranks, counted.words + base, n, [](__m256i word, __m256i) { return word; });
-  if (far) return kUnknown;
-  if (low.number == UINT32_MAX) return kAllPinned;
-  const uint32_t count = low.number >> CountedSteps::kStepBits;
-  if (count > CountedSteps::kLowCount) return kUnknown;
-  return Lowest{low.positions, {count, ranks.begin + (low.number & CountedSteps::kDistance)}};
+// Whether the first eight counts have high bits: then those of the whole bucket are likely to.
+inline bool all_high(const uint32_t* words) {
+  static_assert(CountedSteps::kHasHighCount << 1 == 1u << 31);
+  const __m256i signs = _mm256_slli_epi32(load_eight(words), 1);
+  return _mm256_movemask_ps(_mm256_castsi256_ps(signs)) == 0xff;
 }
 #endif
 
-// lowest_counted where the words of the lowest number do not tell.
+// lowest_counted where the words of the lowest number do not tell. high: whether even the lowest
+// count has high bits.
 [[gnu::noinline]] inline Lowest lowest_of_free(const WordRanks& ranks, const CountedSteps& counted,
-                                               int64_t base, int32_t n) {
+                                               int64_t base, int32_t n,
+                                               [[maybe_unused]] bool high) {
 #ifdef __AVX2__
   if (n >= kNumberLanes) {
-    const Lowest lowest = ranks.ranking.aged ? lowest_free_aged(ranks, counted, base, n)
-                                             : lowest_free_count(ranks, counted, base, n);
+    const bool reads = high || ranks.needs_high();
+    Lowest lowest = lowest_free(ranks, counted, base, n, reads);
+    if (is_unknown(lowest) && !reads) lowest = lowest_free(ranks, counted, base, n, true);
     if (!is_unknown(lowest)) return lowest;
   }
 #endif
@@ -144,17 +178,14 @@ inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counte
   if (kOrder == WordOrder::kStep) {
     if (free && !found.far) [[likely]]
       return Lowest{found.positions, {ranks.ranking.of(1, step), step}};
-    return !free && !found.far ? kAllPinned : lowest_of_free(ranks, counted, base, n);
+    return !free && !found.far ? kAllPinned : lowest_of_free(ranks, counted, base, n, false);
   }
   if (free && count <= most && !found.far) [[likely]] {
     if (kOrder == WordOrder::kCount) return Lowest{found.positions, {count, step}};
     if (!found.differ) [[likely]]
       return Lowest{found.positions, {ranks.short_ranks.exactly(count, step), step}};
   }
-  // Where even the lowest count has high bits, all counts have to be read.
-  const bool high = count > CountedSteps::kLowCount;
-  return free && high ? lowest_of_all(ranks, counted, base, n)
-                      : lowest_of_free(ranks, counted, base, n);
+  return lowest_of_free(ranks, counted, base, n, free && count > CountedSteps::kLowCount);
 }
 
 template <WordOrder kOrder>
@@ -162,6 +193,10 @@ inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counte
                               int32_t n) {
   [[maybe_unused]] const uint32_t* const words = counted.words + base;
   [[maybe_unused]] constexpr bool kShort = kOrder == WordOrder::kRank;
+#ifdef __AVX2__
+  if (kOrder != WordOrder::kStep && n >= kNumberLanes && all_high(words))
+    return lowest_of_free(ranks, counted, base, n, true);
+#endif
 #ifdef HKV_AVX512
   if (ranks.wide) {
     return lowest_of_words<kOrder>(ranks, counted, base, n,

@@ -8,6 +8,7 @@
 
 #include "common/hashing.h"
 #include "hash_table/aged_lfu.h"
+#include "hash_table/cpu/high_ranks.h"
 #include "hash_table/cpu/short_ranks.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -69,9 +70,11 @@ struct LowestNumber {
 };
 
 // The lowest of n numbers, at least as many as there are lanes. numbers(p): those of slots p to
-// p + 7. The last vector overlaps the one before it if n is not a multiple of the lanes.
+// p + 7. The last vector overlaps the one before it if n is not a multiple of the lanes. or_next:
+// the positions of the number that is higher by one, too.
 template <typename Numbers>
-[[gnu::always_inline]] inline LowestNumber lowest_number(int32_t n, const Numbers& numbers) {
+[[gnu::always_inline]] inline LowestNumber lowest_number(int32_t n, const Numbers& numbers,
+                                                         bool or_next = false) {
   alignas(32) uint32_t all[kBucketDigests];
   __m256i lows = eight_of(UINT32_MAX);
   const auto visit = [&](int32_t p) {
@@ -86,7 +89,9 @@ template <typename Numbers>
   low = _mm_min_epu32(low, _mm_shuffle_epi32(low, 0x4e));
   low = _mm_min_epu32(low, _mm_shuffle_epi32(low, 0xb1));
   const auto number = static_cast<uint32_t>(_mm_cvtsi128_si32(low));
-  return LowestNumber{match_lanes(all, n, number), number};
+  uint64_t positions = match_lanes(all, n, number);
+  if (or_next) positions |= match_lanes(all, n, number + 1);
+  return LowestNumber{positions, number};
 }
 
 // ShortRanks of the counts from 0 on that have a lane; higher counts rank as the last of these.
@@ -109,33 +114,33 @@ class ShortRankLanes {
   const __m128i bits_;
 };
 
-// Ranking::of in whole steps, for counts up to `most`. Higher counts rank as this. A little slower.
-// The steps must be low enough for a sum of 32 bits.
-class WholeRankLanes {
+// HighRanks of eight entries.
+class HighRankLanes {
  public:
-  WholeRankLanes(const Ranking& ranking, uint32_t most)
-      : low_(eight_of(static_cast<uint32_t>(ranking.half_life))),
-        high_(eight_of(static_cast<uint32_t>(ranking.half_life >> 32))),
-        most_(eight_of(most)) {}
+  explicit HighRankLanes(const HighRanks& ranks)
+      : half_life_(eight_of(ranks.half_life())), bits_(_mm_cvtsi32_si128(ranks.bits())) {}
 
-  // The exponent and fraction of a float are those of log2_of_count.
+  // count: at most HighRanks::kHighest
   __m256i of(__m256i count, __m256i step) const {
-    count = _mm256_min_epu32(_mm256_max_epu32(count, eight_of(1)), most_);
+    count = _mm256_max_epi32(count, eight_of(1));
+    // The exponent and fraction of a float are those of log2_of_count.
     const __m256i number = _mm256_castps_si256(_mm256_cvtepi32_ps(count));
     const __m256i log = _mm256_sub_epi32(_mm256_srli_epi32(number, 23 - kFractionBits),
                                          eight_of(127u << kFractionBits));
     // As log2_of_fraction: upper halves of products of 16 bits.
     const __m256i f = _mm256_and_si256(log, eight_of(0xffff));
     const __m256i arc = _mm256_mulhi_epu16(f, _mm256_sub_epi32(_mm256_setzero_si256(), f));
-    const __m256i bent = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
-    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, low_), 32);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), low_);
-    const __m256i low = _mm256_blend_epi32(even, odd, 0xaa);
-    return _mm256_add_epi32(step, _mm256_add_epi32(low, _mm256_mullo_epi32(bent, high_)));
+    __m256i bent = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
+    bent = _mm256_slli_epi32(bent, HighRanks::kLogShift);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, half_life_), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), half_life_);
+    const __m256i worth = _mm256_blend_epi32(even, odd, 0xaa);
+    return _mm256_add_epi32(_mm256_sll_epi32(step, bits_), worth);
   }
 
  private:
-  const __m256i low_, high_, most_;
+  const __m256i half_life_;
+  const __m128i bits_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

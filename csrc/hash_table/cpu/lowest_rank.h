@@ -56,9 +56,12 @@ inline void prefetch_ranks(const TableView& table, const TableRanks& ranks, uint
   const int64_t base = first_slot_of(table, bucket);
   const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps.get();
   prefetch_bytes(&steps[base], table.bucket_slots * sizeof(uint32_t));
-  const uint64_t* const scores =
-      ranks.words.needs_rest() ? table.counted.window->rest : table.scores.get();
-  if (scores != nullptr) prefetch_bytes(&scores[base], table.bucket_slots * sizeof(uint64_t));
+  if (ranks.words.needs_high()) {
+    prefetch_bytes(&table.counted.window->high[base], table.bucket_slots * sizeof(uint16_t));
+  }
+  if (table.scores != nullptr) {
+    prefetch_bytes(&table.scores[base], table.bucket_slots * sizeof(uint64_t));
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -86,26 +86,90 @@ inline FoundWords lowest_words_wide(const WordRanks& ranks, const uint32_t* word
                 : lowest_words_wide<kOrder, 1>(ranks, words, n);
 }
 
-// Counts and last steps of n slots. Returns false if a step is far.
-HKV_AVX512 inline bool read_counted_wide(const CountedSteps& counted, int64_t base, int32_t n,
-                                         uint64_t* counts, uint32_t* steps) {
-  const __m512i low = all_wide(CountedSteps::kLowCount),
-                high = all_wide(CountedSteps::kHasHighCount);
-  __mmask8 far = 0;
-  for (int32_t p = 0; p < n; p += 8) {
-    const auto some = static_cast<__mmask8>(n - p < 8 ? (1u << (n - p)) - 1 : 0xffu);
-    const __m512i word = widen_eight(some, counted.words + base + p);
-    far |= _mm512_test_epi64_mask(word, all_wide(CountedSteps::kIsFar));
-    const __mmask8 has = _mm512_test_epi64_mask(word, high);
-    const __m512i rest = _mm512_maskz_loadu_epi64(has, counted.window->rest + base + p);
-    const __m512i count = _mm512_and_si512(shift_right_wide<CountedSteps::kStepBits>(word), low);
-    _mm512_mask_storeu_epi64(
-        counts + p, some, _mm512_or_si512(count, shift_left_wide<CountedSteps::kCountBits>(rest)));
-    const __m512i distance = _mm512_and_si512(word, all_wide(CountedSteps::kDistance));
-    _mm512_mask_cvtepi64_storeu_epi32(steps + p, some,
-                                      _mm512_add_epi64(distance, all_wide(counted.begin())));
+// HighRanks of sixteen entries.
+HKV_AVX512 inline __m512i high_ranks_wide(const HighRanks& ranks, __m512i count, __m512i step) {
+  count = _mm512_maskz_max_epi32(kAllSixteen, count, sixteen_of(1));
+  const __m512 number =
+      _mm512_maskz_cvt_roundepi32_ps(kAllSixteen, count, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  const __m512i log = _mm512_sub_epi32(
+      _mm512_maskz_srli_epi32(kAllSixteen, _mm512_castps_si512(number), 23 - kFractionBits),
+      sixteen_of(127u << kFractionBits));
+  // As log2_of_fraction.
+  const __m512i f = _mm512_and_si512(log, sixteen_of(0xffff));
+  // Upper halves of products of 16 bits.
+  __m512i arc = _mm512_mulhi_epu16(f, _mm512_sub_epi32(_mm512_setzero_si512(), f));
+  arc = _mm512_mulhi_epu16(arc, sixteen_of(kBend));
+  __m512i bent = _mm512_add_epi32(log, arc);
+  bent = _mm512_maskz_slli_epi32(kAllSixteen, bent, HighRanks::kLogShift);
+  const __m512i half_life = sixteen_of(ranks.half_life());
+  const __m512i even = shift_right_wide<32>(multiply_wide(bent, half_life));
+  const __m512i odd = multiply_wide(shift_right_wide<32>(bent), half_life);
+  const __m512i worth = _mm512_mask_mov_epi32(even, 0xaaaa, odd);
+  const __m128i bits = _mm_cvtsi32_si128(ranks.bits());
+  return _mm512_add_epi32(_mm512_maskz_sll_epi32(kAllSixteen, step, bits), worth);
+}
+
+// As lowest_free. kHighs: whether `highs` is not null.
+template <bool kAged, bool kHighs>
+HKV_AVX512 FoundWords lowest_free_wide(const WordRanks& ranks, const uint32_t* words,
+                                       const uint16_t* highs, int32_t n) {
+  constexpr int kVectors = kBucketDigests / 16;
+  const uint64_t all = ~uint64_t{0} >> (kBucketDigests - n);
+  const __m512i last_free = sixteen_of(static_cast<uint32_t>(ranks.last_free));
+  const __m512i flag = sixteen_of(CountedSteps::kHasHighCount);
+  __m512i its[kVectors], counts[kVectors], steps[kVectors], numbers[kVectors];
+  __mmask16 lowest[kVectors];
+  __m512i lows = sixteen_of(INT32_MAX), any = _mm512_setzero_si512();
+  for (int v = 0; v < kVectors; ++v) {
+    const auto slots = static_cast<__mmask16>(all >> (v * 16));
+    its[v] = _mm512_maskz_loadu_epi32(slots, words + v * 16);
+    any = _mm512_or_si512(any, its[v]);
+    steps[v] = _mm512_and_si512(its[v], sixteen_of(CountedSteps::kDistance));
+    __m512i high;
+    const __mmask16 has = _mm512_test_epi32_mask(its[v], flag);
+    if (kHighs) {
+      const __m512i loaded = _mm512_maskz_loadu_epi16(slots, highs + v * 16);
+      high = _mm512_maskz_cvtepu16_epi32(has, _mm512_maskz_extracti64x4_epi64(0xf, loaded, 0));
+    } else {
+      high = _mm512_maskz_set1_epi32(has, 1);
+    }
+    high = _mm512_maskz_slli_epi32(kAllSixteen, high, CountedSteps::kCountBits);
+    const __m512i low = _mm512_maskz_srli_epi32(kAllSixteen, its[v], CountedSteps::kStepBits);
+    counts[v] = _mm512_or_si512(_mm512_and_si512(low, sixteen_of(CountedSteps::kLowCount)), high);
+    numbers[v] = kAged ? high_ranks_wide(ranks.high_ranks, counts[v], steps[v]) : counts[v];
+    lowest[v] = _mm512_mask_cmple_epi32_mask(slots, steps[v], last_free);
+    lows = _mm512_mask_min_epi32(lows, lowest[v], lows, numbers[v]);
   }
-  return far == 0;
+  FoundWords found{0, false, _mm512_movepi32_mask(any) != 0};
+  const int most = lowest_of_sixteen(lows) + (kAged && ranks.high_ranks.rounds() ? 1 : 0);
+  lows = sixteen_of(INT32_MAX);
+  for (int v = 0; v < kVectors; ++v) {
+    lowest[v] = _mm512_mask_cmple_epi32_mask(lowest[v], numbers[v], _mm512_set1_epi32(most));
+    lows = _mm512_mask_min_epi32(lows, lowest[v], lows, steps[v]);
+  }
+  if (!kAged) {
+    const __m512i first = _mm512_set1_epi32(lowest_of_sixteen(lows));
+    for (int v = 0; v < kVectors; ++v) {
+      lowest[v] = _mm512_mask_cmpeq_epi32_mask(lowest[v], steps[v], first);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) found.positions |= uint64_t{lowest[v]} << (v * 16);
+  if (kAged && (found.positions & (found.positions - 1)) != 0) {
+    const int one = __builtin_ctzll(found.positions);
+    const uint32_t its_high = kHighs ? highs[one] : 1;
+    const uint32_t high = (words[one] & CountedSteps::kHasHighCount) != 0 ? its_high : 0;
+    const uint32_t low_count = words[one] >> CountedSteps::kStepBits & CountedSteps::kLowCount;
+    const __m512i word = sixteen_of(words[one]);
+    const __m512i count = sixteen_of(high << CountedSteps::kCountBits | low_count);
+    __m512i others = _mm512_setzero_si512();
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i other =
+          _mm512_or_si512(_mm512_xor_si512(its[v], word), _mm512_xor_si512(counts[v], count));
+      others = _mm512_mask_or_epi32(others, lowest[v], others, other);
+    }
+    found.differ = _mm512_test_epi32_mask(others, others) != 0;
+  }
+  return found;
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -124,56 +124,57 @@ class Pool {
 
   void run(int64_t begin, int64_t end) const {
     // If one pass covers all columns, work that depends on columns only is shared by a few bags.
-    const int64_t bags = dim_ <= 64 && dim_ % 8 == 0 ? 8 : 1;
+    const int64_t bags = dim_ >= 8 && dim_ <= 64 ? 8 : 1;
     for (; begin < end; begin += bags) {
       const int64_t stop = std::min(end, begin + bags);
-      for_vectors(dim_, [&]<typename Vector, int kVectors>(int32_t c) {
-        for (int64_t bag = begin; bag < stop; ++bag) sum<Vector, kVectors>(bag, c);
+      for_vectors_once(dim_, [&]<typename Vector, int kVectors>(int32_t c, int32_t end) {
+        for (int64_t bag = begin; bag < stop; ++bag) sum<Vector, kVectors>(bag, c, end);
       });
     }
   }
 
  private:
-  // The sums of columns [c, c + those of kVectors vectors), which stay in registers.
+  // The sums of the columns of kVectors vectors from c on, which stay in registers. end: the offset
+  // of the last one.
   template <typename Vector, int kVectors>
-  void sum(int64_t bag, int32_t c) const {
-    constexpr int kLanes = kColumnsOf<Vector>;
+  void sum(int64_t bag, int32_t c, int32_t end) const {
+    const int32_t columns_read = end + kColumnsOf<Vector>;
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
     Vector sums[kVectors];
     unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
     for (int64_t at = first; at < last; ++at) {
-      rows_.before(at, c, kVectors * kLanes);
+      rows_.before(at, c, columns_read);
       const char* const row = rows_.stored(at);
       if (row == nullptr) [[unlikely]]
-        return sum_with_initial<Vector, kVectors>(bag, c);
+        return sum_with_initial<kVectors * kColumnsOf<Vector>>(bag, c, columns_read);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
       const StoredColumns<kType> from(row, c);
       unrolled<kVectors>([&](auto v) {
         Vector columns;
-        from.load(v * kLanes, columns);
+        from.load(offset_of<Vector, kVectors>(v, end), columns);
         sums[v] += kScaled ? by * columns : columns;
       });
     }
     char* const to = place_of(bag, c);
     with_type(out_.type, [&]<RowType kOut>() {
-      unrolled<kVectors>(
-          [&](auto v) { store_columns<kOut>(sums[v], to + v * kLanes * element_size(kOut)); });
+      unrolled<kVectors>([&](auto v) {
+        store_columns<kOut>(sums[v], to + offset_of<Vector, kVectors>(v, end) * element_size(kOut));
+      });
     });
   }
 
   // The same if some ids have no row.
-  template <typename Vector, int kVectors>
-  [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c) const {
-    constexpr int kLanes = kColumnsOf<Vector>, kColumns = kVectors * kLanes;
+  template <int kMost>
+  [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c, int32_t n) const {
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
-    float sums[kColumns] = {};
+    float sums[kMost] = {};
     for (int64_t at = first; at < last; ++at) {
-      rows_.before(at, c, kColumns);
-      const float* const from = rows_.columns(at, c, kColumns);
+      rows_.before(at, c, n);
+      const float* const from = rows_.columns(at, c, n);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
-      for (int k = 0; k < kColumns; ++k) sums[k] += by * from[k];
+      for (int k = 0; k < n; ++k) sums[k] += by * from[k];
     }
-    narrow_elements(out_.type, sums, kColumns, place_of(bag, c));
+    narrow_elements(out_.type, sums, n, place_of(bag, c));
   }
 
   float scale(int64_t at, int64_t length) const {

@@ -59,8 +59,8 @@ inline const uint32_t* steps_of(const TableView& table, int64_t from, int64_t n,
   return room;
 }
 
-// CountedSteps::look_up if other threads may look up the same entry. Lookups that need the second
-// array take turns, and only they read and write it.
+// CountedSteps::look_up if other threads may look up the same entry. Lookups that need other
+// arrays take turns, and only they read and write these.
 inline void look_up_shared(const CountedSteps& counted, int64_t slot, uint32_t now,
                            uint64_t given) {
   std::atomic_ref<uint32_t> word(counted.words[slot]);
@@ -75,7 +75,7 @@ inline void look_up_shared(const CountedSteps& counted, int64_t slot, uint32_t n
   for (old = word.load(std::memory_order_relaxed);;) {
     const CountedSteps::Entry next = counted.looked_up_far(old, slot, now, given);
     if (!word.compare_exchange_weak(old, next.word, std::memory_order_relaxed)) continue;
-    if (next.has_rest) counted.window->rest[slot] = next.rest;
+    counted.set_rest(slot, next);
     return;
   }
 }

@@ -7,6 +7,7 @@
 
 #include "common/initial_rows_avx512.h"
 #include "hash_table/counted_steps.h"
+#include "hash_table/cpu/high_ranks.h"
 #include "hash_table/cpu/short_ranks.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -28,17 +29,19 @@ struct WordRanks {
     last_free = static_cast<int32_t>(std::min(first, CountedSteps::kWindow)) - 1;
     if (!ranking.aged) return;
     order = ranking.half_life == 0 ? WordOrder::kStep : WordOrder::kRank;
-    short_ranks = ShortRanks(ranking, static_cast<uint32_t>(std::max(last_free, 0)));
+    const auto last = static_cast<uint32_t>(std::max(last_free, 0));
+    short_ranks = ShortRanks(ranking, last);
+    high_ranks = HighRanks(ranking, last);
   }
 
-  // Whether the call has read counts in the second array: then it is prefetched, too. Any thread
-  // may call these.
-  void note_rest() const {
-    std::atomic_ref<bool> noted(reads_rest);
+  // Whether the call has read high bits of counts: then they are prefetched, too. Any thread may
+  // call these.
+  void note_high() const {
+    std::atomic_ref<bool> noted(reads_high);
     if (!noted.load(std::memory_order_relaxed)) noted.store(true, std::memory_order_relaxed);
   }
-  bool needs_rest() const {
-    return std::atomic_ref<bool>(reads_rest).load(std::memory_order_relaxed);
+  bool needs_high() const {
+    return std::atomic_ref<bool>(reads_high).load(std::memory_order_relaxed);
   }
 
   Ranking ranking{};
@@ -47,7 +50,8 @@ struct WordRanks {
   int32_t last_free = -1;  // the largest distance that is not pinned; -1: all are
   WordOrder order = WordOrder::kCount;
   ShortRanks short_ranks;
-  mutable bool reads_rest = false;
+  HighRanks high_ranks;
+  mutable bool reads_high = false;
 #ifdef HKV_AVX512
   bool wide = has_avx512();
 #endif
