@@ -173,7 +173,7 @@ def tensors_of(
     tensors = [values, lengths]
     if is_weighted:
         tensors.append(given.weights.float())
-    if device.type == "cpu" and values.is_cpu and lengths.is_cpu:
+    elif values.device == device and lengths.device == device:
         return tensors
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 

@@ -245,7 +245,8 @@ class ServingModel:
                     f"the arguments have another structure than those that were exported: {error}"
                 ) from None
         tensors: list[Tensor] = []
-        for number, (record, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+        for number, leaf in enumerate(leaves):
+            record = self._inputs[number]
             if record.kind == "ids":
                 tensors += tensors_of(leaf, record.keys, record.is_weighted, self.device)
             elif record.kind == "tensor":
