@@ -66,7 +66,9 @@ void InputChecks::check(const pybind11::list& tensors) const {
   c10::SmallVector<Size, 16> sizes(names_);
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const Input& input = inputs_[i];
-    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i));
+    PyObject* const given = PyList_GET_ITEM(tensors.ptr(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(given), input.name, " must be a tensor.");
+    const at::Tensor& tensor = THPVariable_Unpack(given);
     TORCH_CHECK_TYPE(tensor.scalar_type() == input.dtype, input.name, " is of dtype ",
                      text_of(tensor.scalar_type()), ", but must be of ", text_of(input.dtype), ".");
     const at::IntArrayRef shape = tensor.sizes();
