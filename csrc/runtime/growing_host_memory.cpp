@@ -83,6 +83,14 @@ void discard_host(char* data, int64_t bytes) {
               bytes, " bytes of host memory: ", std::strerror(errno), ".");
 }
 
+void populate_host(char* data, int64_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  if (bytes <= 0) return;
+  const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % to_pages(1));
+  (void)madvise(data - before, static_cast<size_t>(before + bytes), MADV_POPULATE_WRITE);
+#endif
+}
+
 #ifdef TORCHREC_HKV_CUDA
 
 GrowingPinnedMemory::GrowingPinnedMemory(int64_t most_bytes, c10::Device device)

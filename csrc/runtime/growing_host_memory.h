@@ -47,6 +47,10 @@ class GrowingHostMemory : public GrowingMemory {
   const int64_t reserved_ = 0;
 };
 
+// Gets the pages of this memory, as its first use would. Advice: a system that does not take it
+// gets them then.
+void populate_host(char* data, int64_t bytes);
+
 #ifdef TORCHREC_HKV_CUDA
 // Registered with CUDA as one range, because copies must not cross the border of two registrations.
 // It is registered again when it grows; sizes double, so this costs as much again in total.

@@ -165,12 +165,15 @@ def tensors_of(
             given = _in_order(given, keys)
     if is_weighted and given.weights is None:
         raise ValueError("ids have no weights, but the model takes weighted features.")
-    tensors = [given.values, given.lengths]
-    if any(tensor.dtype is not torch.int64 for tensor in tensors):
-        tensors = [tensor.long() for tensor in tensors]
+    values, lengths = given.values, given.lengths
+    if values.dtype is not torch.int64:
+        values = values.long()
+    if lengths.dtype is not torch.int64:
+        lengths = lengths.long()
+    tensors = [values, lengths]
     if is_weighted:
         tensors.append(given.weights.float())
-    if device.type == "cpu" and given.values.is_cpu and given.lengths.is_cpu:
+    elif values.device == device and lengths.device == device:
         return tensors
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import bisect
-import threading
 from collections.abc import Iterable
 
 #: Upper bounds of the latency histogram, in seconds.
 BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 
 
-class Latencies:
-    """A histogram of call times. Several threads may use it."""
+def histogram(name: str, counts: Iterable[int], total: float) -> Iterable[str]:
+    """A histogram in the text format.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Adds the time of a call."""
-        at = bisect.bisect_left(BUCKETS, seconds)
-        with self._lock:
-            self._counts[at] += 1
-            self._sum += seconds
-
-    def lines(self, name: str) -> Iterable[str]:
-        """A histogram in the text format."""
-        with self._lock:
-            counts, total = list(self._counts), self._sum
-        running = 0
-        for bound, count in zip((*map(str, BUCKETS), "+Inf"), counts, strict=True):
-            running += count
-            yield f'{name}_bucket{{le="{bound}"}} {running}'
-        yield f"{name}_sum {total}"
-        yield f"{name}_count {running}"
+    Args:
+        name: name of the metric.
+        counts: the number of calls up to each of :data:`BUCKETS`, and beyond the last.
+        total: the sum of their times in seconds.
+    """
+    running = 0
+    for bound, count in zip((*map(str, BUCKETS), "+Inf"), counts, strict=True):
+        running += count
+        yield f'{name}_bucket{{le="{bound}"}} {running}'
+    yield f"{name}_sum {total}"
+    yield f"{name}_count {running}"
 
 
 def family(name: str, kind: str, about: str, lines: Iterable[str]) -> list[str]:

@@ -14,10 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from torchrec_hkv import _C
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import Manifest
-from torchrec_hkv.serving.metrics import Latencies, family, labelled
+from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
 from torchrec_hkv.serving.opening import open_group, open_tables
 from torchrec_hkv.serving.placement import HbmBytes, Placement, chosen_again
 from torchrec_hkv.serving.served_program import ServedProgram
@@ -121,7 +122,7 @@ class ServingModel:
         self._follower: Follower | None = None
         # Held while one version replaces another, and while hot rows are chosen.
         self._switching, self._choosing = threading.Lock(), threading.Lock()
-        self._latencies = Latencies()
+        self._calls = _C.ServedCalls(BUCKETS)
 
     @property
     def features(self) -> tuple[tuple[str, ...], ...]:
@@ -206,8 +207,8 @@ class ServingModel:
         for key, (about, value) in gauges.items():
             known = [] if value is None else [f"{name}_{key} {value}"]
             lines += family(f"{name}_{key}", "gauge", about, known)
-        calls = f"{name}_call_seconds"
-        lines += family(calls, "histogram", "Time of calls.", self._latencies.lines(calls))
+        calls, times = f"{name}_call_seconds", self._calls.histogram()
+        lines += family(calls, "histogram", "Time of calls.", histogram(calls, *times))
         return "\n".join(lines) + "\n"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,18 +227,16 @@ class ServingModel:
             TypeError: an argument has the wrong type or dtype.
             ValueError: an argument has the wrong structure or shape, or a feature is missing.
         """
-        began = time.perf_counter()
+        return self._calls.call(self._forward, (args, kwargs))
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         version = self._version  # all lookups of the call use the same version
-        with torch.inference_mode():
-            out = version.program(version.tables.handle, self._flatten(args, kwargs))
-        self._latencies.add(time.perf_counter() - began)
-        return out
+        return version.program(version.tables.handle, self._flatten(args, kwargs))
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        leaves: Sequence[Any] = args
         if kwargs:
             args, kwargs = self._positional(args, kwargs)
-            leaves = args
+        leaves: Sequence[Any] = args
         if kwargs or len(args) != self._flat_args:
             try:
                 leaves = self._tree.flatten_up_to((args, kwargs))
@@ -246,7 +245,8 @@ class ServingModel:
                     f"the arguments have another structure than those that were exported: {error}"
                 ) from None
         tensors: list[Tensor] = []
-        for number, (record, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+        for number, leaf in enumerate(leaves):
+            record = self._inputs[number]
             if record.kind == "ids":
                 tensors += tensors_of(leaf, record.keys, record.is_weighted, self.device)
             elif record.kind == "tensor":

@@ -7,7 +7,6 @@ checks of their dtypes and shapes, and lookups are not called through the dispat
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,21 +19,6 @@ from torchrec_hkv import _C
 _aten, _ops = torch.ops.aten, torch.ops.torchrec_hkv
 #: Larger than any size of a tensor.
 _LARGEST = 1 << 60
-
-
-@dataclasses.dataclass(frozen=True)
-class _Input:
-    """What one tensor of the inputs must be.
-
-    Attributes:
-        name: what messages call it.
-        dtype: its dtype.
-        dims: sizes. A string stands for any size that is the same wherever the string is.
-    """
-
-    name: str
-    dtype: torch.dtype
-    dims: tuple[int | str, ...]
 
 
 class ServedProgram:
@@ -50,10 +34,12 @@ class ServedProgram:
         graph = module.graph
         placeholders = graph.find_nodes(op="placeholder")
         metas = [node.meta["val"] for node in placeholders]
-        self._inputs = [
-            _Input(name, meta.dtype, tuple(map(_dim, meta.shape)))
-            for name, meta in zip(names, metas[1:], strict=True)
-        ]
+        self._checks = _C.InputChecks(
+            [
+                (name, meta.dtype, [_dim(size) for size in meta.shape])
+                for name, meta in zip(names, metas[1:], strict=True)
+            ]
+        )
         if not _has_other_conditions(exported, metas):
             _drop_guards(graph)
         _drop_conditions_of_sizes(graph)
@@ -64,7 +50,7 @@ class ServedProgram:
         self._is_leaf = self._out_spec == pytree.treespec_leaf()
         graph.set_codegen(fx.graph.CodeGen())
         graph.eliminate_dead_code()
-        self._module = fx.GraphModule(module, graph)
+        self._forward = fx.GraphModule(module, graph).forward
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         self._set_state(state, attributes)
 
@@ -92,7 +78,7 @@ class ServedProgram:
         made._set_state(moved, self._attributes)
         return made
 
-    def __call__(self, handle: Tensor, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, handle: Tensor, tensors: list[Tensor]) -> Any:
         """Runs the program.
 
         Args:
@@ -103,27 +89,9 @@ class ServedProgram:
             TypeError: an input has the wrong dtype.
             ValueError: an input has the wrong shape.
         """
-        sizes: dict[str, tuple[int, str]] = {}
-        for tensor, wanted in zip(tensors, self._inputs, strict=True):
-            if tensor.dtype is not wanted.dtype:
-                raise TypeError(
-                    f"{wanted.name} is of dtype {tensor.dtype}, but must be of {wanted.dtype}."
-                )
-            shape = tensor.shape
-            if len(shape) != len(wanted.dims):
-                raise _wrong_shape(wanted, shape)
-            for size, dim in zip(shape, wanted.dims, strict=True):
-                if isinstance(dim, int):
-                    if size != dim:
-                        raise _wrong_shape(wanted, shape)
-                elif sizes.setdefault(dim, (size, wanted.name))[0] != size:
-                    other, name = sizes[dim]
-                    raise ValueError(
-                        f"{name} and {wanted.name} don't fit: the sizes {other} and {size} must be "
-                        "equal."
-                    )
+        self._checks.check(tensors)
         try:
-            out = self._module.forward(*self._tensors, handle, *tensors)
+            out = self._forward(*self._tensors, handle, *tensors)
         except AssertionError as error:  # a condition of the program's graph
             raise ValueError(f"the model can't run on these inputs: {error}") from None
         return out[0] if self._is_leaf else pytree.tree_unflatten(out, self._out_spec)
@@ -131,14 +99,6 @@ class ServedProgram:
 
 def _dim(size: int | torch.SymInt) -> int | str:
     return size if isinstance(size, int) else str(size.node.expr)
-
-
-def _wrong_shape(wanted: _Input, shape: torch.Size) -> ValueError:
-    dims = ", ".join(str(dim) if isinstance(dim, int) else "*" for dim in wanted.dims)
-    return ValueError(
-        f"{wanted.name} has shape {tuple(shape)}, but must have shape [{dims}], where * is any "
-        "size."
-    )
 
 
 def _has_other_conditions(exported: torch.export.ExportedProgram, metas: Sequence[Any]) -> bool:

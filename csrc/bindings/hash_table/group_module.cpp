@@ -1,7 +1,9 @@
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/hash_table/hash_table_module.h"
+#include "runtime/growing_host_memory.h"
 #include "runtime/table_group.h"
 
 namespace py = pybind11;
@@ -34,6 +36,27 @@ auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) 
   };
 }
 
+// Gets the pages of slots of a table on a CPU. Waits for no other call, since it changes nothing:
+// the caller sees to it that the table does not grow meanwhile.
+void populate_slots(int64_t handle, int64_t table, int64_t first, int64_t end) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  TORCH_CHECK_VALUE(group->device().is_cpu(), "the table is on ", group->device(),
+                    ", but must be on a CPU.");
+  const hash_table::TableView& view = group->view(table);
+  TORCH_CHECK_VALUE(first >= 0 && first <= end && end <= view.num_slots, "slots from ", first,
+                    " to ", end, " were asked for, but the table has ", view.num_slots, ".");
+  const auto populate = [&](auto* array, int64_t slot_bytes) {
+    if (array == nullptr) return;
+    populate_host(reinterpret_cast<char*>(array) + first * slot_bytes, (end - first) * slot_bytes);
+  };
+  populate(view.rows.backing, view.rows.bytes());
+  if (view.states.width > 0) populate(view.states.backing, view.states.bytes());
+  populate(view.ids, sizeof(*view.ids));
+  populate(view.last_steps, sizeof(*view.last_steps));
+  populate(view.scores, sizeof(*view.scores));
+  populate(view.counted.words, sizeof(*view.counted.words));
+}
+
 // What the fake ops need to know of a group: they have its handle.
 void define_group_shape(py::module_& m) {
   m.def(
@@ -63,6 +86,8 @@ void define_group_shape(py::module_& m) {
       },
       py::arg("handle"), py::arg("table"),
       "(dim, dtype of rows, width of states, whether it keeps scores, buckets, slots a bucket).");
+  m.def("populate_slots", torch::wrap_pybind_function_no_gil(populate_slots),
+        "Gets the pages of the slots [first, end) of a table: handle, table, first, end.");
   m.def(
       "group_feature_dims",
       [](int64_t handle) {

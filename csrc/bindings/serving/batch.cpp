@@ -13,26 +13,25 @@ void check_total_length(int64_t total, int64_t ids) {
   TORCH_CHECK_VALUE(total == ids, "lengths add up to ", total, ", but there are ", ids, " ids.");
 }
 
-// Calls add(bag, length) for each bag of a batch in host memory.
-template <class Length, class Add>
-void for_each_bag(const ServingBatch& batch, const at::Tensor& lengths, const Add& add) {
-  const auto* const of = lengths.const_data_ptr<Length>();
-  for (int64_t bag = 0; bag < lengths.numel(); ++bag) {
-    TORCH_CHECK_VALUE(of[bag] >= 0, "lengths must not be negative, but have ", of[bag],
-                      " for feature ", bag / batch.batch_size, ", sample ", bag % batch.batch_size,
-                      ".");
-    add(bag, static_cast<int64_t>(of[bag]));
+// Calls body(lengths) with the contiguous lengths of a batch in host memory, int32_t or int64_t.
+template <class Body>
+void with_lengths(const ServingBatch& batch, const Body& body) {
+  const at::Tensor lengths = batch.lengths.contiguous();
+  if (lengths.scalar_type() == at::kInt) {
+    body(lengths.const_data_ptr<int32_t>());
+  } else {
+    body(lengths.const_data_ptr<int64_t>());
   }
 }
 
-template <class Add>
-void for_each_bag(const ServingBatch& batch, const Add& add) {
-  const at::Tensor lengths = batch.lengths.contiguous();
-  if (lengths.scalar_type() == at::kInt) {
-    for_each_bag<int32_t>(batch, lengths, add);
-  } else {
-    for_each_bag<int64_t>(batch, lengths, add);
-  }
+// signs: of a bitwise or of the lengths from bag `first` on.
+template <class Length>
+void check_signs(const ServingBatch& batch, int64_t signs, const Length* lengths, int64_t first) {
+  if (signs >= 0) return;
+  while (lengths[first] >= 0) ++first;
+  TORCH_CHECK_VALUE(false, "lengths must not be negative, but have ", lengths[first],
+                    " for feature ", first / batch.batch_size, ", sample ",
+                    first % batch.batch_size, ".");
 }
 
 }  // namespace
@@ -71,8 +70,14 @@ at::Tensor bag_offsets(const ServingBatch& batch) {
     return offsets;
   }
   int64_t* const to = offsets.data_ptr<int64_t>();
-  to[0] = 0;
-  for_each_bag(batch, [&](int64_t bag, int64_t length) { to[bag + 1] = to[bag] + length; });
+  with_lengths(batch, [&](const auto* lengths) {
+    int64_t end = to[0] = 0, signs = 0;
+    for (int64_t bag = 0; bag < bags; ++bag) {
+      signs |= lengths[bag];
+      to[bag + 1] = end += lengths[bag];
+    }
+    check_signs(batch, signs, lengths, 0);
+  });
   check_total_length(to[bags], batch.ids.numel());
   return offsets;
 }
@@ -83,10 +88,17 @@ std::vector<int64_t> feature_offsets(const ServingBatch& batch) {
     const at::Tensor sums = batch.lengths.sum({1}, false, at::kLong).cpu();
     std::copy_n(sums.const_data_ptr<int64_t>(), batch.features, offsets.data() + 1);
   } else {
-    int64_t feature = 0, end = batch.batch_size;  // a division takes as long as an id's lookup
-    for_each_bag(batch, [&](int64_t bag, int64_t length) {
-      for (; bag >= end; end += batch.batch_size) ++feature;
-      offsets[feature + 1] += length;
+    with_lengths(batch, [&](const auto* lengths) {
+      for (int64_t feature = 0; feature < batch.features; ++feature) {
+        const int64_t first = feature * batch.batch_size;
+        int64_t sum = 0, signs = 0;  // a test of each length takes as long as a tenth of its lookup
+        for (int64_t bag = first; bag < first + batch.batch_size; ++bag) {
+          signs |= lengths[bag];
+          sum += lengths[bag];
+        }
+        check_signs(batch, signs, lengths, first);
+        offsets[feature + 1] = sum;
+      }
     });
   }
   for (int64_t feature = 0; feature < batch.features; ++feature) {

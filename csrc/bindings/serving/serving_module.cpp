@@ -5,8 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/serving/id_lists.h"
+#include "bindings/serving/input_checks.h"
 #include "bindings/serving/lookups.h"
 #include "bindings/serving/open_tables.h"
+#include "bindings/serving/served_calls.h"
 
 namespace py = pybind11;
 
@@ -49,6 +51,16 @@ void define_serving(py::module_& m) {
   m.def("int64_of_lists", torch::wrap_pybind_function(int64_of_lists),
         "The integers of lists in a list, one list after the other: int64. TypeError or\n"
         "OverflowError where one is not an integer of 64 bits.");
+  py::class_<InputChecks>(m, "InputChecks", "What each tensor of a served program must be.")
+      .def(py::init<const std::vector<InputChecks::Given>&>())
+      .def("check", torch::wrap_pybind_function(&InputChecks::check),
+           "TypeError or ValueError if a list of tensors differs.");
+  // A context manager in Python takes as long as the lookup of some dozen ids.
+  py::class_<ServedCalls>(m, "ServedCalls", "Calls of a served model, and their times.")
+      .def(py::init<std::vector<double>>())
+      .def("call", &ServedCalls::call, "A function of a tuple of arguments, in inference mode.")
+      .def("histogram", &ServedCalls::histogram,
+           "Numbers of calls up to each bound and beyond, and the sum of their seconds.");
   m.def("serving_close", torch::wrap_pybind_function_no_gil(close_tables),
         "Frees the tables that torch.ops.torchrec_hkv.serving_open opened, by their handle.");
 }

@@ -13,7 +13,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-constexpr int64_t kAhead = 24;  // entries
+constexpr int64_t kAhead = 48;  // entries
 constexpr int64_t kGrain = 512;
 
 using Words = ReplicaRecords::Words;
@@ -41,12 +41,12 @@ struct SlotAddresses {
         row_bytes(table.rows.bytes()),
         state_bytes(with_states ? table.states.bytes() : 0) {}
 
-  template <bool kWrite, bool kRows = true>
+  template <bool kRows = true>
   void prefetch(int64_t slot) const {
     if (slot == kNoSlot) return;
-    if (kRows) prefetch_bytes<kWrite>(rows.at(slot), row_bytes);
-    if (state_bytes > 0) prefetch_bytes<kWrite>(states.at(slot), state_bytes);
-    for_touched(table, slot, [](const void* place) { prefetch_lines<kWrite>(place, 1); });
+    if (kRows) prefetch_to_l2(rows.at(slot), row_bytes);
+    if (state_bytes > 0) prefetch_to_l2(states.at(slot), state_bytes);
+    for_touched(table, slot, [](const void* place) { prefetch_to_l2(place, 1); });
   }
 };
 
@@ -109,10 +109,9 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i)
-      addresses.prefetch<false>(slots[i]);
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) addresses.prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) addresses.prefetch<false>(slots[i + kAhead]);
+      if (i + kAhead < end) addresses.prefetch(slots[i + kAhead]);
       const int64_t slot = slots[i];
       float* const record = out.at(i);
       if (slot == kNoSlot) {
@@ -149,9 +148,9 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
   };
   const auto prefetch = [&](int64_t slot) {
     if (streams) {
-      addresses.prefetch</*kWrite=*/true, /*kRows=*/false>(slot);
+      addresses.prefetch</*kRows=*/false>(slot);
     } else {
-      addresses.prefetch</*kWrite=*/true>(slot);
+      addresses.prefetch(slot);
     }
   };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
+from torchrec_hkv.hash_table.files.file_table import FileTable
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.page_ahead import pages_ahead
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
 from torchrec_hkv.hash_table.files.part_reader import PartReader
 from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
@@ -240,7 +242,11 @@ class PartsLoad:
         """Restores the entries of a shard's files to their own slots; returns the number of
         entries that found none."""
         lost = 0
-        with contextlib.closing(rounds(self._reader, part, least)) as found:
+        table = FileTable(self._group, self._table, self._batch_bytes)
+        with (
+            pages_ahead(table, self.entries),
+            contextlib.closing(rounds(self._reader, part, least)) as found,
+        ):
             for batches in found:
                 if not self._target.is_int8:
                     batches = [dequantised(batch) for batch in batches]
