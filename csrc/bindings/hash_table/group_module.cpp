@@ -45,9 +45,9 @@ void populate_slots(int64_t handle, int64_t table, int64_t first, int64_t end) {
   const hash_table::TableView& view = group->view(table);
   TORCH_CHECK_VALUE(first >= 0 && first <= end && end <= view.num_slots, "slots from ", first,
                     " to ", end, " were asked for, but the table has ", view.num_slots, ".");
-  const auto populate = [&](auto* array, int64_t slot_bytes) {
+  const auto populate = [&](void* array, int64_t slot_bytes) {
     if (array == nullptr) return;
-    populate_host(reinterpret_cast<char*>(array) + first * slot_bytes, (end - first) * slot_bytes);
+    populate_host(static_cast<char*>(array) + first * slot_bytes, (end - first) * slot_bytes);
   };
   populate(view.rows.backing, view.rows.bytes());
   if (view.states.width > 0) populate(view.states.backing, view.states.bytes());
