@@ -186,10 +186,11 @@ def errors(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name, ids in streams(args):
         renamed = [hashed(hashed(ids) + draw).numpy() for draw in range(args.draws)]
         logs = [ArrayLog(name, {"ids": values}) for values in renamed]
+        # The samples first: one that leaves too few rows is refused at once.
+        samples = {sample: [run(args, log, sample) for log in logs] for sample in args.samples}
         fulls = [run(args, log, 1.0) for log in logs]
         full, full_seconds = fulls[0][0], statistics.median(time for _, time in fulls)
-        for sample in args.samples:
-            drawn = [run(args, log, sample) for log in logs]
+        for sample, drawn in samples.items():
             seconds = statistics.median(time for _, time in drawn)
             for at, curve in enumerate(full.curves):
                 for size, expected in enumerate(curve.points):
