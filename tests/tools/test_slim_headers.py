@@ -54,6 +54,8 @@ def test_pybind11_is_included_where_python_objects_are_made():
         "bindings/replay_module.cpp",
         "bindings/replay_module.h",
         "bindings/serving/id_lists.h",
+        "bindings/serving/input_checks.h",
+        "bindings/serving/served_calls.h",
         "bindings/serving/serving_module.cpp",
         "bindings/serving/serving_module.h",
         "bindings/tensor_train/tensor_train_module.cpp",
