@@ -72,7 +72,7 @@ void mean_of(const float* a, const float* b, const float* third, int64_t n, floa
 
 // Whether rows fill whole cache lines, so that non-temporal stores can write them. These do not
 // read the row from memory first.
-bool writes_lines(const TableView& table) {
+bool writes_lines([[maybe_unused]] const TableView& table) {
 #ifdef __AVX2__
   return table.rows.type == RowType::kFloat32 && table.rows.bytes() % kCacheLine == 0 &&
          reinterpret_cast<uintptr_t>(table.rows.backing.get()) % kCacheLine == 0;
