@@ -29,6 +29,11 @@ HKV_HOST_DEVICE bool sums_scores(Eviction policy) {
   return policy == Eviction::kLfu || policy == Eviction::kAgedLfu || policy == Eviction::kEpochLfu;
 }
 
+// Whether scores are counts of 63 bits.
+HKV_HOST_DEVICE bool counts_lookups(Eviction policy) {
+  return policy == Eviction::kLfu || policy == Eviction::kAgedLfu;
+}
+
 // LRU scores are the last steps, which every table has; other policies need a score array.
 HKV_HOST_DEVICE bool keeps_scores(Eviction policy) { return policy != Eviction::kLru; }
 

@@ -135,9 +135,8 @@ at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tens
   const at::Tensor scores =
       slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
   // A GPU adds to a count without a test (hash_table/cuda/score_update.cuh).
-  const Eviction eviction = configs_[table].eviction;
-  const bool counts = eviction == Eviction::kLfu || eviction == Eviction::kAgedLfu;
-  return counts ? scores.masked_fill(scores.lt(0), INT64_MAX) : scores;
+  return counts_lookups(configs_[table].eviction) ? scores.masked_fill(scores.lt(0), INT64_MAX)
+                                                  : scores;
 }
 
 void TableGroup::write_counted(int64_t table, const at::Tensor& last_steps,

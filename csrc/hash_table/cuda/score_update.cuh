@@ -23,13 +23,9 @@ __device__ __forceinline__ uint64_t add_counts(uint64_t a, uint64_t b) {
   return a + b > kMostCounts ? kMostCounts : a + b;
 }
 
-// Whether scores are counts of 63 bits.
-__device__ __forceinline__ bool counts_lookups(const TableView& table) {
-  return table.eviction == Eviction::kLfu || table.eviction == Eviction::kAgedLfu;
-}
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
   const uint64_t score = load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
-  return counts_lookups(table) && score > kMostCounts ? kMostCounts : score;
+  return counts_lookups(table.eviction) && score > kMostCounts ? kMostCounts : score;
 }
 
 // Adds to a count of 63 bits that saturates. The addition comes first, so that nothing waits for a

@@ -183,7 +183,7 @@ struct Lowest {
   }
 };
 
-// Loaded scores as load_score returns them. Aging compares all high counts alike.
+// Loaded scores as load_score returns them. Aging ranks counts from 2^52 on alike.
 template <int kCount>
 __device__ __forceinline__ void limit_counts(const TableView& table, ulonglong2 (&scores)[kCount]) {
   uint64_t any = 0;
