@@ -1,5 +1,6 @@
-"""SGD, Adagrad and row-wise Adagrad have a kernel of their own for rows of at most eight columns, if
-a group has no others. It gives the same bits as the kernel that serves them beside wider rows."""
+"""SGD, Adagrad and row-wise Adagrad have a kernel of their own for rows of at most eight columns,
+if a group has no others. It gives the same bits as the kernel that serves them beside wider
+rows."""
 
 import pytest
 import torch
