@@ -66,7 +66,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
     placement.spread = hash_table::cuda::expects_unique_ids(group.update_hint());
   }
 #endif
-  placement.keeps_scores = group.shape().keeps_scores;
+  placement.scores = group.shape().scores;
   placement.remembers = group.remembers_evicted();
   placement.restores = group.restores_counts();
   placement.simulates = group.simulates();

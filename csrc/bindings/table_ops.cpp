@@ -186,7 +186,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   if (believed) placement.believed = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
   placement.moving = group.moving_rows();
-  placement.keeps_scores = group.shape().keeps_scores;
+  placement.scores = group.shape().scores;
   placement.remembers = group.remembers_evicted();
   placement.restores = group.restores_counts();
   placement.simulates = group.simulates();

@@ -37,6 +37,19 @@ HKV_HOST_DEVICE bool counts_lookups(Eviction policy) {
 // LRU scores are the last steps, which every table has; other policies need a score array.
 HKV_HOST_DEVICE bool keeps_scores(Eviction policy) { return policy != Eviction::kLru; }
 
+// The scores that tables of a group store.
+enum class StoredScores {
+  kNone,      // all tables evict by LRU
+  kReplaced,  // a lookup replaces the score
+  kSums,      // of some table: a lookup adds to the score
+};
+
+HKV_HOST_DEVICE StoredScores scores_stored_by(Eviction policy) {
+  return sums_scores(policy)    ? StoredScores::kSums
+         : keeps_scores(policy) ? StoredScores::kReplaced
+                                : StoredScores::kNone;
+}
+
 // The maximum of a count; callers get counts as int64.
 constexpr uint64_t kMostCounts = ~0ull >> 1;
 

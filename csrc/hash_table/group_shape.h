@@ -5,6 +5,7 @@
 
 #include "common/dtypes.h"
 #include "common/macros.h"
+#include "common/scores.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -43,9 +44,9 @@ struct GroupShape {
   bool int8_rows = false;  // of some table
   // Number of features if each has a table of its own; 0: some features share a table.
   int32_t features_apart = 0;
-  int64_t most_slots = 0;     // of one table, at its full capacity
-  bool keeps_scores = false;  // whether some table has scores; the others evict by LRU
-  uint32_t row_classes = 0;   // of its tables, one bit for each row_class_of
+  int64_t most_slots = 0;                     // of one table, at its full capacity
+  StoredScores scores = StoredScores::kNone;  // what some table stores
+  uint32_t row_classes = 0;                   // of its tables, one bit for each row_class_of
 
   // Whether the rows of all tables have 16 bits a column, or 8.
   bool rows_of_16_bits() const { return has_only_rows_of(RowType::kFloat16); }

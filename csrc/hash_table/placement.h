@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/scores.h"
 #include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table {
@@ -68,8 +69,8 @@ struct Placement {
   MovingRows moving{};
   // Whether most ids are expected at one position only. Only speed depends on it.
   bool spread = false;
-  // Whether a table of the group keeps scores.
-  bool keeps_scores = true;
+  // The scores that tables of the group store.
+  StoredScores scores = StoredScores::kSums;
   // Whether a table of the group has miniatures.
   bool simulates = false;
   // Whether a table of the group remembers what it evicts.

@@ -84,7 +84,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
         1u << hash_table::row_class_of(static_cast<int32_t>(config.dim), config.row_type);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
-    shape_.keeps_scores = shape_.keeps_scores || keeps_scores(config.eviction);
+    shape_.scores = std::max(shape_.scores, scores_stored_by(config.eviction));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
     restores_counts_ = restores_counts_ || config.restore_counts;

@@ -18,9 +18,10 @@ struct TileRun {
   // prefixes have many.
   bool may_be_dense;
   bool deterministic;  // of gradients: TileInput has sums in fixed point
-  int64_t most_prefixes;
-  int32_t blocks;      // of columns, at most
-  int64_t only_lasts;  // slices of the last core if the group is one table; otherwise 0
+  int64_t num_ids;
+  int64_t most_prefixes;  // at least 1
+  int32_t blocks;         // of columns, at most
+  int64_t only_lasts;     // slices of the last core if the group is one table; otherwise 0
   int32_t multiprocessors;
   cudaStream_t stream;
 };

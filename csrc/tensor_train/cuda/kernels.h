@@ -43,6 +43,7 @@ struct KernelClass {
   bool vectors = false;
   bool whole = false;   // vectors, and ranks equal to `rank`, which is at most 128
   bool ranks = false;   // whole, and the last q a multiple of 4
+  bool quads = false;   // vectors, not whole, and all q are 4
   bool narrow = false;  // ranks, `rank` is 32 and q = 4, 2, 4
   bool exact = false;   // ranks equal to `rank`, all q multiples of 4: no bounds to check
   bool fours = false;   // exact, all q are 4 and cores are float32
@@ -83,7 +84,7 @@ struct TableView {
   uint64_t first_key;  // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 
-constexpr int kMaxClasses = 36;
+constexpr int kMaxClasses = 40;
 
 // Properties of a group of tables for launches, on the host.
 struct Plan {

@@ -67,6 +67,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.shares = by_shares(plan, batch, backward);
   run.deterministic = batch.deterministic;
   run.may_be_dense = batch.num_ids >= kMaybeDense;
+  run.num_ids = batch.num_ids;
   run.most_prefixes = most_prefixes(plan, batch);
   run.only_lasts = plan.only_lasts;
   run.multiprocessors = plan.multiprocessors;
@@ -75,7 +76,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
     run.kernel = plan.classes[i];
     if (in.unit != 4) {  // rows are not aligned
       run.kernel.vectors = run.kernel.whole = run.kernel.ranks = run.kernel.narrow = false;
-      run.kernel.exact = run.kernel.fours = run.kernel.small = false;
+      run.kernel.exact = run.kernel.fours = run.kernel.small = run.kernel.quads = false;
     }
     run.blocks = plan.blocks[i];
     in.kernel = i;

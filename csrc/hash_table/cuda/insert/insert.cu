@@ -50,12 +50,16 @@ __global__ void __launch_bounds__(kThreads)
                  int32_t aged_tables, uint32_t* sampled, size_t sampled_bytes) {
   let_next_kernel_start();  // the next kernel may read all but the clock, the flags and aged counts
   for (size_t i = threadIdx.x; i < sampled_bytes / sizeof(uint32_t); i += kThreads) sampled[i] = 0;
+  bool looks_on = false;
   if (aged_tables > 0) {
     const uint32_t now = next_step(clock->now, tick);
     for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
-      if (tables[t].aged != nullptr) tables[t].begin_aged_call(now);
+      if (tables[t].aged == nullptr) continue;
+      tables[t].begin_aged_call(now);
+      looks_on |= miniatures_look_on(tables[t]);
     }
-    __syncthreads();  // before the clock advances and lookups are counted
+    // Before the clock advances and lookups are counted.
+    looks_on = __syncthreads_or(looks_on) != 0;
   }
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
@@ -63,6 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x == kWarp) {
     *missing.number = *missing.number_full = *missing.chosen = *missing.waiting = 0;
+    *missing.looks_on = looks_on ? 1 : 0;
   }
   if (!counts) return;
   for (int32_t f = threadIdx.x - kWarp; f < batch.num_features; f += kThreads - kWarp) {
@@ -193,6 +198,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if constexpr (kSimulates) {
+    // The first eviction is that of a missing id.
+    if (*missing.looks_on == 0 && *missing.number == 0 && *missing.number_full == 0) return;
     __shared__ Joins joins;
     list_sampled(joins, tables, batch, visit, sampled);
   }
@@ -225,19 +232,23 @@ bool notes_places(const Placement& placement) {
   return placement.moving.any() || (placement.remembers && placement.ordered);
 }
 
+// The ids that miniatures see are listed in Missing::table, when that is no longer needed.
+Missing missing_of(int64_t num_ids, const Placement& placement, char* memory) {
+  return missing_layout(num_ids, placement.simulates ? num_ids * sizeof(Listed) : 0, memory);
+}
+
 // Offsets of the parts of the scratch after those of Missing.
 struct ScratchLayout {
   size_t admission;
   size_t order;    // for an insertion in the order of the batch
   size_t placed;   // positions whose ids were placed
   size_t moves;    // for rows that move into frames
-  size_t sampled;  // for miniatures: the ids that they see
-  size_t numbers;  // of these, by table
+  size_t numbers;  // for miniatures: of the ids that they see, by table
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
     const Admissions* const admissions = placement.admissions;
-    admission = aligned(missing_layout(num_ids, nullptr).bytes);
+    admission = aligned(missing_of(num_ids, placement, nullptr).bytes);
     order = admission + (admissions != nullptr
                              ? aligned(admission_scratch(*admissions, num_ids, placement.ordered))
                              : 0);
@@ -246,8 +257,7 @@ struct ScratchLayout {
       placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
-    sampled = moves + aligned(settle_scratch(num_ids, placement.moving));
-    numbers = sampled + (placement.simulates ? aligned(num_ids * sizeof(Listed)) : 0);
+    numbers = moves + aligned(settle_scratch(num_ids, placement.moving));
     bytes = numbers + (placement.simulates ? sample_number_bytes(kMostTables) : 0);
   }
 };
@@ -271,7 +281,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const bool by_score = visit.scores != nullptr;
   char* const memory = static_cast<char*>(scratch);
   const ScratchLayout layout(batch.num_ids, placement, by_score);
-  Missing missing = missing_layout(batch.num_ids, memory);
+  Missing missing = missing_of(batch.num_ids, placement, memory);
   missing.returns = placement.remembers && !placement.ordered;
   missing.joins = placement.admissions == nullptr;
   missing.sorts_full = !placement.ordered && !placement.moving.any() && !placement.remembers &&
@@ -280,7 +290,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  const SampleLists sampled{reinterpret_cast<Listed*>(memory + layout.sampled),
+  const SampleLists sampled{reinterpret_cast<Listed*>(missing.table),
                             reinterpret_cast<uint32_t*>(memory + layout.numbers),
                             min(aging.num_tables, kMostTables)};
   begin_kernel<<<1, kThreads, 0, stream>>>(
@@ -292,7 +302,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
     find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
-                   placement.spread, placement.keeps_scores,
+                   placement.spread, placement.scores,
                    /*begun=*/aging.expire_after == nullptr, stream);
   } else {
     find(tables, only, batch, slots, stream);

@@ -2,6 +2,7 @@
 // position of each id represents it; the others refer to that position.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
@@ -34,6 +35,8 @@ struct Missing {
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
   uint32_t* waiting;      // flag: whether any position refers to another
+  uint32_t* looks_on;     // flag: whether a table's miniatures see the ids, unless this call is the
+                          // first that evicts
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   // [n] the find's two lists of positions, those of a block together: the first list from the
@@ -59,7 +62,8 @@ struct Missing {
   }
 };
 
-inline Missing missing_layout(int64_t n, char* base) {
+// least_bytes: of `table`, whose memory is used otherwise after the search.
+inline Missing missing_layout(int64_t n, size_t least_bytes, char* base) {
   constexpr size_t kFlagBytes = 128;  // a line of their own
   // At most .69 full even if all ids are new, so 5.8 to 11.6 bytes an id.
   uint32_t size = 1024;
@@ -69,11 +73,13 @@ inline Missing missing_layout(int64_t n, char* base) {
   missing.number_full = missing.number + 1;
   missing.chosen = missing.number + 2;
   missing.waiting = missing.number + 3;
+  missing.looks_on = missing.number + 4;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
-  missing.positions = missing.table + size;
+  const size_t words = std::max<size_t>(size, least_bytes / sizeof(uint32_t));
+  missing.positions = missing.table + words;
   missing.last_position = missing.positions + n - 1;
-  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + n) * sizeof(uint32_t);
+  missing.bytes = kFlagBytes + (words + n) * sizeof(uint32_t);
   return missing;
 }
 

@@ -169,13 +169,13 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 // Then steps are exchanged, and steps of many tables are prefetched before the ids have been
 // compared. Otherwise steps are written without a test, because waiting for a hot id's step costs
 // more than the saved writes. Mostly one of a block's threads with the same slot writes. kPacked:
-// packed entries, one table. kScores: whether a table keeps scores. The block then counts its
-// threads with the same slot (score_update.cuh).
+// packed entries, one table. kScores: whether a table stores scores. sums: whether lookups add to
+// some of them; the block then counts its threads with the same slot (score_update.cuh).
 template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing, bool spread, bool begun) {
+                const Found found, const Missing missing, bool spread, bool sums, bool begun) {
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id (packed: the hash), to save registers; later the slot that it touches.
   __shared__ int64_t of_thread[kThreads];
@@ -291,9 +291,14 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       update_score_of_lanes(table, slot, peers, visit, visit.given(at));
     }
     const uint32_t epoch = visit.epoch();  // loaded while the others are counted
-    count_touchers(touchers, entry, counted);
-    __syncthreads();
-    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, epoch);
+    if (sums) {
+      count_touchers(touchers, entry, counted);
+      __syncthreads();
+    }
+    if (adds) {
+      const uint32_t others = sums ? touchers[entry] / kOtherToucher : 0;
+      update_score(table, slot, visit, others + 1, epoch);
+    }
   }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
@@ -302,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
+                 bool spread, StoredScores scores, bool begun, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
   const auto launch = [&](auto kernel, auto... arguments) {
@@ -313,20 +318,21 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
       HKV_CUDA_CHECK_LAUNCH();
     }
   };
+  const bool sums = scores == StoredScores::kSums;
   const auto choose = [&]<bool kScores>() {
     if (only != nullptr) {
       const bool packed = only->entries.words != nullptr;
       launch(packed && !kScores ? find_kernel<kTouch, true, true, false>
                                 : find_kernel<kTouch, true, false, kScores>,
              *only, static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing,
-             spread, begun);
+             spread, sums, begun);
     } else {
       launch(find_kernel<kTouch, false, false, kScores>, TableView{}, tables, batch, visit, slots,
-             found, missing, spread, begun);
+             found, missing, spread, sums, begun);
     }
   };
   if constexpr (kTouch) {
-    if (keeps_scores) return choose.template operator()<true>();
+    if (scores != StoredScores::kNone) return choose.template operator()<true>();
   }
   choose.template operator()<false>();
 }
@@ -335,14 +341,14 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, false,
-                     stream);
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false,
+                     StoredScores::kNone, false, stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, keeps_scores, begun,
+                    bool spread, StoredScores scores, bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, scores, begun,
                     stream);
 }
 

@@ -17,11 +17,10 @@ struct Found {
 };
 
 // As find, and touches found entries. Missing ids that must replace another entry get
-// kMissingFromFull. Prepares `missing`. spread: most ids occur at one position only. keeps_scores:
-// whether a table of the group keeps scores. begun: the previous kernel starts the clock and clears
-// the flags.
+// kMissingFromFull. Prepares `missing`. spread: most ids occur at one position only. scores: those
+// that tables of the group store. begun: the previous kernel starts the clock and clears the flags.
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, bool keeps_scores, bool begun, cudaStream_t stream);
+                    bool spread, StoredScores scores, bool begun, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

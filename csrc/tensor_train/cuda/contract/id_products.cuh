@@ -13,12 +13,14 @@ __device__ __forceinline__ float part(const float4& v, int i) {
 
 // The gradient of a prefix, 16 rows (head column, middle column) of 32 ranks, from four distinct
 // ids: depth (id, last column). low, high: gradients of their rows; lasts: their slices, four ranks
-// of a last column.
+// of a last column. more_columns: whether there are more than two last columns.
 template <int kProducts>
 __device__ __forceinline__ void add_prefix_grad(float (&sums)[4][4], const float4& low,
-                                                const float4& high, const float4 (&lasts)[4]) {
+                                                const float4& high, const float4 (&lasts)[4],
+                                                bool more_columns = true) {
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
+    if (s > 0 && !more_columns) break;
     const auto a0 = rounded_operand<kProducts>(part(low, 2 * s));
     const auto a1 = rounded_operand<kProducts>(part(high, 2 * s));
     const auto a2 = rounded_operand<kProducts>(part(low, 2 * s + 1));

@@ -74,7 +74,8 @@ struct FourIds {
          row * 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kKnownQ || (e < last_q && row * 4 < last_r);
+      const bool exists =
+          (Config::kKnownQ || e < last_q) && (Config::kKnownRanks || row * 4 < last_r);
       lasts[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (exists) lasts[e] = __ldg(reinterpret_cast<const float4*>(slice + e * last_r));
     }
@@ -115,6 +116,8 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const RowPlace<Config> place(piece);
+  const bool more_columns = Config::kWholeLasts || piece.last_q() > 2;
+  const bool more_ranks = Config::kKnownRanks || piece.last_r() > 16;
   PrefixOperand<kProducts> held;
   held.template read<Config>(prefix);
 #pragma unroll 1
@@ -132,7 +135,7 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
     for (int from = 0; from < limit; from += 4) {
       const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
       float sums[2][4] = {};
-      add_rows(sums, held, values);
+      add_rows(sums, held, values, more_columns, more_ranks);
       if (from + 4 < limit) read(from + 4);
       if (from + column < limit) {
         put_rows<Config>(in, place, 0, piece.last_q(), base + from + column, source, gather, sums);
@@ -151,6 +154,7 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
                                                    FourIds<Config>& four) {
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const bool more_columns = Config::kWholeLasts || piece.last_q() > 2;
   float sums[4][4] = {};
 #pragma unroll 1
   for (int base = begin; base < end; base += 32) {
@@ -166,7 +170,7 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
     for (int from = 0; from < limit; from += 4) {
       if (from + 4 > limit) four.cut(limit - from);
       if (in.factors != nullptr) four.scale(in.factors, base + from, limit - from);
-      add_prefix_grad<kProducts>(sums, four.low, four.high, four.lasts);
+      add_prefix_grad<kProducts>(sums, four.low, four.high, four.lasts, more_columns);
       float4 values[4];
       read_columns<Config>(prefix, values);
       float d[4][4] = {};

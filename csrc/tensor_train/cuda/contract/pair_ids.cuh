@@ -23,7 +23,8 @@ struct LastPair {
         static_cast<const float*>(piece.table->last) +
         static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
         (row % 4 * last_r + column * 8));
-    const int left = Config::kKnownQ ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
+    const bool whole = Config::kKnownQ && Config::kKnownRanks;
+    const int left = whole ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
     low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (left > 0) low = __ldg(at);
     if (left > 4) high = __ldg(at + 1);
@@ -139,7 +140,7 @@ struct TwoIds {
       if (Config::kExact || (has_column && place.has_first)) low[i] = at[0];
       if (Config::kExact || (has_column && place.has_second)) high[i] = at[place.step];
       lasts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (Config::kKnownQ || (has_column && row * 4 < last_r)) {
+      if (has_column && (Config::kKnownRanks || row * 4 < last_r)) {
         lasts[i] = __ldg(
             reinterpret_cast<const float4*>(core +
                                             static_cast<size_t>(static_cast<uint32_t>(slice)) *
@@ -181,7 +182,7 @@ __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_
                                               int first_r, const float (&d)[2][4]) {
   const int column = threadIdx.x % 4;
   const int32_t last_q = piece.last_q(), last_r = piece.last_r();
-  if (!Config::kKnownQ && first_r >= last_r) return;
+  if (!Config::kKnownRanks && first_r >= last_r) return;
   float* const to =
       piece.table->last_grad +
       static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +

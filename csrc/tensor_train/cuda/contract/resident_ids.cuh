@@ -45,7 +45,7 @@ struct FourRowsByRow {
     const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + row / 2, limit - 1));
     const float* const at = unit_row(in, source) + (column * piece.middle_step() + row % 2 * 2);
     const int left = piece.has_middle(column) ? piece.last_q() - row % 2 * 2 : 0;
-    const int width = Config::kKnownRanks ? 4 : piece.row_width;
+    const int width = Config::kWholeLasts ? 4 : piece.row_width;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       other[e] =

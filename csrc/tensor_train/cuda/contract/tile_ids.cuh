@@ -93,7 +93,7 @@ struct LastInMemory {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = last_column + half * 2 + row % 2;
-      if (!exists || !(Config::kKnownRanks || at < piece.last_q())) {
+      if (!exists || !(Config::kWholeLasts || at < piece.last_q())) {
         *reinterpret_cast<float4*>(to->b[half]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         *reinterpret_cast<float4*>(to->b[half] + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         continue;
@@ -109,15 +109,19 @@ struct LastInMemory {
   }
 };
 
+// more_columns: whether there are more than two last columns; more_ranks: more than 16 ranks.
 template <int kProducts>
 __device__ __forceinline__ void add_rows(float (&sums)[2][4],
                                          const PrefixOperand<kProducts>& prefix,
-                                         const LastValues& last) {
+                                         const LastValues& last, bool more_columns,
+                                         bool more_ranks) {
   float more[2][4] = {};
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
+    if (s >= 2 && !more_ranks) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (half > 0 && !more_columns) break;
       float (&to)[4] = kProducts == 1 && s % 2 != 0 ? more[half] : sums[half];
       multiply_add(to, more[half], prefix.a[s][0], prefix.a[s][1], prefix.a[s][2], prefix.a[s][3],
                    rounded_operand<kProducts>(last.b[half][2 * s]),
@@ -146,7 +150,7 @@ struct RowPlace {
     first = (piece.head_column() + row / 4) * piece.head_step() +
             (piece.middle_column() + row % 4) * piece.middle_step();
     step = 2 * piece.head_step();
-    width = Config::kKnownRanks ? 4 : piece.row_width;
+    width = Config::kWholeLasts ? 4 : piece.row_width;
     has_first = piece.has_head(row / 4) && piece.has_middle(row % 4);
     has_second = piece.has_head(row / 4 + 2) && piece.has_middle(row % 4);
   }
@@ -209,6 +213,10 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
 #pragma unroll 1
   for (int32_t last_column = 0; last_column < piece.last_q(); last_column += 4) {
     const int count = piece.last_q() - last_column;
+    const bool more_columns = Config::kWholeLasts || count > 2;
+    const auto more_ranks = [&](int chunk) {
+      return Config::kKnownRanks || piece.last_r() > chunk * 32 + 16;
+    };
     for (int base = begin; base < end; base += 32) {
       IdLane id;
       id.read(in, ids, base + lane, base + lane < end);
@@ -226,7 +234,9 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
         float sums[2][4] = {};
         if constexpr (kHolds) {
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) add_rows(sums, held[c], values[c]);
+          for (int c = 0; c < kChunks; ++c) {
+            add_rows(sums, held[c], values[c], more_columns, more_ranks(c));
+          }
           if (from + 4 < limit) read(from + 4);
         } else {
           const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
@@ -236,7 +246,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
             held[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
                                           c % kInSlice * 32);
             last.read(piece, from + row / 2 < limit, slice, last_column, c * 32, values);
-            add_rows(sums, held[0], values[0]);
+            add_rows(sums, held[0], values[0], more_columns, more_ranks(c));
           }
         }
         if (from + column < limit) {
@@ -269,7 +279,7 @@ struct LastGradInMemory {
                 last_column * last_r + r;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int left = Config::kKnownRanks || last_column + half < piece.last_q() ? last_r - r : 0;
+      const int left = Config::kWholeLasts || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
           piece, kLastPart, line,
@@ -343,7 +353,7 @@ struct FourLasts {
         last_column * last_r + first_r + row * 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kKnownRanks || last_column + e < last_q;
+      const bool exists = Config::kWholeLasts || last_column + e < last_q;
       b[e] = load_four<Config>(table.last, table.last_type, at + e * last_r,
                                exists ? last_r - first_r - row * 4 : 0);
     }
@@ -365,6 +375,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
   float sums[4][4] = {};
 #pragma unroll 1
   for (int32_t last_column = 0; last_column < last_q; last_column += 4) {
+    const bool more_columns = Config::kWholeLasts || last_q - last_column > 2;
 #pragma unroll 1
     for (int base = begin; base < end; base += 32) {
       IdLane id;
@@ -376,7 +387,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
       for (int from = 0; from < limit; from += 4) {
         grads.read(in, piece, place, id, last_column, base, from, limit);
         lasts.read(piece, id, last_column, first_r, from);
-        add_prefix_grad<kProducts>(sums, grads.low, grads.high, lasts.b);
+        add_prefix_grad<kProducts>(sums, grads.low, grads.high, lasts.b, more_columns);
         // The prefix is reloaded for every four ids, to save registers.
         float4 values[4];
         read_columns<Config>(prefix, values);

@@ -22,8 +22,9 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
 }
 
 // Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes. Their middle slices may differ
-// and are processed one after the other. Block y is the block of head and middle columns. kFew: a
-// batch of few ids, most of which have a prefix of their own.
+// and are processed one after the other. Block y is the block of head and middle columns. Block z
+// has an equal part of the ids of each prefix. kFew: a batch of few ids, most of which have a
+// prefix of their own.
 template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
   constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
       piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
       piece.find_row_width(in.unit);
       const int4* mine = prefixes + first;
-      const bool has_middle = Config::kKnownRanks || table.middle != nullptr;
+      const bool has_middle = Config::kKnownRanks || Config::kKnownQ || table.middle != nullptr;
       const int slices = Config::kKnownRanks ? Config::kSlices
                                              : (table.last_r + Config::kSlice - 1) / Config::kSlice;
 #pragma unroll 1
@@ -127,8 +128,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
           at = __shfl_sync(kAllLanes, at, 0);
           if (at >= run) break;
           float* product = products + at * Config::kPrefixStep;
-          const int begin = mine[at].x;
-          const int end = mine[at + 1].x;
+          int begin = mine[at].x, end = mine[at + 1].x;
+          if (gridDim.z > 1) {
+            const int part =
+                (end - begin + static_cast<int>(gridDim.z) - 1) / static_cast<int>(gridDim.z);
+            begin += static_cast<int>(blockIdx.z) * part;
+            end = min(end, begin + part);
+          }
           if constexpr (kBackward) {
             gradient_ids(in, ids, piece, slice, product, begin, end, LastGradInMemory<Config>{});
           } else {
@@ -151,6 +157,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   if (waits) wait_for_kernel_before();
 }
 
+// The number of parts of a prefix's ids: several where prefixes are too few to occupy the GPU and
+// have many ids, so that computing their products again costs little.
+template <typename Config>
+unsigned parts_of_ids(const TileRun& run, int64_t blocks) {
+  constexpr int64_t kMost = 8, kLeastIds = 64;
+  const int64_t wanted = 4 * int64_t{Config::kMinBlocks} * run.multiprocessors;
+  const int64_t ids = run.num_ids / run.most_prefixes / kLeastIds;
+  return static_cast<unsigned>(
+      max(int64_t{1}, min(min(kMost, ids), (wanted + blocks - 1) / blocks)));
+}
+
 template <typename Config, bool kBackward, bool kFew>
 void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
@@ -159,7 +176,9 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   // If all blocks may be idle, there are fewer blocks, with several tiles each.
   const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
   if (in.leaves_dense && tiles > most) tiles = most;
-  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
+  const unsigned parts =
+      kFew || in.leaves_dense ? 1 : parts_of_ids<Config>(run, tiles * run.blocks);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks), parts);
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
 }
 
@@ -199,7 +218,7 @@ void run_shapes(const TileRun& run, const TileInput& in) {
 template <template <int, Fit, RowType> typename Shapes, int kProducts>
 void run_class(const TileRun& run, const TileInput& in) {
   if (!run.kernel.exact) {
-    if (run.kernel.ranks) {
+    if (run.kernel.whole && run.kernel.vectors) {
       run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
     } else if (run.kernel.vectors) {
       run_shapes<Shapes<kProducts, Fit::kVectors, RowType::kFloat32>>(run, in);

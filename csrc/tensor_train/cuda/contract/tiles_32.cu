@@ -65,7 +65,10 @@ void run_tiles_32(const TileRun& run, const TileInput& input) {
     if (!run.shares) return run_rank<Shapes32>(run, in);
     return tf32 ? run_shares<1, Fit::kFours>(run, in) : run_shares<3, Fit::kFours>(run, in);
   }
-  if (dense) {
+  if (dense && run.kernel.quads) {
+    in.leaves_dense =
+        tf32 ? launch_dense<1, Fit::kQuads>(run, in) : launch_dense<3, Fit::kQuads>(run, in);
+  } else if (dense) {
     in.leaves_dense =
         tf32 ? launch_dense<1, Fit::kVectors>(run, in) : launch_dense<3, Fit::kVectors>(run, in);
   }

@@ -37,8 +37,14 @@ void run_tiles_64(const TileRun& run, const TileInput& input) {
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable64>(run, input);
   TileInput in = input;
   if (run.backward && run.may_be_dense && run.kernel.small && in.unit == 4) {
-    in.leaves_dense = run.kernel.fours ? launch_dense<Fit::kFours>(run, in)
-                                       : launch_dense<Fit::kVectors>(run, in);
+    in.leaves_dense = run.kernel.fours   ? launch_dense<Fit::kFours>(run, in)
+                      : run.kernel.quads ? launch_dense<Fit::kQuads>(run, in)
+                                         : launch_dense<Fit::kVectors>(run, in);
+  }
+  if (run.kernel.quads) {
+    return run.precision == Precision::kTf32
+               ? run_shapes<Shapes64<1, Fit::kQuads, RowType::kFloat32>>(run, in)
+               : run_shapes<Shapes64<3, Fit::kQuads, RowType::kFloat32>>(run, in);
   }
   run_rank<Shapes64>(run, in);
 }

@@ -48,6 +48,8 @@ KernelClass class_of(const TableView& table) {
   kernel.small = kernel.vectors && table.middle != nullptr && table.head_q <= 4 &&
                  table.middle_q <= 4 && table.last_q <= 4;
   kernel.fours = kernel.exact && kernel.small;
+  kernel.quads = kernel.small && !kernel.whole && table.head_q == 4 && table.middle_q == 4 &&
+                 table.last_q == 4;
   return kernel;
 }
 
