@@ -1,4 +1,4 @@
-"""A GPU distributes the ids of few prefixes to more blocks, and has kernels for known q and ranks."""
+"""Lookups on a GPU whose prefixes are few and have many ids, and shapes with kernels of their own."""
 
 from __future__ import annotations
 

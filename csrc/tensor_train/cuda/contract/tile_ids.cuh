@@ -4,47 +4,12 @@
 #pragma once
 
 #include "tensor_train/cuda/contract/id_products.cuh"
+#include "tensor_train/cuda/contract/staged_ids.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/contract/tile_config.cuh"
 #include "tensor_train/cuda/index/index.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
-
-// The first distinct ids of a tile, which are loaded to shared memory together with other data.
-// Otherwise each warp would wait for memory once more for its prefix.
-struct StagedIds {
-  const int2* ids;  // [count] (last, source)
-  int32_t first;
-  int32_t count;
-
-  __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
-    const int32_t at = distinct - first;
-    if (at < count) return ids[at];
-    return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
-  }
-};
-
-// Without staging: a tile of few ids would wait for them before anything else.
-struct UnstagedIds {
-  __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
-    return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
-  }
-};
-
-// Data of 32 distinct ids that a warp loads at once, one id for each lane.
-struct IdLane {
-  int32_t last = 0;
-  uint32_t source = 0;
-
-  template <typename Ids>
-  __device__ __forceinline__ void read(const TileInput& in, const Ids& ids, int32_t distinct,
-                                       bool exists) {
-    if (!exists) return;
-    const int2 id = ids.read(in, distinct);
-    last = id.x;
-    source = static_cast<uint32_t>(id.y);
-  }
-};
 
 // 32 columns of a prefix as an operand: 16 rows (head column, middle column), 32 values deep.
 template <int kProducts>
