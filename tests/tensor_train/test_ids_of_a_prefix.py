@@ -1,4 +1,4 @@
-"""Lookups on a GPU whose prefixes are few and have many ids, and shapes with kernels of their own."""
+"""Lookups on a GPU of few prefixes with many ids, and of shapes with kernels of their own."""
 
 from __future__ import annotations
 
