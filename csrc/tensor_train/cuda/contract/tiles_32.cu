@@ -72,13 +72,7 @@ void run_tiles_32(const TileRun& run, const TileInput& input) {
     in.leaves_dense =
         tf32 ? launch_dense<1, Fit::kVectors>(run, in) : launch_dense<3, Fit::kVectors>(run, in);
   }
-  if (!run.shares) {
-    TileRun tiles = run;
-    // For few ids a prefix whose rows are read 2 values at a time, kernels of any shape were
-    // measured to be faster, except for padded ranks.
-    if (!run.may_be_dense && run.kernel.whole && !run.kernel.ranks) tiles.kernel.vectors = false;
-    return run_rank<Shapes32>(tiles, in);
-  }
+  if (!run.shares) return run_rank<Shapes32>(run, in);
   if (run.kernel.narrow) {
     return tf32 ? run_shares<1, Fit::kNarrow>(run, in) : run_shares<3, Fit::kNarrow>(run, in);
   }

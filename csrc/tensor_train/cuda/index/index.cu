@@ -33,10 +33,7 @@ KernelClass class_of(const TableView& table) {
     alike = alike && aligned(pointer);
   }
   const bool fp32 = table.head_type == RowType::kFloat32;
-  // Values of rows whose last q is odd are read one by one, for which kernels of any shape are
-  // faster.
-  kernel.vectors =
-      alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0 && table.last_q % 2 == 0;
+  kernel.vectors = alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0;
   const bool whole = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
                      table.head_r == kernel.rank && table.last_r == kernel.rank;
   kernel.whole = kernel.vectors && whole;
