@@ -38,8 +38,7 @@ enum class Precision : int32_t {
 // The class of kernels for a table, which plan_tables selects.
 struct KernelClass {
   int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
-  // Cores are float32, ranks multiples of 4 and the last q even: cores are read 4 values at a time,
-  // rows at least 2.
+  // Cores are float32 and ranks multiples of 4: cores are read 4 values at a time.
   bool vectors = false;
   bool whole = false;   // vectors, and ranks equal to `rank`, which is at most 128
   bool ranks = false;   // whole, and the last q a multiple of 4

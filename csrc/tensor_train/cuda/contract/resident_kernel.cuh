@@ -99,6 +99,7 @@ struct LastGradInBlock {
 
   // A word is taken with acquire and released with release. Fences would be slower, because they
   // also wait for loads of the next ids.
+  // compute-sanitizer's racecheck does not know locks, and reports what they guard.
   __device__ __forceinline__ void add(bool exists, int32_t slice, int32_t last_column,
                                       const float (&d)[4][4]) const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;

@@ -17,11 +17,11 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 // Assumptions of a kernel. kAny: none. kVectors: cores are float32 and ranks are multiples of 4, at
-// most kRank, so that cores are read 4 values at a time, and the last q is even, so that rows are
-// read at least 2 at a time. kQuads: as kVectors, and all q are 4. kRanks: as kVectors, and head_r
-// = last_r = kRank. kNarrow: as kRanks, and q = 4, 2, 4, which 32 columns have. kWhole: as kRanks,
-// but all q are multiples of 4 and cores are of type kType, so that there are no bounds to check.
-// kFours: as kWhole, and all q are 4. Known shapes save registers and tests.
+// most kRank, so that cores are read 4 values at a time. kQuads: as kVectors, and all q are 4.
+// kRanks: as kVectors, and head_r = last_r = kRank. kNarrow: as kRanks, and q = 4, 2, 4, which 32
+// columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of type kType, so
+// that there are no bounds to check. kFours: as kWhole, and all q are 4. Known shapes save
+// registers and tests.
 enum class Fit { kAny, kVectors, kQuads, kRanks, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
