@@ -240,8 +240,10 @@ template <Touch kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
-  constexpr bool scored = touches_scores(kTouch);
-  const bool summed = scored && shared;  // a single atomic addition for all positions of an id
+  // Otherwise all positions of an id store the same score.
+  const bool counts =
+      touches_scores(kTouch) && (sums_scores(table.eviction) || visit.scores != nullptr);
+  const bool summed = counts && shared;  // a single atomic addition for all positions of an id
   int64_t found = 0;
   if (end - begin > kTrial) {
     Repeats repeats(ids, begin);
@@ -261,7 +263,7 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
         if (kTouch != Touch::kNothing && found_at != nullptr) found_at[at] = slot != kNoSlot;
         found += slot != kNoSlot;
       }
-      if (scored && !summed) {
+      if (counts && !summed) {
         Scores<kTouch> scores(table, visit);
         for (int64_t i = 0; i < stop - begin - n; ++i) {
           const int64_t at = repeats.repeated()[i], slot = slots[at];

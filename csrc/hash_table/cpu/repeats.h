@@ -56,10 +56,14 @@ class Repeats {
   const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
     // By position, then by number.
     for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
-    for (int64_t at = first_; at < end; ++at) {
-      uint64_t& total = given_[origins_[at - first_]];
-      const uint64_t more = visit.given(at);
-      total = sums ? std::min(total + more, kMostCounts) : more;
+    if (sums && visit.scores == nullptr) {
+      for (int64_t i = 0; i < end - first_; ++i) ++given_[origins_[i]];
+    } else {
+      for (int64_t at = first_; at < end; ++at) {
+        uint64_t& total = given_[origins_[at - first_]];
+        const uint64_t more = visit.given(at);
+        total = sums ? std::min(total + more, kMostCounts) : more;
+      }
     }
     for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
     return given_;

@@ -87,6 +87,12 @@ inline void touch_score(const TableView& table, int64_t slot, const Visit& visit
   const auto next = [&] {
     return next_score(table.eviction, old, visit.now(), visit.epoch(), given);
   };
+  if (!sums_scores(table.eviction)) {  // any thread's score
+    if (const uint64_t wanted = next(); wanted != old) {
+      score.store(wanted, std::memory_order_relaxed);
+    }
+    return;
+  }
   for (uint64_t wanted = next(); wanted != old; wanted = next()) {
     if (score.compare_exchange_weak(old, wanted, std::memory_order_relaxed)) return;
   }
