@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
 
 template <int kSortThreads, int kBits, typename Low>
 __global__ void sort_by_table_kernel(const TableView*, const Batch, const Pairs, const Pairs, int,
-                                     uint32_t*, uint32_t*) {}
+                                     uint32_t*) {}
 
 #endif
 
