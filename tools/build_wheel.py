@@ -7,7 +7,9 @@ The Python that runs this needs torch, setuptools, wheel, pybind11, ninja, audit
 The wheel serves this Python and the minor version of its torch, on any x86-64-v2 machine. Without
 CUDA it has the kernels for x86-64-v3 as well. With CUDA it has kernels for the GPUs of compute
 capability 8.0, 9.0 and 10.0 (TORCH_CUDA_ARCH_LIST: others), needs a torch for the same major
-version of CUDA, and no GPU to build. nvcc should have the version of torch's CUDA.
+version of CUDA, and no GPU to build; build it with nvcc of the version of torch's CUDA. The
+manylinux tag is that of this machine's compiler and C library: build in an image of manylinux_2_28
+for older systems.
 
 Libraries of torch and CUDA are not copied into the wheel: importing torch loads them. The tag, the
 sizes, and what the wheel was built for are printed. MAX_JOBS limits the compilations at a time.
@@ -75,7 +77,15 @@ def build(out: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         progress = [sys.executable, "tools/build_progress.py", "--log", str(BUILD / "build.log")]
         setup = [sys.executable, "setup.py", "build", "--build-base", str(BUILD)]
-        wheel = ["bdist_wheel", "--bdist-dir", f"{folder}/tree", "--dist-dir", folder]
+        # It would build again, with options of the compiler given twice, and so from the beginning.
+        wheel = [
+            "bdist_wheel",
+            "--skip-build",
+            "--bdist-dir",
+            f"{folder}/tree",
+            "--dist-dir",
+            folder,
+        ]
         run([*progress, "--", *setup, *wheel], quiet=False, TORCHREC_HKV_RELEASE="1")
         (built,) = Path(folder).glob("*.whl")
         excluded = [word for name in PROVIDED for word in ("--exclude", name)]
