@@ -78,14 +78,8 @@ def build(out: Path) -> Path:
         progress = [sys.executable, "tools/build_progress.py", "--log", str(BUILD / "build.log")]
         setup = [sys.executable, "setup.py", "build", "--build-base", str(BUILD)]
         # It would build again, with options of the compiler given twice, and so from the beginning.
-        wheel = [
-            "bdist_wheel",
-            "--skip-build",
-            "--bdist-dir",
-            f"{folder}/tree",
-            "--dist-dir",
-            folder,
-        ]
+        wheel = ["bdist_wheel", "--skip-build"]
+        wheel += ["--bdist-dir", f"{folder}/tree", "--dist-dir", folder]
         run([*progress, "--", *setup, *wheel], quiet=False, TORCHREC_HKV_RELEASE="1")
         (built,) = Path(folder).glob("*.whl")
         excluded = [word for name in PROVIDED for word in ("--exclude", name)]
