@@ -18,6 +18,7 @@ sizes, and what the wheel was built for are printed. MAX_JOBS limits the compila
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -30,8 +31,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: What torch brings along: its own libraries, and through its requirements those of CUDA.
 PROVIDED = ["libtorch*.so", "libc10*.so", "libcudart.so.*", "libcuda.so.*"]
+NEEDED = ["torch", "setuptools", "pybind11", "auditwheel"]
+TOOLS = ["ninja", "patchelf"]
 #: Apart from the folders of other builds, whose leftovers would get into the wheel.
 BUILD = ROOT / "build" / "wheel"
+
+
+def search_path() -> str:
+    """PATH, and before it the folder of this Python's own programs."""
+    scripts = str(Path(sys.executable).parent)
+    return os.pathsep.join([scripts, os.environ.get("PATH", "")])
 
 
 def run(command: list[str], quiet: bool = True, **variables: str) -> str:
@@ -45,12 +54,10 @@ def run(command: list[str], quiet: bool = True, **variables: str) -> str:
     Returns:
         What it prints; exits with it where the command fails.
     """
-    scripts = str(Path(sys.executable).parent)
-    path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PATH": path, **variables},
+        env={**os.environ, "PATH": search_path(), **variables},
         stdout=subprocess.PIPE if quiet else None,
         stderr=subprocess.STDOUT if quiet else None,
         text=True,
@@ -70,6 +77,10 @@ def build(out: Path) -> Path:
     Returns:
         Its path.
     """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing += [name for name in TOOLS if shutil.which(name, path=search_path()) is None]
+    if missing:  # found out now rather than after the compilations
+        sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}: install them with pip.")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for library in BUILD.glob("lib*"):  # modules that are no longer there; the objects stay

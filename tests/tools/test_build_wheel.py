@@ -76,3 +76,12 @@ def test_the_description(tmp_path):
         "  CUDA 13.0, sm 8.0;9.0",
         "  Requires-Dist: torch==2.11.*",
     ]
+
+
+def test_what_is_missing_is_said_before_anything_is_built(tmp_path, monkeypatch):
+    build = runpy.run_path(str(ROOT / "tools" / "build_wheel.py"))["build"]
+    monkeypatch.setitem(build.__globals__, "NEEDED", ["torch", "no_such_package"])
+    monkeypatch.setitem(build.__globals__, "TOOLS", ["no_such_program"])
+    with pytest.raises(SystemExit, match="lacks no_such_package, no_such_program: install them"):
+        build(tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()
