@@ -6,7 +6,7 @@ Environment variables:
     TORCHREC_HKV_RELEASE: 1 builds for other machines: for all supported GPU architectures, and for
         x86-64-v2. A CPU build has a second extension for x86-64-v3, and takes the one that suits
         the CPU (``torchrec_hkv/cpu_variant.py``). The package then requires the torch that it was
-        built against.
+        built against, and names it in its version, as in ``0.1.0+torch2.13.cu130``.
     TORCHREC_HKV_CPU_ARCH: GCC's ``-march`` for the CPU kernels; empty for the compiler's default.
         By default ``x86-64-v3`` on a machine with AVX2.
     TORCHREC_HKV_DEBUG: 1 builds with debug information, line numbers of CUDA kernels for profilers,
@@ -20,6 +20,7 @@ Environment variables:
 import importlib.util
 import os
 import platform
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,16 @@ def headers_outside_toolkit() -> list[str]:
     return [str(p.parent) for root in roots for p in Path(root).glob("*/include/cublas_v2.h")]
 
 
+def compression() -> list[str]:
+    """Kernels in a fifth of the bytes of nvcc's default; it has the option since CUDA 12.8."""
+    nvcc = os.path.join(CUDA_HOME, "bin", "nvcc")
+    try:
+        known = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
+    except OSError:  # said by torch, with more words
+        return []
+    return ["--compress-mode=size"] if "--compress-mode" in known else []
+
+
 def shared_cpp_runtime() -> list[str]:
     """Names the shared C++ runtime, so that the linker does not take a static one.
 
@@ -219,6 +230,8 @@ def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
     cxx.append("-DAT_PER_OPERATOR_HEADERS")
     if arch := cpu_arch() if arch is None else arch:
         cxx.append(f"-march={arch}")
+        if arch == "x86-64-v2":  # wider vectors are passed within the extension only
+            cxx.append("-Wno-psabi")
     sanitizer = sanitizer_flags()
     if sanitizer:  # stacks that tell where, at a bearable speed
         cxx += [*sanitizer, "-O1", "-g1", "-fno-omit-frame-pointer"]
@@ -245,6 +258,8 @@ def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
     if is_set("TORCHREC_HKV_DEBUG"):
         nvcc.append("-lineinfo")
+    if is_set("TORCHREC_HKV_RELEASE"):
+        nvcc += compression()
     nvcc += ["-Xcompiler=-ffp-contract=off,-fvisibility=hidden,-Wall"]
     return CUDAExtension(
         sources=sources("*.cpp", "*.cu"),
@@ -257,6 +272,14 @@ def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
 class BuildVariants(BuildExtension):
     """Keeps the objects of the second extension apart from those of the first."""
 
+    def run(self) -> None:
+        super().run()
+        package = Path(self.get_ext_fullpath("torchrec_hkv._C")).parent
+        (package / "_built_for.py").write_text(built_for())
+        if not has_two_variants():  # an earlier build may have had them; its v3 would be loaded
+            for path in (package / "_v3").glob("_C.*.so"):
+                path.unlink()
+
     def build_extension(self, ext) -> None:
         temp = self.build_temp
         if ext.name == V3:
@@ -266,6 +289,20 @@ class BuildVariants(BuildExtension):
         self.build_temp = temp
 
 
+def built_for() -> str:
+    """A module that says what the extension was built for (``torchrec_hkv/torch_match.py``)."""
+    values = {"TORCH": str(torch.__version__), "CUDA": None, "CUDA_ARCHS": None}
+    if wants_cuda():
+        values["CUDA"] = torch.version.cuda
+        values["CUDA_ARCHS"] = os.environ["TORCH_CUDA_ARCH_LIST"]
+    lines = [f"{name} = {value!r}\n" for name, value in values.items()]
+    return '"""What setup.py built the extension for."""\n\n' + "".join(lines)
+
+
+def torch_minor() -> str:
+    return ".".join(torch.__version__.split(".")[:2])
+
+
 def torch_requirement() -> str:
     """The torch that a build runs with.
 
@@ -273,13 +310,23 @@ def torch_requirement() -> str:
     """
     if not is_set("TORCHREC_HKV_RELEASE"):
         return "torch>=2.11,<2.15"
-    return "torch=={}.{}.*".format(*torch.__version__.split(".")[:2])
+    return f"torch=={torch_minor()}.*"
+
+
+def version() -> str:
+    """The version; for other machines with the torch and CUDA, which wheels' names then show."""
+    public = runpy.run_path(str(ROOT / "torchrec_hkv" / "_version.py"))["__version__"]
+    if not is_set("TORCHREC_HKV_RELEASE"):
+        return public
+    device = f"cu{torch.version.cuda.replace('.', '')}" if wants_cuda() else "cpu"
+    return f"{public}+torch{torch_minor()}.{device}"
 
 
 extensions = [extension()]
 if has_two_variants():
     extensions.append(extension(V3, "x86-64-v3"))
 setup(
+    version=version(),
     ext_modules=extensions,
     cmdclass={"build_ext": BuildVariants},
     install_requires=[torch_requirement()],

@@ -52,7 +52,7 @@ def check_machine(cuda):
     check_compiler()
     if cuda and nvcc() is None:
         fail(
-            "A GPU is present but nvcc is not: install the CUDA toolkit and set CUDA_HOME,"
+            "The CUDA build needs nvcc: install the CUDA toolkit and set CUDA_HOME,"
             " or set TORCHREC_HKV_CUDA=0 for the CPU build."
         )
 
@@ -155,7 +155,7 @@ def check_cuda(versions):
     torch_cuda = versions.split()[-1]
     if torch_cuda == "None":
         fail(
-            "A GPU is present but the installed torch was built without CUDA:"
+            "The CUDA build needs a torch for CUDA, and the installed one is for the CPU:"
             " point pip at a package source with CUDA builds, or set TORCHREC_HKV_CUDA=0."
         )
     text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout

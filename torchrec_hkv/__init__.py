@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # the extension needs its libraries
 
-from torchrec_hkv import cpu_variant
+from torchrec_hkv import cpu_variant, torch_match
 from torchrec_hkv._version import __version__
+
+torch_match.check()  # before what takes seconds
 
 if importlib.util.find_spec("torchrec") is not None:
     # Must be imported before there is a process group. Otherwise a default argument in it keeps the

@@ -73,12 +73,15 @@ __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint3
       : "r"(digit), "r"(bit));
 }
 
-// hot_slots: as in Scratch.
+#endif
+
+// hot_slots: as in Scratch. Not called on GPUs before sm_90.
 template <int kSortThreads, int kBits, typename Low>
 __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                          const __grid_constant__ Pairs pairs, const __grid_constant__ Pairs other,
                          int passes, uint32_t* hot_slots) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using Shared = SortedShare<kSortThreads, kBits, Low>;
   constexpr int kCounts = Shared::kCounts, kSortWarps = Shared::kSortWarps;
   constexpr int kItems = kShare / kSortThreads;  // positions of a thread
@@ -292,15 +295,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     }
     hot = kNoHotSlot;
   }
-}
-
-#else  // not called there
-
-template <int kSortThreads, int kBits, typename Low>
-__global__ void sort_by_table_kernel(const TableView*, const Batch, const Pairs, const Pairs, int,
-                                     uint32_t*, uint32_t*) {}
-
 #endif
+}
 
 // Blocks of a cluster: as many as can run at the same time.
 unsigned blocks_of_table(int32_t num_tables) {
