@@ -73,7 +73,7 @@ class Rooms {
   std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
     std::optional<std::vector<int>> found;
     std::vector<const Parts*> options(tables.size());
-    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+    planner::find_pattern(tables, rooms_, per_host_, [&](const std::vector<int>& chosen) {
       for (size_t at = 0; at < tables.size(); ++at) options[at] = &tables[at]->at(chosen[at]);
       if (fits(options)) found = chosen;
       return found.has_value();
@@ -82,7 +82,7 @@ class Rooms {
   }
   std::vector<std::vector<int>> patterns(const std::vector<const Choices*>& tables) const {
     std::vector<std::vector<int>> found;
-    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+    planner::find_pattern(tables, rooms_, per_host_, [&](const std::vector<int>& chosen) {
       found.push_back(chosen);
       return false;
     });
