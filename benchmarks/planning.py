@@ -25,6 +25,7 @@ the same estimates of shards. It gets ``--stock-seconds``, for budgets of at lea
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import re
 import time
@@ -138,10 +139,8 @@ def _memory(name: str) -> int:
 
 def _forget_peak() -> None:
     """Lets the most memory so far count no more, where the system can."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def compared(
@@ -183,7 +182,8 @@ def times_of(
     times = [0.0] * ranks
     for option, own in zip(options, places, strict=True):
         for shard, rank in zip(option.shards, own, strict=True):
-            assert shard.perf is not None and rank is not None
+            assert shard.perf is not None
+            assert rank is not None
             times[rank] += shard.perf.total
     return times
 

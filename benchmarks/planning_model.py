@@ -30,9 +30,7 @@ def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
     """Tables in any order, with rows at quantiles of a bounded power law."""
     draw = random.Random(seed)
     kept = 1 - (LEAST / LARGEST) ** POWER
-    rows = [
-        round(LEAST * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)
-    ]
+    rows = [round(LEAST * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
     draw.shuffle(rows)
     return [
         EmbeddingBagConfig(

@@ -149,9 +149,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             LossOrderedProposer(
                 self._proposers if kwargs.get("proposer") else None,
                 self._whole,
+                self._least_loss.whole_plan,
                 self._least_loss.proposals,
-                self._least_loss.can_improve,
-                self._least_loss.rating,
             )
         ]
         self._make_enumerator()
