@@ -8,11 +8,12 @@
 
 namespace torchrec_hkv::planner {
 
-// Moves shards, or swaps two, as long as this makes the slowest rank faster and all fit. For s
-// shards on r ranks, a step takes a time of s^2 / r^2 where another rank has little to do, and at
-// most s^2 / r.
+// Moves shards, or swaps one or several for another, as long as this makes the slowest rank faster
+// and all fit. For s shards on r ranks, a step takes a time of s^2 / r^2 where another rank has
+// little to do, and at most s^2 / r.
 //
 // ranks: what is free, at least 0.
-void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards);
+// most_offers: the number of changes that are looked at, about.
+void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers);
 
 }  // namespace torchrec_hkv::planner

@@ -16,6 +16,8 @@ namespace {
 // kMostAttempts for up to kFewUnits units, else kFewerAttempts.
 constexpr size_t kFewUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
+// Number of changes that are looked at to make the slowest rank faster.
+constexpr int64_t kMostOffers = 4'000'000, kFewerOffers = 100'000;
 // Shares of all bytes that are placed by memory before the rest is placed by time.
 constexpr double kShares[] = {0.5, 0.9, 0.97, 0.99, 0.999};
 
@@ -53,20 +55,20 @@ class Fastest {
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
-// is_greedy: returns whether each unit is on the site that was preferred.
+// is_greedy: returns whether memory never kept a unit from the site that was preferred.
 std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_greedy = nullptr) {
   struct Step {
     bool listed = false;      // whether `others` is set
     std::vector<int> others;  // sites still to be tried, the last first
   };
   std::vector<Step> steps;
-  bool back = false, never_back = true;
+  bool back = false;
   const int64_t more = units.size() <= kFewUnits ? kMostAttempts : kFewerAttempts;
   for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
     // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
     if (depth == units.size()) {
-      if (is_greedy != nullptr) *is_greedy = never_back;
+      if (is_greedy != nullptr) *is_greedy = !sites.has_passed_over();
       return sites.taken();
     }
     const Unit& unit = units[depth];
@@ -96,7 +98,6 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_gr
     if (steps.empty()) return {};
     sites.free(units[depth - 1]);
     back = true;
-    never_back = false;
   }
   return {};
 }
@@ -146,26 +147,38 @@ std::vector<int> mixed(const std::vector<Unit>& units, const Sites& sites) {
 }
 
 // Moves shards as long as the slowest rank becomes faster. Returns its time.
-double balanced(const std::vector<Unit>& units, std::vector<Rank> ranks, std::vector<int>& placed) {
+double balanced(const std::vector<Unit>& units, std::vector<Rank> ranks, int64_t most_offers,
+                std::vector<int>& placed) {
   auto rank = placed.begin();
   for (const Unit& unit : units) {
     for (size_t i = 0; i < unit.count; ++i) ranks[*rank++].take(unit.needs[i]);
   }
   std::vector<Movable> shards = movable(units, placed);
-  balance(ranks, shards);
+  balance(ranks, shards, most_offers);
   for (const Movable& shard : shards) placed[shard.position] = shard.rank;
   double most = 0;
   for (const Rank& each : ranks) most = std::max(most, each.time);
   return most;
 }
 
-// The faster of two assignments after shards were moved. Either may be empty.
-std::vector<int> faster(const std::vector<Unit>& units, const std::vector<Rank>& ranks,
-                        std::vector<int> one, std::vector<int> other) {
-  constexpr double kNever = std::numeric_limits<double>::infinity();
-  const double took = one.empty() ? kNever : balanced(units, ranks, one);
-  const double other_took = other.empty() ? kNever : balanced(units, ranks, other);
-  return other_took < took ? other : one;
+// The fastest of assignments after shards were moved. To save time, only the one is balanced that
+// is fastest before, unless all should be.
+std::vector<int> fastest(const std::vector<Unit>& units, const std::vector<Rank>& ranks, bool all,
+                         std::vector<std::vector<int>> found) {
+  std::vector<int> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (const bool last : {false, true}) {
+    for (std::vector<int>& placed : found) {
+      if (placed.empty() || (last && !all)) continue;
+      const double time = balanced(units, ranks, last ? kMostOffers : 0, placed);
+      if (time < least) {
+        least = time;
+        best = placed;
+      }
+    }
+  }
+  if (!all && !best.empty()) balanced(units, ranks, kFewerOffers, best);
+  return best;
 }
 
 }  // namespace
@@ -190,7 +203,7 @@ bool Parts::fits_where(const Parts& other) const {
 }
 
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, int per_host, bool fast) {
+                              const std::vector<Room>& rooms, int per_host, Effort effort) {
   std::vector<Rank> ranks;
   std::vector<Unit> units;
   if (!make_units(options, rooms, per_host, ranks, units)) return std::nullopt;
@@ -209,7 +222,7 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   // Sums of doubles are exact up to 2^53 bytes; the search decides beyond.
   constexpr double kRounding = 1 + 1e-12;
   if (hbm > has_hbm * kRounding || host > has_host * kRounding) return std::nullopt;
-  const bool has_hosts = need_hosts(units);
+  const bool has_hosts = need_hosts(units), fast = effort != Effort::kFits;
   const Sites by_time(ranks, per_host, has_hosts, true);
   const Sites by_memory(ranks, per_host, has_hosts, false);
   std::vector<int> found;
@@ -218,13 +231,16 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   } else {
     bool is_greedy = false;
     if (fast) found = search(units, by_time, &is_greedy);
-    std::vector<int> other;
-    if (fast && !is_greedy) other = mixed(units, by_time);
-    if (found.empty() && other.empty()) found = exchanged(units, by_memory, units.size());
-    if (found.empty() && other.empty() && units.size() <= kFewUnits) {
-      found = search(units, by_memory);
+    if (!is_greedy) {
+      // Memory decides where shards are, so that some ranks may have little to do.
+      std::vector<int> some = fast ? mixed(units, by_time) : std::vector<int>();
+      std::vector<int> all = exchanged(units, by_memory, units.size());
+      if (found.empty() && some.empty() && all.empty() && units.size() <= kFewUnits) {
+        all = search(units, by_memory);
+      }
+      const bool is_last = effort == Effort::kThorough;
+      found = fast ? fastest(units, ranks, is_last, {found, some, all}) : all;
     }
-    if (fast && !is_greedy) found = faster(units, ranks, std::move(found), std::move(other));
   }
   if (found.empty() && !units.empty()) return std::nullopt;
   Placement placement(options.size());

@@ -40,14 +40,17 @@ int Sites::first(const Unit& unit) {
         free(unit);
         return site;
       }
+      has_passed_over_ = true;
     }
     return -1;
   }
-  int found = -1;
+  int found = -1, first = order_.front();
   for (const int r : order_) {
+    if (is_preferred(ranks_[r], ranks_[first])) first = r;
     if (!ranks_[r].has(*unit.needs)) continue;
     if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
   }
+  if (found != first) has_passed_over_ = true;
   return found;
 }
 
