@@ -84,9 +84,10 @@ class Visit:
         return True
 
     def smallest(self) -> bool:
-        """Whether the smallest levels fit."""
-        return self._try(
-            {table: min(self._search.lossy(table), key=self._bound.size) for table in self._free}
+        """Whether the smallest levels fit, or those with the smallest shards."""
+        return any(
+            self._try({table: min(self._search.lossy(table), key=size) for table in self._free})
+            for size in (self._bound.size, lambda level: level.shard)
         )
 
     def by_prices(self) -> None:
