@@ -26,8 +26,10 @@ from torchrec_hkv.planner.patterns import Choices, Sized, spares
 from torchrec_hkv.planner.proposer import GreedyProposer
 from torchrec_hkv.progress import advance
 
-#: Number of combinations of options that are tried.
-_MOST_FITS, _MOST_PROPOSALS = 4096, 3000
+#: Up to this number of tables, plans are searched exhaustively where that is possible.
+FEW_TABLES = 12
+#: Number of combinations of options that are tried, of few and of many tables, and of proposals.
+_MOST_FITS, _FEWER_FITS, _MOST_PROPOSALS = 4096, 256, 3000
 #: Number of options of all tables up to which greedy proposals are tried.
 _MOST_OPTIONS = 20_000
 #: Relative error of a sum of times.
@@ -127,7 +129,8 @@ class Arranger:
         """Options that fit, not necessarily fast ones; None if none were found."""
         advance(1)
         tables = [self._choices_of(level) for level in levels]
-        are_few = math.prod(len(table.options) for table in tables) <= _MOST_FITS
+        most = _MOST_FITS if len(tables) <= FEW_TABLES else _FEWER_FITS
+        are_few = math.prod(len(table.options) for table in tables) <= most
         if self._is_own and not are_few and all(table.are_placed for table in tables):
             chosen = self._rooms.fitting([table.needs for table in tables])
             if chosen is None:

@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.arrangement import Arranged, Arranger
+from torchrec_hkv.planner.arrangement import FEW_TABLES, Arranged, Arranger
 from torchrec_hkv.planner.levels import Level, TableLevels
 from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tightest
 from torchrec_hkv.planner.visit import EQUAL, Best, Visit, sums_of
 
-#: Up to this number of tables, all sets of tables and combinations of levels are tried that could
-#: be better. With more tables, the search is limited.
-FEW_TABLES = 12
 #: If many tables may lose, at least so many times those that must at least are considered.
 _TIMES_AS_MANY = 2
 #: Bounds on the number of sets of tables, for few and for many tables.
@@ -23,8 +20,8 @@ _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
 _MOST_CHECKS, _FEWEST_CHECKS = 4000, 200
 _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
-#: Number of tables in all arrangements that are tried for many tables.
-_MOST_ARRANGED = 60_000
+#: Number of tables in all arrangements that are tried for many tables. So many ranks count as one.
+_MOST_ARRANGED, _RANKS_OF_TABLE = 60_000, 4
 #: Number of sets of tables with equal loss of which the fastest is found.
 _MOST_EQUAL = 16
 
@@ -53,7 +50,8 @@ class Search:
         self._are_many = len(self._tables) > FEW_TABLES
         self._most_checks = _MOST_CHECKS
         if self._are_many:
-            self._most_checks = max(_MOST_ARRANGED // len(self._tables), _FEWEST_CHECKS)
+            size = max(len(self._tables), arranger.num_ranks // _RANKS_OF_TABLE)
+            self._most_checks = max(_MOST_ARRANGED // size, _FEWEST_CHECKS)
 
     def least_loss(self) -> Arranged | None:
         """The first plan in the order of this class; None if none was found.
