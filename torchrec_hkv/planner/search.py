@@ -23,7 +23,7 @@ _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
 #: Number of tables in all arrangements that are tried for many tables. So many ranks count as one.
 _MOST_ARRANGED, _RANKS_OF_TABLE = 60_000, 4
 #: Number of counts of tables with loss that are tried one after the other.
-_FIRST_COUNTS = 4
+_FIRST_COUNTS = 16
 #: Number of sets of tables with equal loss of which the fastest is found.
 _MOST_EQUAL = 16
 
