@@ -2,122 +2,75 @@
 
     python -m benchmarks planning --out benchmarks/results/planning.csv
 
-Tables have rows by a power law and 16 to 128 columns, and each may be on ``fused``, ``hkv`` or
-``tt``. ``budget`` is the HBM of all ranks over the bytes of the dense rows; there is no host
-memory. ``frequencies`` come from the JSON of a replay of ids by a power law. ``cpu_seconds`` is
-processor time, which other processes disturb less than ``seconds``.
+Tables have 10^3 to 3 * 10^8 rows by a power law and 16 to 256 columns. Each may be on ``fused``,
+``hkv`` or ``tt``, and sharded in any way; hosts have 8 ranks. ``budget`` is the HBM of all ranks
+over the bytes of the dense rows, ``host`` the same of host memory, and ``frequencies`` the share of
+tables with frequencies from the JSON of a replay of ids by a power law.
+
+``cpu_seconds`` is processor time, which other processes disturb less than ``seconds``. ``peak_mib``
+is the memory that planning adds to the process, and ``tried`` the number of plans of which it was
+tried whether or how fast they fit. ``missing`` is the error if nothing fits.
 
 ``lossy`` is the number of tables that lose quality, and ``fewest`` a bound that no plan is below.
 ``loss`` is the estimated loss, and ``least_loss`` the bound of a relaxation for as many tables:
 parts of levels may be taken, and memory is that of all ranks together. ``step_ms`` is the time of
 the slowest rank, and ``balanced_ms`` that of all ranks if they shared the load evenly.
+``bytes_ratio`` is the HBM taken on the fullest rank over the mean of ranks.
+
+``stock_ms`` is the time of the plan that TorchRec's own planner finds with kernel ``fused``, with
+the same estimates of shards. It gets ``--stock-seconds``, for budgets of at least
+``--stock-budget``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import random
-import tempfile
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed.planner import EmbeddingShardingPlanner as StockPlanner
+from torchrec.distributed.planner import ParameterConstraints as StockConstraints
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
+from benchmarks.planning_model import dense_bytes, make_constraints, make_model, make_tables
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
-from torchrec_hkv.planner import IdFrequencies
+from torchrec_hkv.planner.memory import RankMemory
 from torchrec_hkv.planner.prices import Scarce, tightest
+from torchrec_hkv.planner.report import TableReport
 from torchrec_hkv.planner.thinning import Thinning
-from torchrec_hkv.replay import Curve, Point, Policy, Replayed, ReplayedLog
+from torchrec_hkv.progress import reported
 
-KEYS = ("tables", "ranks", "budget", "frequencies", "batch", "seed")
-KERNELS = ("fused", "hkv", "tt")
-#: Rows of the largest table and the exponent by which the others are smaller.
-LARGEST, DECAY, LEAST = 200_000_000, 1.2, 100
-#: Exponents of the laws by which ids are looked up, lookups for each id.
-POWERS, LOOKUPS = (0.8, 1.2), 20
-
-
-def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
-    """Tables in any order."""
-    draw = random.Random(seed)
-    rows = [max(int(LARGEST * (at + 1) ** -DECAY), LEAST) for at in range(count)]
-    draw.shuffle(rows)
-    return [
-        EmbeddingBagConfig(
-            name=f"t{at}",
-            feature_names=[f"f{at}"],
-            num_embeddings=number,
-            embedding_dim=draw.choice([16, 32, 64, 128]),
-        )
-        for at, number in enumerate(rows)
-    ]
-
-
-def replayed(table: EmbeddingBagConfig, power: float) -> Replayed:
-    """What a replay finds of ids by a power law."""
-    ids = table.num_embeddings
-    # Ranks of ids: one by one, then together where counts differ by less than 1 %.
-    bounds, at = [], 1
-    while at <= ids:
-        bounds.append(at)
-        at = max(at + 1, int(at * (1 + 0.01 / power)))
-    ends = [*bounds[1:], ids + 1]
-    weights = [(end - begin, begin**-power) for begin, end in zip(bounds, ends, strict=True)]
-    scale = LOOKUPS * ids / sum(number * weight for number, weight in weights)
-    seen = IdFrequencies(tuple((number, scale * weight) for number, weight in weights), 0, ids - 1)
-    points = []
-    for part in (64, 16, 4, 1):
-        rows = max(ids // part, 1)
-        if points and rows == points[-1].rows:
-            continue
-        rate = 0.95 * seen.share_of(rows)
-        points.append(Point(rows, rate, 0.0, 0, 0, 0, 0, 0, rows, rows * 4 * table.embedding_dim))
-    curve = Curve(Policy("lfu"), tuple(points))
-    return Replayed(table.name, LOOKUPS * ids, ids, 0.95, seen, (curve,))
-
-
-def constraints_of(
-    tables: Sequence[EmbeddingBagConfig], frequencies: bool, seed: int
-) -> dict[str, ParameterConstraints]:
-    """Constraints that leave the backend open."""
-    found = {table.name: ParameterConstraints() for table in tables}
-    if frequencies:
-        draw = random.Random(seed)
-        log = ReplayedLog(
-            8192, 1.0, {table.name: replayed(table, draw.uniform(*POWERS)) for table in tables}
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            log.write(Path(folder) / "replay.json")
-            found = ReplayedLog.read(Path(folder) / "replay.json").constraints()
-    for constraint in found.values():
-        constraint.compute_kernels = list(KERNELS)
-    return found
+KEYS = ("tables", "ranks", "budget", "host", "frequencies", "batch", "seed")
+#: Columns of a plan; empty if there is none.
+FIGURES = ("lossy", "fewest", "loss", "least_loss", "step_ms", "balanced_ms", "bytes_ratio", "free")
+T = TypeVar("T")
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each number of tables, ranks, budget, and with and without frequencies."""
+    """A row for each number of tables, ranks and budget, and share of tables with frequencies."""
     for count, frequencies in itertools.product(args.tables, args.frequencies):
         tables = make_tables(count, args.seed)
-        constraints = constraints_of(tables, frequencies, args.seed)
-        for ranks, budget in itertools.product(args.ranks, args.budgets):
+        constraints = make_constraints(tables, frequencies, args.seed)
+        for ranks, budget, host in itertools.product(args.ranks, args.budgets, args.host_budgets):
             yield {
                 "tables": count,
                 "ranks": ranks,
                 "budget": budget,
-                "frequencies": int(frequencies),
+                "host": host,
+                "frequencies": frequencies,
                 "batch": args.batch,
                 "seed": args.seed,
-                **planned(args, tables, constraints, ranks, budget),
+                **planned(args, tables, constraints, ranks, budget, host),
             }
 
 
@@ -127,43 +80,74 @@ def planned(
     constraints: dict[str, ParameterConstraints],
     ranks: int,
     budget: float,
+    host: float,
 ) -> dict[str, object]:
-    """Times a plan, and compares it with bounds."""
-    model = EmbeddingBagCollection(tables, device=torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 1e-3})
-    dense = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
+    """Times a plan, and compares it with bounds and TorchRec's."""
+    dense = dense_bytes(tables)
+    topology = Topology(
+        world_size=ranks,
+        local_world_size=min(ranks, 8),
+        compute_device="cuda",
+        hbm_cap=round(budget * dense / ranks),
+        ddr_cap=max(round(host * dense / ranks), 1),
+    )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=ranks,
-            local_world_size=min(ranks, 8),
-            compute_device="cuda",
-            hbm_cap=round(budget * dense / ranks),
-            ddr_cap=1,
-        ),
+        topology=topology,
         batch_size=args.batch,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.0),
     )
+    model = make_model(tables)
+    with reported("Plans", show=False) as progress:
+        plan, costs = timed(lambda: planner.plan(model, get_default_sharders()))
+    figures: dict[str, object] = dict.fromkeys(FIGURES, "")
+    missing = plan if isinstance(plan, str) else ""
+    if not isinstance(plan, str):
+        figures = compared(planner, list(plan.plan[""].reports.values()), plan.memory)
+    stock: dict[str, object] = {"stock_seconds": "", "stock_ms": ""}
+    if budget >= args.stock_budget:
+        stock = by_stock(args, topology, tables, constraints, planner._space)
+    return {**costs, "tried": progress.done, "missing": missing, **figures, **stock}
+
+
+def timed(work: Callable[[], T]) -> tuple[T | str, dict[str, object]]:
+    """The result of ``work``, or what a planner's error says is missing, and the costs."""
+    before = _memory("VmRSS")
+    _forget_peak()
     begin, cpu = time.perf_counter(), time.process_time()
+    result: T | str
     try:
-        plan = planner.plan(model, get_default_sharders())
-    except PlannerError:
-        plan = None
-    times = {
+        result = work()
+    except PlannerError as error:
+        found = re.search(r"lack (.*? bytes\))", str(error))
+        result = found[1] if found else str(error)
+    return result, {
         "seconds": round(time.perf_counter() - begin, 2),
         "cpu_seconds": round(time.process_time() - cpu, 2),
+        "peak_mib": max(_memory("VmHWM") - before, 0) >> 10,
     }
-    figures: dict[str, object] = dict.fromkeys(
-        ("lossy", "fewest", "loss", "least_loss", "step_ms", "balanced_ms", "free"), ""
-    )
-    if plan is not None:
-        figures = compared(planner, plan.plan[""].reports.values(), plan.memory)
-    return {**times, **figures}
 
 
-def compared(planner, reports, memory) -> dict[str, object]:
+def _memory(name: str) -> int:
+    """KiB of this process; 0 if the system does not say."""
+    try:
+        found = re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _forget_peak() -> None:
+    """Lets the most memory so far count no more, where the system can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def compared(
+    planner: EmbeddingShardingPlanner, reports: list[TableReport], memory: list[RankMemory]
+) -> dict[str, object]:
     """What a plan loses and takes beside bounds."""
-    options = planner._best_plan
+    options = planner._best_plan or []
     losses = [report.loss.value for report in reports if report.loss is not None]
     space = planner._least_loss
     # The variants of all tables would not fit into memory. Only large tables can save enough.
@@ -171,15 +155,14 @@ def compared(planner, reports, memory) -> dict[str, object]:
     largest = sorted(size, key=lambda name: -size[name])[: 3 * len(losses) + 64]
     tables = {(option.path, option.name) for option in options if option.name in set(largest)}
     levels = space._levels(planner._space, planner._room(), thinning=Thinning(tables, every=1))
-    scarce = [Scarce(levels, lambda level: level.hbm, sum(m.hbm.budget for m in memory))]
+    budgets = [m.hbm.budget for m in memory]
+    taken = [m.hbm.budget - m.hbm.free for m in memory]
+    scarce = [Scarce(levels, lambda level: level.hbm, sum(budgets))]
     forced = sum(each.whole is None for each in levels.values())
-    fewest = scarce[0].fewest() + forced
+    fewest = (scarce[0].fewest() or 0) + forced
     bound = tightest(scarce, len(losses) - forced)
     costs = sorted(bound.costs.values())[: len(losses) - forced]
-    times = [0.0] * len(memory)
-    for option in options:
-        for shard in option.shards:
-            times[shard.rank] += shard.perf.total
+    times = times_of(options, [[shard.rank for shard in o.shards] for o in options], len(memory))
     return {
         "lossy": len(losses),
         "fewest": fewest,
@@ -187,18 +170,70 @@ def compared(planner, reports, memory) -> dict[str, object]:
         "least_loss": round(max(bound.base + sum(costs), 0.0), 5),
         "step_ms": round(max(times), 4),
         "balanced_ms": round(sum(times) / len(times), 4),
-        "free": round(sum(m.hbm.free for m in memory) / sum(m.hbm.budget for m in memory), 4),
+        "bytes_ratio": round(max(taken) * len(taken) / sum(taken), 3),
+        "free": round(1 - sum(taken) / sum(budgets), 4),
     }
+
+
+def times_of(
+    options: Sequence[ShardingOption], places: Sequence[Sequence[int | None]], ranks: int
+) -> list[float]:
+    """Time of a step on each rank."""
+    times = [0.0] * ranks
+    for option, own in zip(options, places, strict=True):
+        for shard, rank in zip(option.shards, own, strict=True):
+            assert shard.perf is not None
+            assert rank is not None
+            times[rank] += shard.perf.total
+    return times
+
+
+def by_stock(
+    args: argparse.Namespace,
+    topology: Topology,
+    tables: list[EmbeddingBagConfig],
+    constraints: dict[str, ParameterConstraints],
+    space: Sequence[ShardingOption],
+) -> dict[str, object]:
+    """What TorchRec's planner takes, and how long a step of its plan takes by our estimates."""
+    planner = StockPlanner(
+        topology=topology,
+        batch_size=args.batch,
+        constraints={
+            name: StockConstraints(
+                compute_kernels=["fused"], pooling_factors=constraint.pooling_factors
+            )
+            for name, constraint in constraints.items()
+        },
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        stats=[],
+        timeout_seconds=args.stock_seconds,
+    )
+    model = make_model(tables)
+    plan, costs = timed(lambda: planner.plan(model, get_default_sharders()))
+    if isinstance(plan, str):
+        return {"stock_seconds": costs["seconds"], "stock_ms": ""}
+    ours = {(o.name, o.sharding_type): o for o in space if o.compute_kernel == "fused"}
+    chosen = planner._best_plan or []
+    times = times_of(
+        [ours[option.name, option.sharding_type] for option in chosen],
+        [[shard.rank for shard in option.shards] for option in chosen],
+        topology.world_size,
+    )
+    return {"stock_seconds": costs["seconds"], "stock_ms": round(max(times), 4)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=AtLeast(1), nargs="+", default=[26, 100, 500, 1000])
-    parser.add_argument("--ranks", type=AtLeast(1), nargs="+", default=[8, 64])
-    parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.2, 0.05])
-    parser.add_argument("--frequencies", type=int, nargs="+", choices=(0, 1), default=[0, 1])
+    parser.add_argument("--tables", type=AtLeast(1), nargs="+", default=[20, 100, 300])
+    parser.add_argument("--ranks", type=AtLeast(1), nargs="+", default=[8, 64, 256])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[2.0, 1.0, 0.5, 0.2])
+    parser.add_argument("--host-budgets", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--frequencies", type=float, nargs="+", default=[0.5])
     parser.add_argument("--batch", type=AtLeast(1), default=1024, help="of a rank")
+    parser.add_argument("--stock-budget", type=float, default=2.0)
+    parser.add_argument("--stock-seconds", type=AtLeast(1), default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

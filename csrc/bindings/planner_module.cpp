@@ -19,6 +19,7 @@ namespace torchrec_hkv::bindings {
 namespace {
 
 using planner::Choices;
+using planner::Effort;
 using planner::Need;
 using planner::Parts;
 using planner::Placement;
@@ -37,14 +38,13 @@ class Rooms {
   }
 
   std::optional<Placement> pack(const std::vector<const Parts*>& options, bool fast) const {
-    check(options);
-    return planner::pack(options, rooms_, per_host_, fast);
+    return pack(options, fast ? Effort::kThorough : Effort::kFits);
   }
   bool fits(const std::vector<const Parts*>& options) const {
     return pack(options, false).has_value();
   }
   std::optional<double> fastest(const std::vector<const Parts*>& options) const {
-    const std::optional<Placement> placement = pack(options, true);
+    const std::optional<Placement> placement = pack(options, Effort::kQuick);
     if (!placement) return std::nullopt;
     return planner::slowest(options, *placement, rooms_.size());
   }
@@ -73,7 +73,7 @@ class Rooms {
   std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
     std::optional<std::vector<int>> found;
     std::vector<const Parts*> options(tables.size());
-    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+    planner::find_pattern(tables, rooms_, per_host_, [&](const std::vector<int>& chosen) {
       for (size_t at = 0; at < tables.size(); ++at) options[at] = &tables[at]->at(chosen[at]);
       if (fits(options)) found = chosen;
       return found.has_value();
@@ -82,7 +82,7 @@ class Rooms {
   }
   std::vector<std::vector<int>> patterns(const std::vector<const Choices*>& tables) const {
     std::vector<std::vector<int>> found;
-    planner::find_pattern(tables, rooms_, [&](const std::vector<int>& chosen) {
+    planner::find_pattern(tables, rooms_, per_host_, [&](const std::vector<int>& chosen) {
       found.push_back(chosen);
       return false;
     });
@@ -90,6 +90,11 @@ class Rooms {
   }
 
  private:
+  std::optional<Placement> pack(const std::vector<const Parts*>& options, Effort effort) const {
+    check(options);
+    return planner::pack(options, rooms_, per_host_, effort);
+  }
+
   void check(const std::vector<const Parts*>& options) const {
     for (const Parts* parts : options) {
       TORCH_CHECK_VALUE(parts != nullptr, "an option is None.");
@@ -136,7 +141,9 @@ void define_planner(py::module_& m) {
   py::class_<Rooms>(m, "PlannerRooms")
       .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, int>(),
            py::arg("hbm"), py::arg("host"), py::arg("per_host"))
-      .def("pack", &Rooms::pack, py::arg("options"), py::arg("fast"))
+      .def("pack",
+           py::overload_cast<const std::vector<const Parts*>&, bool>(&Rooms::pack, py::const_),
+           py::arg("options"), py::arg("fast"))
       .def("fits", &Rooms::fits, py::arg("options"))
       .def("missing", &Rooms::missing, py::arg("options"))
       .def("fitting", &Rooms::fitting, py::arg("tables"))

@@ -4,8 +4,10 @@
 #include <limits>
 #include <numeric>
 
+#include "planner/balance.h"
 #include "planner/exchange.h"
 #include "planner/sites.h"
+#include "planner/units.h"
 
 namespace torchrec_hkv::planner {
 namespace {
@@ -14,6 +16,10 @@ namespace {
 // kMostAttempts for up to kFewUnits units, else kFewerAttempts.
 constexpr size_t kFewUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
+// Number of changes that are looked at to make the slowest rank faster.
+constexpr int64_t kMostOffers = 4'000'000, kFewerOffers = 100'000;
+// Shares of all bytes that are placed by memory before the rest is placed by time.
+constexpr double kShares[] = {0.5, 0.9, 0.97, 0.99, 0.999};
 
 // Branch and bound over all assignments.
 class Fastest {
@@ -49,7 +55,8 @@ class Fastest {
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
-std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
+// is_greedy: returns whether memory never kept a unit from the site that was preferred.
+std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_greedy = nullptr) {
   struct Step {
     bool listed = false;      // whether `others` is set
     std::vector<int> others;  // sites still to be tried, the last first
@@ -60,7 +67,10 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
   for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
     // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
-    if (depth == units.size()) return sites.taken();
+    if (depth == units.size()) {
+      if (is_greedy != nullptr) *is_greedy = !sites.has_passed_over();
+      return sites.taken();
+    }
     const Unit& unit = units[depth];
     int site = -1;
     if (!back) {
@@ -92,11 +102,14 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites) {
   return {};
 }
 
-// Places units, the largest first, where most memory is left, and then exchanges shards that do not
-// fit. Empty if it fails.
-std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites) {
+// Places units, the largest first, and then exchanges shards that do not fit. Empty if it fails.
+// first: the number of units that go where most memory is left. Others go where `sites` prefers.
+std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites, size_t first) {
   bool all_fit = true;
-  for (const Unit& unit : units) {
+  sites.prefer_time(false);
+  for (size_t at = 0; at < units.size(); ++at) {
+    const Unit& unit = units[at];
+    if (at == first) sites.prefer_time(true);
     const int site = sites.first(unit);
     if (site >= 0) {
       sites.take(unit, site);
@@ -109,44 +122,63 @@ std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites) {
   }
   std::vector<int> placed = sites.taken();
   if (all_fit) return placed;
-  std::vector<Movable> shards;
-  size_t position = 0;
-  for (const Unit& unit : units) {
-    if (unit.spread == Spread::kAnyRank) shards.push_back({unit.needs, placed[position], position});
-    position += unit.count;
-  }
+  std::vector<Movable> shards = movable(units, placed);
   std::vector<Rank> ranks = sites.ranks();
   if (!exchange(ranks, shards)) return {};
   for (const Movable& shard : shards) placed[shard.position] = shard.rank;
   return placed;
 }
 
-// Adds the units of an option. False if its shards can't be given to hosts.
-bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
-               std::vector<Unit>& units) {
-  const Need* needs = parts.needs.data();
-  const size_t count = parts.needs.size();
-  const int64_t size = std::max(parts.hbm, parts.host);
-  if (parts.spread == Spread::kAnyRank) {
-    for (size_t i = 0; i < count; ++i) {
-      const int64_t own = std::max(needs[i].hbm, needs[i].host);
-      units.push_back({needs + i, 1, parts.spread, option, i, own});
+// Places units of which not all fit where ranks have least to do: those that take most memory where
+// most of it is left, and the others by time.
+std::vector<int> mixed(const std::vector<Unit>& units, const Sites& sites) {
+  double all = 0;
+  for (const Unit& unit : units) all += static_cast<double>(unit.size);
+  double taken = 0;
+  size_t count = 0;
+  for (const double share : kShares) {
+    while (count < units.size() && taken < share * all) {
+      taken += static_cast<double>(units[count++].size);
     }
-    return true;
+    std::vector<int> placed = exchanged(units, sites, count);
+    if (!placed.empty()) return placed;
   }
-  if (num_hosts == 0) return false;
-  if (parts.spread == Spread::kOneHost) {
-    units.push_back({needs, count, parts.spread, option, 0, size});
-    return true;
+  return {};
+}
+
+// Moves shards as long as the slowest rank becomes faster. Returns its time.
+double balanced(const std::vector<Unit>& units, std::vector<Rank> ranks, int64_t most_offers,
+                std::vector<int>& placed) {
+  auto rank = placed.begin();
+  for (const Unit& unit : units) {
+    for (size_t i = 0; i < unit.count; ++i) ranks[*rank++].take(unit.needs[i]);
   }
-  const size_t block = static_cast<size_t>(per_host);
-  if (count % block != 0) return false;
-  for (size_t i = 0; i < count / block; ++i) {
-    // Of one size, so that they are placed after one another.
-    units.push_back({needs + i * block, block, parts.spread, option, i * block, size,
-                     i % static_cast<size_t>(num_hosts)});
+  std::vector<Movable> shards = movable(units, placed);
+  balance(ranks, shards, most_offers);
+  for (const Movable& shard : shards) placed[shard.position] = shard.rank;
+  double most = 0;
+  for (const Rank& each : ranks) most = std::max(most, each.time);
+  return most;
+}
+
+// The fastest of assignments after shards were moved. To save time, only the one is balanced that
+// is fastest before, unless all should be.
+std::vector<int> fastest(const std::vector<Unit>& units, const std::vector<Rank>& ranks, bool all,
+                         std::vector<std::vector<int>> found) {
+  std::vector<int> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (const bool last : {false, true}) {
+    for (std::vector<int>& placed : found) {
+      if (placed.empty() || (last && !all)) continue;
+      const double time = balanced(units, ranks, last ? kMostOffers : 0, placed);
+      if (time < least) {
+        least = time;
+        best = placed;
+      }
+    }
   }
-  return true;
+  if (!all && !best.empty()) balanced(units, ranks, kFewerOffers, best);
+  return best;
 }
 
 }  // namespace
@@ -171,24 +203,15 @@ bool Parts::fits_where(const Parts& other) const {
 }
 
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, int per_host, bool fast) {
+                              const std::vector<Room>& rooms, int per_host, Effort effort) {
   std::vector<Rank> ranks;
-  for (const Room& room : rooms) ranks.push_back({room.hbm, room.host, 0.0});
-  const int num_hosts = static_cast<int>(ranks.size()) / per_host;
-  Placement placement(options.size());
   std::vector<Unit> units;
+  if (!make_units(options, rooms, per_host, ranks, units)) return std::nullopt;
   double hbm = 0, host = 0;
-  for (size_t at = 0; at < options.size(); ++at) {
-    const Parts& parts = *options[at];
-    placement[at].resize(parts.needs.size());
-    if (parts.spread == Spread::kAllRanks) {
-      std::iota(placement[at].begin(), placement[at].end(), 0);
-      for (size_t r = 0; r < parts.needs.size(); ++r) ranks[r].take(parts.needs[r]);
-      continue;
-    }
-    if (!add_units(parts, at, num_hosts, per_host, units)) return std::nullopt;
-    hbm += static_cast<double>(parts.hbm);
-    host += static_cast<double>(parts.host);
+  for (const Parts* parts : options) {
+    if (parts->spread == Spread::kAllRanks) continue;
+    hbm += static_cast<double>(parts->hbm);
+    host += static_cast<double>(parts->host);
   }
   double has_hbm = 0, has_host = 0;
   for (const Rank& rank : ranks) {
@@ -199,21 +222,32 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   // Sums of doubles are exact up to 2^53 bytes; the search decides beyond.
   constexpr double kRounding = 1 + 1e-12;
   if (hbm > has_hbm * kRounding || host > has_host * kRounding) return std::nullopt;
-  std::stable_sort(units.begin(), units.end(),
-                   [](const Unit& a, const Unit& b) { return a.size > b.size; });
-  const bool has_hosts = std::any_of(
-      units.begin(), units.end(), [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
+  const bool has_hosts = need_hosts(units), fast = effort != Effort::kFits;
   const Sites by_time(ranks, per_host, has_hosts, true);
-  const Sites by_memory(std::move(ranks), per_host, has_hosts, false);
+  const Sites by_memory(ranks, per_host, has_hosts, false);
   std::vector<int> found;
   if (fast && !has_hosts && units.size() <= kFewShards) {
     found = Fastest(units, by_time).run();
   } else {
-    if (fast) found = search(units, by_time);
-    if (found.empty()) found = exchanged(units, by_memory);
-    if (found.empty() && units.size() <= kFewUnits) found = search(units, by_memory);
+    bool is_greedy = false;
+    if (fast) found = search(units, by_time, &is_greedy);
+    if (!is_greedy) {
+      // Memory decides where shards are, so that some ranks may have little to do.
+      std::vector<int> some = fast ? mixed(units, by_time) : std::vector<int>();
+      std::vector<int> all = exchanged(units, by_memory, units.size());
+      if (found.empty() && some.empty() && all.empty() && units.size() <= kFewUnits) {
+        all = search(units, by_memory);
+      }
+      const bool is_last = effort == Effort::kThorough;
+      found = fast ? fastest(units, ranks, is_last, {found, some, all}) : all;
+    }
   }
   if (found.empty() && !units.empty()) return std::nullopt;
+  Placement placement(options.size());
+  for (size_t at = 0; at < options.size(); ++at) {
+    placement[at].resize(options[at]->needs.size());
+    std::iota(placement[at].begin(), placement[at].end(), 0);
+  }
   auto rank = found.begin();
   for (const Unit& unit : units) {
     for (size_t i = 0; i < unit.count; ++i) placement[unit.option][unit.shard + i] = *rank++;

@@ -47,17 +47,29 @@ struct Room {
 // The index of a rank for each shard of each option.
 using Placement = std::vector<std::vector<int>>;
 
-// Assigns each shard to a rank with enough memory. fast: minimizes the time of the slowest rank: by
-// comparing all assignments of up to kFewShards shards if each may be on any rank, else by a search
-// that prefers ranks and hosts with little time. Without `fast`, and where that fails, the search
-// prefers those with much memory. Blocks of an option are on different hosts while there are any.
-// Nothing is returned if no assignment was found.
+// What an assignment is for: only to know whether one exists, to estimate its time, or to be used.
+enum class Effort { kFits, kQuick, kThorough };
+
+// Assigns each shard to a rank with enough memory. Unless for kFits, minimizes the time of the
+// slowest rank: by comparing all assignments of up to kFewShards shards if each may be on any rank,
+// else by a search that prefers ranks and hosts with little time. Where that fails, the largest
+// shards are placed where most memory is left, and shards are moved as long as the slowest rank
+// becomes faster. For kFits, all are placed where most memory is left. The time for kThorough is at
+// most that for kQuick. Blocks of an option are on different hosts while there are any. Nothing is
+// returned if no assignment was found.
 //
 // rooms: of ranks, those of a host after one another.
 // per_host: number of ranks of a host. Ranks that are left over belong to no host.
 constexpr int kFewShards = 6;
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, int per_host, bool fast);
+                              const std::vector<Room>& rooms, int per_host, Effort effort);
+
+// Options of which others must be spread further for all to fit: for each rank that lacks memory
+// after the largest shards were placed where most is left, those with a shard on it; for each block
+// of shards that fits no host, those with shards at least as large. Nothing if all fit, and only an
+// empty list if options for all ranks do not.
+std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,
+                                         const std::vector<Room>& rooms, int per_host);
 
 // Where each shard is if it goes to the rank with the most memory, the largest shard first, though
 // that may become less than nothing. Shards that must be on one host are not kept together.

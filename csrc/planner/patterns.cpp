@@ -13,14 +13,18 @@ namespace {
 constexpr int64_t kParts[] = {1, 2, 4, 8, 16, 32};
 // Number of steps between no table and all tables spread as far as possible.
 constexpr size_t kSteps = 24;
+// Number of times that tables are spread further.
+constexpr int kMostSpreads = 64;
+// A shard that is spread further takes at most this part of what it took.
+constexpr double kSmaller = 0.75;
 
 int64_t bytes(const Parts& parts) { return added(parts.hbm, parts.host); }
 
 class Finder {
  public:
-  Finder(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
+  Finder(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms, int per_host,
          const std::function<bool(const std::vector<int>&)>& fits)
-      : tables_(tables), fits_(fits), order_(tables.size()) {
+      : tables_(tables), rooms_(rooms), per_host_(per_host), fits_(fits), order_(tables.size()) {
     for (const Room& room : rooms) {
       hbm_ = added(hbm_, room.hbm);
       host_ = added(host_, room.host);
@@ -35,20 +39,23 @@ class Finder {
 
   bool run() {
     std::vector<bool> moved(tables_.size(), false);
-    if (run(moved)) return true;
+    if (patterns(moved) || adapt(moved)) return true;
     if (host_ == 0) return false;
     std::vector<size_t> movable;  // the largest first
     for (const size_t at : order_) {
       const Choices& table = *tables_[at];
       if (table.at(table.whole_in_host()).hbm < table.at(table.whole()).hbm) movable.push_back(at);
     }
+    std::vector<std::vector<bool>> others;
     for (const bool largest_first : {true, false}) {
-      const auto [some, count] = as_needed(movable);
-      if (0 < count && count < movable.size() && run(some)) return true;
+      auto [some, count] = as_needed(movable);
+      if (0 < count && count < movable.size()) others.push_back(std::move(some));
       if (largest_first) std::reverse(movable.begin(), movable.end());
     }
     for (const size_t at : movable) moved[at] = true;
-    return run(moved);
+    others.push_back(moved);
+    const auto fit = [&](const std::vector<bool>& some) { return patterns(some) || adapt(some); };
+    return std::any_of(others.begin(), others.end(), fit);
   }
 
  private:
@@ -75,23 +82,29 @@ class Finder {
     return {std::move(moved), count};
   }
 
-  // Patterns in which these tables are in host memory.
-  bool run(const std::vector<bool>& moved) {
+  // Options of which no shard takes more than a part of a rank's memory.
+  std::vector<int> within(int64_t part, const std::vector<bool>& moved) const {
+    const int64_t hbm = most_hbm_ / part, host = most_host_ / part;
     std::vector<int> chosen(tables_.size());
-    for (const int64_t part : kParts) {
-      const int64_t hbm = most_hbm_ / part, host = most_host_ / part;
-      for (size_t at = 0; at < tables_.size(); ++at) {
-        const Choices& table = *tables_[at];
-        if (moved[at]) {
-          const Parts& whole = table.at(table.whole_in_host());
-          const bool is_small = whole.most_hbm <= hbm && whole.most_host <= host;
-          chosen[at] = is_small ? table.whole_in_host() : table.spread_in_host();
-        } else {
-          chosen[at] = table.within(hbm, host);
-        }
+    for (size_t at = 0; at < tables_.size(); ++at) {
+      const Choices& table = *tables_[at];
+      if (moved[at]) {
+        const Parts& whole = table.at(table.whole_in_host());
+        const bool is_small = whole.most_hbm <= hbm && whole.most_host <= host;
+        chosen[at] = is_small ? table.whole_in_host() : table.spread_in_host();
+      } else {
+        chosen[at] = table.within(hbm, host);
       }
-      if (offer(chosen)) return true;
     }
+    return chosen;
+  }
+
+  // Patterns in which these tables are in host memory.
+  bool patterns(const std::vector<bool>& moved) {
+    for (const int64_t part : kParts) {
+      if (offer(within(part, moved))) return true;
+    }
+    std::vector<int> chosen(tables_.size());
     for (size_t step = 0; step <= kSteps; ++step) {
       const size_t end = tables_.size() * step / kSteps;
       for (size_t place = 0; place < order_.size(); ++place) {
@@ -108,6 +121,62 @@ class Finder {
     return false;
   }
 
+  // Spreads tables on ranks that lack memory, until all fit.
+  bool adapt(const std::vector<bool>& moved) {
+    std::vector<int> chosen = within(1, moved);
+    int64_t hbm = 0, host = 0;
+    for (size_t at = 0; at < tables_.size(); ++at) {
+      hbm = added(hbm, of(at, chosen).hbm);
+      host = added(host, of(at, chosen).host);
+    }
+    for (int step = 0; step < kMostSpreads; ++step) {
+      if (hbm > hbm_ || host > host_) return false;
+      std::vector<const Parts*> options(tables_.size());
+      for (size_t at = 0; at < tables_.size(); ++at) options[at] = &of(at, chosen);
+      const std::vector<std::vector<size_t>> groups = lacking(options, rooms_, per_host_);
+      if (groups.empty()) return offer(chosen);
+      bool has_changed = false;
+      for (const std::vector<size_t>& group : groups) {
+        // Another rank may lack memory for a table that is spread already.
+        const auto is_changed = [&](size_t at) { return &of(at, chosen) != options[at]; };
+        if (std::any_of(group.begin(), group.end(), is_changed)) continue;
+        const auto [table, option] = cheapest(group, chosen, moved, hbm_ - hbm, host_ - host);
+        if (option < 0) return false;
+        hbm += tables_[table]->at(option).hbm - of(table, chosen).hbm;
+        host += tables_[table]->at(option).host - of(table, chosen).host;
+        chosen[table] = option;
+        has_changed = true;
+      }
+      if (!has_changed) return false;
+    }
+    return false;
+  }
+
+  const Parts& of(size_t at, const std::vector<int>& chosen) const {
+    return tables_[at]->at(chosen[at]);
+  }
+
+  // Of some tables, the one that takes least more memory for each byte that it takes less on a rank
+  // if it is spread further, and its option then. hbm, host: free memory of all ranks.
+  std::pair<size_t, int> cheapest(const std::vector<size_t>& group, const std::vector<int>& chosen,
+                                  const std::vector<bool>& moved, int64_t hbm, int64_t host) const {
+    std::pair<size_t, int> best{0, -1};
+    double least = 0;
+    for (const size_t at : group) {
+      const int option = tables_[at]->spread_further(chosen[at], moved[at]);
+      if (option < 0) continue;
+      const Parts &before = of(at, chosen), &after = tables_[at]->at(option);
+      if (after.hbm - before.hbm > hbm || after.host - before.host > host) continue;
+      const double price = static_cast<double>(bytes(after) - bytes(before)) /
+                           static_cast<double>(before.most_bytes - after.most_bytes);
+      if (best.second < 0 || price < least) {
+        best = {at, option};
+        least = price;
+      }
+    }
+    return best;
+  }
+
   bool offer(const std::vector<int>& chosen) {
     if (chosen == last_) return false;
     last_ = chosen;
@@ -121,6 +190,8 @@ class Finder {
   }
 
   const std::vector<const Choices*>& tables_;
+  const std::vector<Room>& rooms_;
+  const int per_host_;
   const std::function<bool(const std::vector<int>&)>& fits_;
   std::vector<size_t> order_;  // the largest table first
   std::vector<int> last_;
@@ -154,9 +225,24 @@ int Choices::within(int64_t hbm, int64_t host) const {
   return found < 0 ? spread_ : found;
 }
 
+int Choices::spread_further(int option, bool in_host) const {
+  const Parts& own = at(option);
+  const double most = kSmaller * static_cast<double>(own.most_bytes);
+  int found = -1;
+  for (int other = 0; other < static_cast<int>(options_.size()); ++other) {
+    const Parts& parts = at(other);
+    if (static_cast<double>(parts.most_bytes) > most || (in_host && parts.hbm > own.hbm)) continue;
+    if (found < 0 || std::pair(bytes(parts), parts.most_bytes) <
+                         std::pair(bytes(at(found)), at(found).most_bytes)) {
+      found = other;
+    }
+  }
+  return found;
+}
+
 bool find_pattern(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
-                  const std::function<bool(const std::vector<int>&)>& fits) {
-  return Finder(tables, rooms, fits).run();
+                  int per_host, const std::function<bool(const std::vector<int>&)>& fits) {
+  return Finder(tables, rooms, per_host, fits).run();
 }
 
 }  // namespace torchrec_hkv::planner

@@ -26,6 +26,9 @@ class Choices {
   // The option with the least memory of those whose shards take no more than this. spread() if
   // there is none.
   int within(int64_t hbm, int64_t host) const;
+  // The option with the least memory of those whose largest shard takes much less than that of
+  // `option`, and, if in_host, no more HBM in total. -1 if there is none.
+  int spread_further(int option, bool in_host) const;
 
  private:
   std::vector<std::shared_ptr<const Parts>> options_;
@@ -37,10 +40,13 @@ class Choices {
 //
 // Tables are spread over ranks so that no shard takes more than a part of a rank's memory, a
 // smaller and smaller one; then the largest tables as far as possible, more and more of them. This
-// is repeated with as many tables in host memory as needed, and with all of them.
+// is repeated with as many tables in host memory as needed, and with all of them. If nothing fits,
+// tables on ranks that lack memory are spread further one by one, those first that take little more
+// memory then.
 //
+// per_host: number of ranks of a host.
 // Returns whether a combination was found.
 bool find_pattern(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
-                  const std::function<bool(const std::vector<int>&)>& fits);
+                  int per_host, const std::function<bool(const std::vector<int>&)>& fits);
 
 }  // namespace torchrec_hkv::planner

@@ -11,6 +11,7 @@ Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time
       per_host_(per_host),
       has_hosts_(has_hosts),
       by_time_(by_time),
+      prefers_time_(by_time),
       order_(ranks_.size()) {
   std::iota(order_.begin(), order_.end(), 0);
   std::stable_sort(order_.begin(), order_.end(),
@@ -22,7 +23,7 @@ Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time
 // Ranks are preferred by their time, or the emptiest first; of equal ones, as in TorchRec, those
 // that come first on their host.
 bool Sites::is_preferred(const Rank& a, const Rank& b) const {
-  if (by_time_) return a.time < b.time;
+  if (prefers_time_) return a.time < b.time;
   return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
 }
 
@@ -39,14 +40,17 @@ int Sites::first(const Unit& unit) {
         free(unit);
         return site;
       }
+      has_passed_over_ = true;
     }
     return -1;
   }
-  int found = -1;
+  int found = -1, first = order_.front();
   for (const int r : order_) {
+    if (is_preferred(ranks_[r], ranks_[first])) first = r;
     if (!ranks_[r].has(*unit.needs)) continue;
     if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
   }
+  if (found != first) has_passed_over_ = true;
   return found;
 }
 

@@ -62,6 +62,12 @@ class Sites {
   // not, times are zeros: what fits must not depend on whether times are known.
   Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time);
 
+  // Changes what is preferred; times are kept.
+  void prefer_time(bool prefers_time) { prefers_time_ = prefers_time; }
+
+  // Whether first() has passed over a preferred site for lack of memory.
+  bool has_passed_over() const { return has_passed_over_; }
+
   double slowest() const;
   // The preferred site with enough memory; -1 if there is none.
   int first(const Unit& unit);
@@ -89,7 +95,8 @@ class Sites {
 
   std::vector<Rank> ranks_;
   int per_host_;
-  bool has_hosts_, by_time_;
+  bool has_hosts_, by_time_, prefers_time_;
+  bool has_passed_over_ = false;
   std::vector<int> order_;      // of ranks: the first of each host, the second of each, and so on
   std::vector<int> taken_;      // ranks of shards
   std::vector<double> before_;  // times of these ranks before

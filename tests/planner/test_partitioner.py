@@ -114,4 +114,4 @@ def test_many_shards_fit_wherever_the_greedy_choice_does(seed):
     placed = _placed(SearchingPartitioner(), options, room)
     assert (placed is None) == (_best(free, (0, 0.0), room) is None)
     if greedy is not None:
-        assert placed == greedy
+        assert placed <= greedy

@@ -19,14 +19,19 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_hkv.planner.budget import Missing, missing_bytes
 from torchrec_hkv.planner.levels import Level
+from torchrec_hkv.planner.options import is_ours
 from torchrec_hkv.planner.packing import Parts, Sums, fits, is_by_host, rooms_of, slowest
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.patterns import Choices, Sized, spares
 from torchrec_hkv.planner.proposer import GreedyProposer
 from torchrec_hkv.progress import advance
 
-#: Number of combinations of options that are tried.
-_MOST_FITS, _MOST_PROPOSALS = 4096, 3000
+#: Up to this number of tables, plans are searched exhaustively where that is possible.
+FEW_TABLES = 12
+#: Number of combinations of options that are tried, of few and of many tables, and of proposals.
+_MOST_FITS, _FEWER_FITS, _MOST_PROPOSALS = 4096, 256, 3000
+#: Number of options of all tables up to which greedy proposals are tried.
+_MOST_OPTIONS = 20_000
 #: Relative error of a sum of times.
 _ROUNDING = 1e-9
 #: Number of shards that are placed while one plan is improved.
@@ -124,7 +129,8 @@ class Arranger:
         """Options that fit, not necessarily fast ones; None if none were found."""
         advance(1)
         tables = [self._choices_of(level) for level in levels]
-        are_few = math.prod(len(table.options) for table in tables) <= _MOST_FITS
+        most = _MOST_FITS if len(tables) <= FEW_TABLES else _FEWER_FITS
+        are_few = math.prod(len(table.options) for table in tables) <= most
         if self._is_own and not are_few and all(table.are_placed for table in tables):
             chosen = self._rooms.fitting([table.needs for table in tables])
             if chosen is None:
@@ -212,8 +218,7 @@ class Arranger:
         space = [option for options in by_table.values() for option in options]
         self._fill_in_times([*space, *itertools.chain(*known)])
         best: Arranged | None = None
-        proposals = self._proposals(space) if len(space) <= _MOST_PROPOSALS else ()
-        for proposal in itertools.chain(known, proposals):
+        for proposal in itertools.chain(known, self._all_proposals(by_table)):
             if best is None or self.can_improve(proposal, best.time):
                 best = self._better(best, proposal, losses)
         if best is None or all_tried:
@@ -238,6 +243,19 @@ class Arranger:
         if rating is None or (best is not None and (best.time, best.loss) <= (rating, loss)):
             return best
         return Arranged(rating, loss, list(proposal))
+
+    def _all_proposals(
+        self, by_table: Mapping[tuple[str, str], Sequence[ShardingOption]]
+    ) -> Iterator[list[ShardingOption]]:
+        """Proposals with all options, and with stock kernels only: a greedy search may end with a
+        slower plan if it has more options."""
+        space = [option for options in by_table.values() for option in options]
+        if len(space) > _MOST_OPTIONS:
+            return
+        yield from self._proposals(space)
+        stock = [option for option in space if not is_ours(option)]
+        if len(stock) < len(space) and len({(o.path, o.name) for o in stock}) == len(by_table):
+            yield from self._proposals(stock)
 
     def _proposals(self, space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
         proposers = (

@@ -44,20 +44,36 @@ class Missing:
         return " and ".join(parts)
 
 
-def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[ShardingOption]:
-    """For each table, the option that takes the smallest part of the ranks' memory."""
+def smallest(
+    options: Sequence[ShardingOption], topology: Topology, fit_ranks: bool = True
+) -> list[ShardingOption]:
+    """For each table, the option that takes the smallest part of the ranks' memory.
+
+    Args:
+        options: options of all tables.
+        topology: topology with the memory available for tables.
+        fit_ranks: whether options come first of which each shard fits a rank.
+    """
     hbm = max(sum(device.storage.hbm for device in topology.devices), 1)
     host = max(sum(device.storage.ddr for device in topology.devices), 1)
 
-    def part(option: ShardingOption) -> float:
-        return option.total_storage.hbm / hbm + option.total_storage.ddr / host
+    most_hbm = max(device.storage.hbm for device in topology.devices)
+    most_host = max(device.storage.ddr for device in topology.devices)
 
-    by_table: dict[tuple[str, str], ShardingOption] = {}
+    def part(option: ShardingOption) -> tuple[bool, float]:
+        is_over = fit_ranks and any(
+            shard.storage.hbm > most_hbm or shard.storage.ddr > most_host
+            for shard in option.shards
+            if shard.storage is not None
+        )
+        return is_over, option.total_storage.hbm / hbm + option.total_storage.ddr / host
+
+    by_table: dict[tuple[str, str], tuple[tuple[bool, float], ShardingOption]] = {}
     for option in options:
-        key = (option.path, option.name)
-        if key not in by_table or part(option) < part(by_table[key]):
-            by_table[key] = option
-    return list(by_table.values())
+        key, own = (option.path, option.name), part(option)
+        if key not in by_table or own < by_table[key][0]:
+            by_table[key] = (own, option)
+    return [option for _, option in by_table.values()]
 
 
 def missing_bytes(
@@ -76,6 +92,36 @@ def missing_bytes(
     hbm, host, short = rooms_of(topology).missing(needs)
     order = sorted(short, key=lambda at: -(needs[at].hbm + needs[at].host))
     return Missing(hbm, host, tuple(options[at] for at in order))
+
+
+def too_large(options: Sequence[ShardingOption], topology: Topology) -> str:
+    """A sentence on tables of which no option fits any rank, however many others there are; empty
+    if there are none.
+
+    Args:
+        options: all options of all tables.
+        topology: topology with the memory available for tables.
+    """
+    hbm = max(device.storage.hbm for device in topology.devices)
+    host = max(device.storage.ddr for device in topology.devices)
+    least: dict[tuple[str, str], tuple[int, ShardingOption, Storage]] = {}
+    for option in options:
+        stored = [shard.storage for shard in option.shards if shard.storage is not None]
+        lacks = [max(each.hbm - hbm, 0) + max(each.ddr - host, 0) for each in stored]
+        worst = max(range(len(stored)), key=lambda at: lacks[at] or stored[at].hbm)
+        key = (option.path, option.name)
+        if key not in least or lacks[worst] < least[key][0]:
+            least[key] = (lacks[worst], option, stored[worst])
+    over = sorted((each for each in least.values() if each[0]), key=lambda each: -each[0])
+    if not over:
+        return ""
+    named = ", ".join(
+        f"{full_name(option)!r} at least {_taken(storage)} ({kernel_of(option)}, "
+        f"{option.sharding_type})"
+        for _, option, storage in over[:_MOST_NAMED]
+    )
+    others = f" and {len(over) - _MOST_NAMED} others" if len(over) > _MOST_NAMED else ""
+    return f" A rank has {_taken(Storage(hbm, host))}, but a shard needs: {named}{others}."
 
 
 def refusal(missing: Missing, topology: Topology) -> str:

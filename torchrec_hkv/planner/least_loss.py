@@ -91,9 +91,23 @@ class LeastLoss:
             kept += whole or options
         return kept
 
-    def can_improve(self, proposal: list[ShardingOption], rating: float) -> bool:
-        """Whether a plan of enumerated options could fit and take no longer than a rating."""
-        return self._for_ratings().can_improve(proposal, rating)
+    def whole_plan(self, whole: list[ShardingOption]) -> list[list[ShardingOption]] | None:
+        """The fastest plan of enumerated options, in a list that is empty if none was found; None
+        if plans must be rated by TorchRec.
+
+        Args:
+            whole: the options that :meth:`without_loss` returned.
+        """
+        arranger, enumerator = self._for_ratings(), self._enumerator()
+        if not arranger.adds_times:
+            return None
+        tables = levels_of(whole, self._room(), enumerator.loss, enumerator.most_loss).values()
+        if not tables or any(not table.all for table in tables):
+            return []
+        levels = [table.all[0] for table in tables]
+        known = arranger.fitting(levels)
+        found = arranger.fastest([[level] for level in levels], [] if known is None else [known])
+        return [] if found is None else [found.options]
 
     def rating(self, proposal: list[ShardingOption]) -> float | None:
         """Rating of a plan; None if it does not fit."""

@@ -24,6 +24,7 @@ class Level:
         total: the least memory that an option takes over all ranks, in bytes.
         chain: key that is equal for levels that differ only in a size; within a chain, levels with
             more loss take less memory.
+        shard: the least bytes of the largest shard of an option.
     """
 
     loss: TableLoss
@@ -32,6 +33,7 @@ class Level:
     host: int
     total: int
     chain: tuple[str, ...]
+    shard: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,14 @@ def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOp
         min(host for _, host in taken),
         min(hbm + host for hbm, host in taken),
         chain,
+        min(map(_largest, options)),
     )
+
+
+def _largest(option: ShardingOption) -> int:
+    """Bytes of the largest shard."""
+    stored = [shard.storage for shard in option.shards if shard.storage is not None]
+    return max((each.hbm + each.ddr for each in stored), default=0)
 
 
 def _taken(option: ShardingOption) -> tuple[int, int]:

@@ -19,8 +19,9 @@ class SearchingPartitioner(GreedyPerfPartitioner):
     ranks.
 
     A few shards are assigned so that the slowest rank is as fast as possible. Many shards are
-    assigned as in TorchRec, the largest first, each to the rank with the least time so far. If a
-    shard does not fit then, a bounded search tries other assignments.
+    assigned as in TorchRec, the largest first, each to the rank with the least time so far. If
+    memory keeps a shard from that rank, other assignments are tried, and shards are moved or
+    swapped as long as the slowest rank becomes faster.
     """
 
     def partition(

@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.workload import StepTime
@@ -132,7 +133,14 @@ class PerfEstimator(ShardEstimator):
     def _correct(
         self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
     ) -> None:
-        """Replaces TorchRec's times of lookups and backwards."""
+        """Replaces TorchRec's times of lookups and backwards, and those of gradients of replicated
+        tables, which TorchRec takes for as large as the rows."""
+        if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+            sent = registry.get(option.backend).gradient_bytes(shards_of(option)[0])
+            size = option.tensor.element_size() * option.tensor.shape.numel()
+            for shard in option.shards:
+                assert shard.perf is not None
+                shard.perf.bwd_comms *= sent / size
         if option.backend in self._measured:
             _set_times(option, self._backend_times(option, fused_params))
         else:

@@ -25,7 +25,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_hkv import environment
 from torchrec_hkv.collective import on_leader
 from torchrec_hkv.planner.alternatives import why_rejected
-from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
+from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest, too_large
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
@@ -149,9 +149,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             LossOrderedProposer(
                 self._proposers if kwargs.get("proposer") else None,
                 self._whole,
+                self._least_loss.whole_plan,
                 self._least_loss.proposals,
-                self._least_loss.can_improve,
-                self._least_loss.rating,
             )
         ]
         self._make_enumerator()
@@ -269,11 +268,15 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         if error.error_type not in kinds or room is None:
             return error
         space = self._enumerator.enumerate(module, sharders)
-        missing = missing_bytes(smallest(self._least_loss.smallest_options(space), room), room)
+        options = self._least_loss.smallest_options(space)
+        missing = missing_bytes(smallest(options, room), room)
+        if not missing:
+            missing = missing_bytes(smallest(options, room, fit_ranks=False), room)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(
-            error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
+            message=refusal(missing, room) + too_large(options, room),
         )
 
     def _loss_reports(

@@ -95,78 +95,60 @@ def default_proposers() -> list[Proposer]:
 
 
 class LossOrderedProposer(Proposer):
-    """Runs other proposers on the options without loss, and then a search over all options if their
-    plans are not good enough."""
+    """Proposes plans without loss, and then those of a search over all options if they are not good
+    enough."""
 
     def __init__(
         self,
         proposers: Sequence[Proposer] | None,
         without_loss: Callable[[list[ShardingOption]], list[ShardingOption]],
+        fastest: Callable[[list[ShardingOption]], list[list[ShardingOption]] | None],
         search: Callable[[list[ShardingOption], float | None], list[list[ShardingOption]]],
-        can_improve: Callable[[list[ShardingOption], float], bool],
-        rating: Callable[[list[ShardingOption]], float | None],
     ) -> None:
         """
         Args:
-            proposers: proposers for plans without loss; None for :func:`default_proposers`. Of
-                these, only plans are proposed that ``can_improve`` on the best one.
+            proposers: proposers for plans without loss; None for the best plan of ``fastest``.
             without_loss: returns the options without loss; empty if a table has none.
+            fastest: returns the best plans of options without loss, or None if it can't rate plans:
+                :func:`default_proposers` propose them then.
             search: returns further plans, given all options and the best rating so far (None if
                 nothing fits).
-            can_improve: whether a plan could fit and be as fast as a rating. It may say so wrongly.
-            rating: the rating of a plan; None if it does not fit.
         """
-        self._only_better = proposers is None
-        self._proposers = default_proposers() if proposers is None else list(proposers)
-        self._without_loss, self._search = without_loss, search
-        self._can_improve, self._rating = can_improve, rating
+        self._given = proposers
+        self._without_loss, self._fastest, self._search = without_loss, fastest, search
+        self._proposers: list[Proposer] = []
         self._space: list[ShardingOption] = []
         self._waiting: Iterator[list[ShardingOption]] | None = None
         self._current: list[ShardingOption] | None = None
         self._index, self._best = 0, None
-        self._bound, self._has_proposed = float("inf"), False
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
         """Implements TorchRec's hook: takes the options of all tables."""
-        self._space, self._waiting, self._best = search_space, None, None
-        self._bound, self._has_proposed = float("inf"), False
+        self._space, self._waiting, self._best, self._index = search_space, None, None, 0
         whole = self._without_loss(search_space)
-        self._index = 0 if whole else len(self._proposers)
-        for proposer in self._proposers if whole else ():
+        self._proposers = self._proposers_of(whole) if whole else []
+        for proposer in self._proposers:
             proposer.load(search_space=whole, enumerator=enumerator)
-        if whole and self._only_better:
-            starts = [proposer.propose() for proposer in self._proposers]
-            ratings = [self._rating(start) for start in starts if start]
-            self._bound = min((r for r in ratings if r is not None), default=float("inf"))
+
+    def _proposers_of(self, whole: list[ShardingOption]) -> list[Proposer]:
+        if self._given is not None:
+            return list(self._given)
+        found = self._fastest(whole)
+        return default_proposers() if found is None else [_Fixed(found)]
 
     def propose(self) -> list[ShardingOption] | None:
         """Implements TorchRec's hook: the next plan to rate; None after the last."""
         while self._index < len(self._proposers):
             proposal = self._proposers[self._index].propose()
-            if not proposal:
-                self._index += 1
-            elif self._is_worse(proposal):
-                self._proposers[self._index].feedback(partitionable=False, plan=proposal)
-            else:
-                self._has_proposed = True
+            if proposal:
                 return proposal
+            self._index += 1
         if self._waiting is None:
             self._waiting = iter(self._search(self._space, self._best))
             self._current = next(self._waiting, None)
         return self._current
-
-    def _is_worse(self, proposal: list[ShardingOption]) -> bool:
-        """Whether a plan is not proposed, because it can't be better than the best one so far.
-
-        The first plan is always proposed: TorchRec's error message, if no plan fits, describes one.
-        """
-        return (
-            self._only_better
-            and self._has_proposed
-            and not self._can_improve(proposal, self._bound)
-        )
 
     def feedback(
         self,
@@ -178,7 +160,6 @@ class LossOrderedProposer(Proposer):
         """Implements TorchRec's hook: the rating of the last plan."""
         if partitionable and perf_rating is not None:
             self._best = perf_rating if self._best is None else min(self._best, perf_rating)
-            self._bound = min(self._bound, perf_rating)
         if self._waiting is not None:
             self._current = next(self._waiting, None)
         elif self._index < len(self._proposers):
@@ -188,3 +169,35 @@ class LossOrderedProposer(Proposer):
                 perf_rating=perf_rating,
                 storage_constraint=storage_constraint,
             )
+
+
+class _Fixed(Proposer):
+    """Proposes given plans; if there are none, the fastest option of each table: TorchRec's error
+    message, if no plan fits, describes a plan."""
+
+    def __init__(self, plans: Sequence[list[ShardingOption]]) -> None:
+        self._plans = list(plans)
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Implements TorchRec's hook."""
+        if not self._plans:
+            greedy = GreedyProposer()
+            greedy.load(search_space)
+            first = greedy.propose()
+            self._plans = [] if first is None else [first]
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Implements TorchRec's hook: the first plan that is left."""
+        return self._plans[0] if self._plans else None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Implements TorchRec's hook: goes on to the next plan."""
+        self._plans = self._plans[1:]

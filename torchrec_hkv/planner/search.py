@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.arrangement import Arranged, Arranger
+from torchrec_hkv.planner.arrangement import FEW_TABLES, Arranged, Arranger
 from torchrec_hkv.planner.levels import Level, TableLevels
 from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tightest
 from torchrec_hkv.planner.visit import EQUAL, Best, Visit, sums_of
 
-#: Up to this number of tables, all sets of tables and combinations of levels are tried that could
-#: be better. With more tables, the search is limited.
-FEW_TABLES = 12
 #: If many tables may lose, at least so many times those that must at least are considered.
 _TIMES_AS_MANY = 2
 #: Bounds on the number of sets of tables, for few and for many tables.
@@ -23,8 +20,10 @@ _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
 _MOST_CHECKS, _FEWEST_CHECKS = 4000, 200
 _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
-#: Number of tables in all arrangements that are tried for many tables.
-_MOST_ARRANGED = 60_000
+#: Number of tables in all arrangements that are tried for many tables. So many ranks count as one.
+_MOST_ARRANGED, _RANKS_OF_TABLE = 60_000, 4
+#: Number of counts of tables with loss that are tried one after the other.
+_FIRST_COUNTS = 16
 #: Number of sets of tables with equal loss of which the fastest is found.
 _MOST_EQUAL = 16
 
@@ -53,7 +52,8 @@ class Search:
         self._are_many = len(self._tables) > FEW_TABLES
         self._most_checks = _MOST_CHECKS
         if self._are_many:
-            self._most_checks = max(_MOST_ARRANGED // len(self._tables), _FEWEST_CHECKS)
+            size = max(len(self._tables), arranger.num_ranks // _RANKS_OF_TABLE)
+            self._most_checks = max(_MOST_ARRANGED // size, _FEWEST_CHECKS)
 
     def least_loss(self) -> Arranged | None:
         """The first plan in the order of this class; None if none was found.
@@ -70,7 +70,7 @@ class Search:
         forced = [t for t, levels in self._tables.items() if levels.whole is None]
         first = max(count for count in fewest if count is not None)
         last = sum(bool(levels.whole and levels.lossy) for levels in self._tables.values())
-        for count in range(first, last + 1):
+        for count in self._counts(scarce, first, last, forced):
             self._checks = self._looks = 0
             best = self._best_of(tightest(scarce, count), count, forced, scarce[0])
             plans = [self._fastest(each.levels, each.options) for each in best]
@@ -78,6 +78,44 @@ class Search:
             if found:
                 return min(found, key=lambda plan: plan.time)
         return None
+
+    def _counts(
+        self, scarce: Sequence[Scarce], first: int, last: int, forced: Sequence[Table]
+    ) -> Iterator[int]:
+        """Numbers of tables that lose, the least first. Of many tables, those are skipped, after
+        the first ones, below a number with which the smallest levels fit: by bisection."""
+        following = first + _FIRST_COUNTS
+        yield from range(first, min(following, last + 1))
+        if not self._are_many:
+            yield from range(following, last + 1)
+            return
+        below, step = following - 1, 1
+        while below < last:
+            count = min(below + step, last)
+            if self._fits_with(scarce, count, forced):
+                break
+            below, step = count, 2 * step
+        else:
+            return
+        while count - below > 1:
+            middle = (below + count) // 2
+            if self._fits_with(scarce, middle, forced):
+                count = middle
+            else:
+                below = middle
+        yield from range(count, last + 1)
+
+    def _fits_with(self, scarce: Sequence[Scarce], count: int, forced: Sequence[Table]) -> bool:
+        """Whether the smallest levels fit with the most likely set of ``count`` tables, or with
+        those that save most."""
+        self._checks = 0
+        bound = tightest(scarce, count)
+        sets = [chosen for _, chosen in itertools.islice(cheapest_sets(bound.costs, count), 1)]
+        order = sorted(bound.costs, key=lambda table: -scarce[0].spared(table))
+        return any(
+            self._visit([*forced, *chosen], bound, math.inf).smallest()
+            for chosen in [*sets, order[:count]]
+        )
 
     def may_lose(self, unlisted: float = 0.0) -> set[Table] | None:
         """Tables that are likely to lose something in the first plan of the order: those that save
@@ -151,16 +189,14 @@ class Search:
 
     def _best_with(self, chosen: Sequence[Table], bound: Bound, limit: float) -> Best | None:
         """The best plan in which only ``chosen`` have loss, if it has less than a limit."""
-        fixed = {t: levels.whole for t, levels in self._tables.items() if t not in set(chosen)}
-        # The table with the most levels comes last: its level is found by bisection.
-        free = sorted(chosen, key=lambda table: len(self._tables[table].lossy))
-        least = sum(self._tables[table].lossy[0].loss.value for table in free)
+        least = sum(self._tables[table].lossy[0].loss.value for table in chosen)
         if least > self._most_loss or least >= limit:
             return None
-        lossy = [self._tables[table].lossy for table in free]
-        if not self._may_fit([level for level in fixed.values() if level is not None], lossy):
+        lossy, lost = [self._tables[table].lossy for table in chosen], set(chosen)
+        fixed = [levels.whole for table, levels in self._tables.items() if table not in lost]
+        if not self._may_fit([level for level in fixed if level is not None], lossy):
             return None
-        visit = Visit(self, list(self._tables), fixed, free, bound, limit)
+        visit = self._visit(chosen, bound, limit)
         if self._are_many and not visit.smallest():
             return None
         visit.by_prices()
@@ -169,6 +205,13 @@ class Search:
             visit.two_by_two()
         visit.all_levels()
         return visit.best
+
+    def _visit(self, chosen: Sequence[Table], bound: Bound, limit: float) -> Visit:
+        lost = set(chosen)
+        fixed = {t: levels.whole for t, levels in self._tables.items() if t not in lost}
+        # The table with the most levels comes last: its level is found by bisection.
+        free = sorted(chosen, key=lambda table: len(self._tables[table].lossy))
+        return Visit(self, list(self._tables), fixed, free, bound, limit)
 
     def _may_fit(self, fixed: Sequence[Level], free: Sequence[Sequence[Level]]) -> bool:
         """Whether the memory of all ranks together is enough for the least that levels take."""
@@ -215,6 +258,11 @@ class Search:
 
     def _fastest(self, levels: Sequence[Level], options: list[ShardingOption]) -> Arranged | None:
         return self._arranger.fastest([[level] for level in levels], [options])
+
+    @property
+    def rank_memory(self) -> float:
+        """Mean memory of a rank."""
+        return (self._arranger.hbm + self._arranger.host) / self._arranger.num_ranks
 
     @property
     def most_loss(self) -> float:

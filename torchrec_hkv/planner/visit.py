@@ -84,9 +84,16 @@ class Visit:
         return True
 
     def smallest(self) -> bool:
-        """Whether the smallest levels fit."""
-        return self._try(
-            {table: min(self._search.lossy(table), key=self._bound.size) for table in self._free}
+        """Whether the smallest levels fit, or the smallest of those whose shards take no more than
+        a part of a rank's memory."""
+        size, memory = self._bound.size, self._search.rank_memory
+
+        def of_part(part: float) -> Callable[[Level], tuple[float, float]]:
+            return lambda level: (max(level.shard, memory * part), size(level))
+
+        return any(
+            self._try({table: min(self._search.lossy(table), key=key) for table in self._free})
+            for key in (of_part(1), of_part(0.5), of_part(0.125), of_part(0))
         )
 
     def by_prices(self) -> None:

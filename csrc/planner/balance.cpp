@@ -1,0 +1,141 @@
+#include "planner/balance.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace torchrec_hkv::planner {
+namespace {
+
+// Times that differ by a smaller part are equal.
+constexpr double kRounding = 1e-9;
+// Ranks are balanced if the slowest one takes no more than the mean times this.
+constexpr double kBalanced = 1.005;
+
+using ByRank = std::vector<std::vector<Movable*>>;
+
+struct Change {
+  double time;                  // of the slower one of the two ranks
+  std::vector<Movable*> moved;  // from the slowest rank
+  Movable* other = nullptr;     // goes the other way; none if null
+  int to = -1;
+};
+
+constexpr Need kNothing{0, 0, 0};
+
+// Whether a rank has room for something if it gives away something else.
+bool fits(const Rank& rank, const Need& comes, const Need& goes) {
+  return added(rank.hbm, goes.hbm) >= comes.hbm && added(rank.host, goes.host) >= comes.host;
+}
+
+// The other ranks, those with least time first.
+std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
+  std::vector<int> order(ranks.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return ranks[a].time < ranks[b].time; });
+  return order;
+}
+
+// Keeps a change that makes the slower one of two ranks faster than the best so far.
+void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<Movable*>& moved,
+           const Need& comes, Movable* other, Change& best) {
+  const Need& goes = other ? *other->need : kNothing;
+  const double less = comes.time - goes.time;
+  if (less <= 0) return;
+  const double slower = std::max(ranks[from].time - less, ranks[to].time + less);
+  if (slower >= best.time || !fits(ranks[to], comes, goes) || !fits(ranks[from], goes, comes)) {
+    return;
+  }
+  best = {slower, moved, other, to};
+}
+
+// Moves a shard, or swaps it for another.
+Change best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
+  const double time = ranks[from].time;
+  Change best{time * (1 - kRounding), {}};
+  for (const int to : fastest_first(ranks)) {
+    if (ranks[to].time >= best.time || left <= 0) break;
+    left -= static_cast<int64_t>(by_rank[from].size() * (by_rank[to].size() + 1));
+    for (Movable* moved : by_rank[from]) {
+      if (moved->need->time <= 0) continue;
+      offer(ranks, from, to, {moved}, *moved->need, nullptr, best);
+      for (Movable* other : by_rank[to]) offer(ranks, from, to, {moved}, *moved->need, other, best);
+    }
+    // Good enough: other ranks would take as long again.
+    if (!best.moved.empty() && best.time <= 0.75 * time + 0.25 * ranks[to].time) break;
+  }
+  return best;
+}
+
+// Swaps several shards for one that takes as much memory but less time.
+Change best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_rank,
+                    int64_t& left) {
+  Change best{ranks[from].time * (1 - kRounding), {}};
+  std::vector<Movable*> own = by_rank[from];
+  const auto size = [](const Movable* shard) {
+    return static_cast<double>(shard->need->hbm) + static_cast<double>(shard->need->host) + 1;
+  };
+  // The slowest for their memory come first.
+  std::stable_sort(own.begin(), own.end(), [&](const Movable* a, const Movable* b) {
+    return a->need->time * size(b) > b->need->time * size(a);
+  });
+  for (const int to : fastest_first(ranks)) {
+    if (ranks[to].time >= best.time || left <= 0) break;
+    left -= static_cast<int64_t>(own.size() * by_rank[to].size());
+    for (Movable* other : by_rank[to]) {
+      const Need& goes = *other->need;
+      const double most = (ranks[from].time - ranks[to].time) / 2 + goes.time;
+      std::vector<Movable*> moved;
+      Need sum = kNothing;
+      const auto take = [&](Movable* shard) {
+        const Need then{added(sum.hbm, shard->need->hbm), added(sum.host, shard->need->host),
+                        sum.time + shard->need->time};
+        if (then.time > most || !fits(ranks[to], then, goes)) return false;
+        moved.push_back(shard);
+        sum = then;
+        return true;
+      };
+      // Slow ones up to half of the difference; then, for the memory, fast ones.
+      size_t count = 0;
+      while (count < own.size() && take(own[count])) ++count;
+      for (size_t at = own.size(); at > count; --at) {
+        if (fits(ranks[from], goes, sum)) break;
+        take(own[at - 1]);
+      }
+      offer(ranks, from, to, moved, sum, other, best);
+    }
+  }
+  return best;
+}
+
+void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank) {
+  auto& own = by_rank[shard->rank];
+  own.erase(std::find(own.begin(), own.end(), shard));
+  Rank& before = ranks[shard->rank];
+  before.free(*shard->need, before.time - shard->need->time);
+  ranks[to].take(*shard->need);
+  by_rank[to].push_back(shard);
+  shard->rank = to;
+}
+
+}  // namespace
+
+void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers) {
+  ByRank by_rank(ranks.size());
+  for (Movable& shard : shards) by_rank[shard.rank].push_back(&shard);
+  const auto is_faster = [](const Rank& a, const Rank& b) { return a.time < b.time; };
+  double mean = 0;
+  for (const Rank& rank : ranks) mean += rank.time / static_cast<double>(ranks.size());
+  while (most_offers > 0) {
+    const auto slowest = std::max_element(ranks.begin(), ranks.end(), is_faster);
+    if (slowest->time <= kBalanced * mean) return;
+    const int from = static_cast<int>(slowest - ranks.begin());
+    Change change = best_of_one(from, ranks, by_rank, most_offers);
+    if (change.moved.empty()) change = best_of_many(from, ranks, by_rank, most_offers);
+    if (change.moved.empty()) return;
+    for (Movable* moved : change.moved) move(moved, change.to, ranks, by_rank);
+    if (change.other != nullptr) move(change.other, from, ranks, by_rank);
+  }
+}
+
+}  // namespace torchrec_hkv::planner

@@ -1,0 +1,19 @@
+// Moves shards from slow ranks to faster ones.
+#pragma once
+
+#include <vector>
+
+#include "planner/exchange.h"
+#include "planner/sites.h"
+
+namespace torchrec_hkv::planner {
+
+// Moves shards, or swaps one or several for another, as long as this makes the slowest rank faster
+// and all fit. For s shards on r ranks, a step takes a time of s^2 / r^2 where another rank has
+// little to do, and at most s^2 / r.
+//
+// ranks: what is free, at least 0.
+// most_offers: the number of changes that are looked at, about.
+void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers);
+
+}  // namespace torchrec_hkv::planner

@@ -1,0 +1,66 @@
+// Which options must be spread over more ranks for all to fit.
+#include <algorithm>
+
+#include "planner/exchange.h"
+#include "planner/packing.h"
+#include "planner/sites.h"
+#include "planner/units.h"
+
+namespace torchrec_hkv::planner {
+namespace {
+
+bool is_short(const Rank& rank) { return rank.hbm < 0 || rank.host < 0; }
+
+// Options with a shard that may be on several ranks and is at least as large.
+std::vector<size_t> at_least(const std::vector<const Parts*>& options, int64_t bytes) {
+  std::vector<size_t> found;
+  for (size_t at = 0; at < options.size(); ++at) {
+    const Parts& parts = *options[at];
+    if (parts.spread != Spread::kAllRanks && parts.most_bytes >= bytes) found.push_back(at);
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,
+                                         const std::vector<Room>& rooms, int per_host) {
+  std::vector<Rank> ranks;
+  std::vector<Unit> units;
+  if (!make_units(options, rooms, per_host, ranks, units)) return {{}};
+  if (std::any_of(ranks.begin(), ranks.end(), is_short)) return {{}};
+  Sites sites(std::move(ranks), per_host, need_hosts(units), false);
+  std::vector<std::vector<size_t>> found;
+  std::vector<Unit> placed;
+  for (const Unit& unit : units) {
+    const int site = sites.first(unit);
+    if (site >= 0) {
+      sites.take(unit, site);
+    } else if (unit.spread == Spread::kAnyRank) {
+      sites.overflow(unit);
+    } else {
+      found.push_back(at_least(options, options[unit.option]->most_bytes));
+      continue;
+    }
+    placed.push_back(unit);
+  }
+  std::vector<int> on = sites.taken();
+  std::vector<Rank> left = sites.ranks();
+  std::vector<Movable> shards = movable(placed, on);
+  exchange(left, shards);
+  for (const Movable& shard : shards) on[shard.position] = shard.rank;
+  std::vector<std::vector<size_t>> by_rank(left.size());
+  size_t position = 0;
+  for (const Unit& unit : placed) {
+    for (size_t i = 0; i < unit.count; ++i) {
+      std::vector<size_t>& own = by_rank[on[position++]];
+      if (own.empty() || own.back() != unit.option) own.push_back(unit.option);
+    }
+  }
+  for (size_t r = 0; r < left.size(); ++r) {
+    if (is_short(left[r])) found.push_back(std::move(by_rank[r]));
+  }
+  return found;
+}
+
+}  // namespace torchrec_hkv::planner

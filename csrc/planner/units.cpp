@@ -1,0 +1,71 @@
+#include "planner/units.h"
+
+#include <algorithm>
+
+namespace torchrec_hkv::planner {
+namespace {
+
+// Adds the units of an option. False if its shards can't be given to hosts.
+bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
+               std::vector<Unit>& units) {
+  const Need* needs = parts.needs.data();
+  const size_t count = parts.needs.size();
+  const int64_t size = std::max(parts.hbm, parts.host);
+  if (parts.spread == Spread::kAnyRank) {
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t own = std::max(needs[i].hbm, needs[i].host);
+      units.push_back({needs + i, 1, parts.spread, option, i, own});
+    }
+    return true;
+  }
+  if (num_hosts == 0) return false;
+  if (parts.spread == Spread::kOneHost) {
+    units.push_back({needs, count, parts.spread, option, 0, size});
+    return true;
+  }
+  const size_t block = static_cast<size_t>(per_host);
+  if (count % block != 0) return false;
+  for (size_t i = 0; i < count / block; ++i) {
+    // Of one size, so that they are placed after one another.
+    units.push_back({needs + i * block, block, parts.spread, option, i * block, size,
+                     i % static_cast<size_t>(num_hosts)});
+  }
+  return true;
+}
+
+}  // namespace
+
+bool make_units(const std::vector<const Parts*>& options, const std::vector<Room>& rooms,
+                int per_host, std::vector<Rank>& ranks, std::vector<Unit>& units) {
+  for (const Room& room : rooms) ranks.push_back({room.hbm, room.host, 0.0});
+  const int num_hosts = static_cast<int>(ranks.size()) / per_host;
+  for (size_t at = 0; at < options.size(); ++at) {
+    const Parts& parts = *options[at];
+    if (parts.spread == Spread::kAllRanks) {
+      for (size_t r = 0; r < parts.needs.size(); ++r) ranks[r].take(parts.needs[r]);
+    } else if (!add_units(parts, at, num_hosts, per_host, units)) {
+      return false;
+    }
+  }
+  std::stable_sort(units.begin(), units.end(),
+                   [](const Unit& a, const Unit& b) { return a.size > b.size; });
+  return true;
+}
+
+bool need_hosts(const std::vector<Unit>& units) {
+  return std::any_of(units.begin(), units.end(),
+                     [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
+}
+
+// The shards that may be on any rank.
+std::vector<Movable> movable(const std::vector<Unit>& units, const std::vector<int>& placed) {
+  std::vector<Movable> shards;
+  size_t position = 0;
+  for (const Unit& unit : units) {
+    if (unit.spread == Spread::kAnyRank) shards.push_back({unit.needs, placed[position], position});
+    position += unit.count;
+  }
+  return shards;
+}
+
+}  // namespace torchrec_hkv::planner

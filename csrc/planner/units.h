@@ -1,0 +1,24 @@
+// What is placed on ranks, step by step.
+#pragma once
+
+#include <vector>
+
+#include "planner/exchange.h"
+#include "planner/packing.h"
+#include "planner/sites.h"
+
+namespace torchrec_hkv::planner {
+
+// Makes the units of options, the largest first, and the ranks with what options for all ranks
+// leave of their memory, which may be less than nothing. False if shards can't be given to hosts.
+bool make_units(const std::vector<const Parts*>& options, const std::vector<Room>& rooms,
+                int per_host, std::vector<Rank>& ranks, std::vector<Unit>& units);
+
+// Whether there are units that must be on one host.
+bool need_hosts(const std::vector<Unit>& units);
+
+// The shards that may be on any rank.
+// placed: the rank of each shard, in the order of the units.
+std::vector<Movable> movable(const std::vector<Unit>& units, const std::vector<int>& placed);
+
+}  // namespace torchrec_hkv::planner
