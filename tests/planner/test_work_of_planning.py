@@ -5,6 +5,7 @@ Steps are counted, as times depend on the machine.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import random
@@ -82,6 +83,24 @@ def _least_loss(tables, room, count):
     return max(bounds)
 
 
+def _least_loss_of_few(tables, room, count):
+    """The least loss itself, where at most three tables lose: all their variants but the last
+    one's are tried."""
+    missing = sum(whole for whole, _ in tables) - room
+    least = math.inf
+    for own in itertools.combinations(tables, count):
+        if sum(whole - smaller[-1][0] for whole, smaller in own) < missing:
+            continue
+        *first, (whole, last) = own
+        saved = [whole - size for size, _ in last]  # increases, as the loss does
+        for chosen in itertools.product(*(smaller for _, smaller in first)):
+            left = missing - sum(w - size for (w, _), (size, _) in zip(first, chosen, strict=True))
+            at = bisect.bisect_left(saved, left)
+            if at < len(saved):
+                least = min(least, sum(loss for _, loss in chosen) + last[at][1])
+    return least
+
+
 @pytest.mark.parametrize(("count", "share"), itertools.product([30, 100, 400], [0.05, 0.3, 0.8]))
 def test_a_search_over_many_tables(count, share):
     tables = _tables(random.Random(), count)
@@ -103,7 +122,10 @@ def test_a_search_over_many_tables(count, share):
     assert len(lossy) == fewest
     # The loss of one table between two neighbouring sizes is what the bound may be off by.
     step = max(b[1] - a[1] for _, own in tables for a, b in itertools.pairwise(own))
-    assert found.loss <= _least_loss(tables, room, fewest) + 2 * step
+    least = _least_loss(tables, room, fewest)
+    if found.loss > least + 2 * step and fewest <= 3:  # the bound is of fractions of tables, too
+        least = _least_loss_of_few(tables, room, fewest)
+    assert found.loss <= least + 2 * step
     assert ranks.arranged <= 2500
 
 
