@@ -169,11 +169,11 @@ def headers_outside_toolkit() -> list[str]:
 
 
 def compression() -> list[str]:
-    """Kernels in a fifth of the bytes of nvcc's default; it has the option since CUDA 12.8."""
-    nvcc = os.path.join(CUDA_HOME, "bin", "nvcc")
+    """nvcc's options for kernels in a fifth of the default bytes; none before CUDA 12.8."""
     try:
+        nvcc = Path(CUDA_HOME or "", "bin", "nvcc")
         known = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
-    except OSError:  # said by torch, with more words
+    except OSError:  # torch reports a missing nvcc
         return []
     return ["--compress-mode=size"] if "--compress-mode" in known else []
 

@@ -138,7 +138,7 @@ def _memory(name: str) -> int:
 
 
 def _forget_peak() -> None:
-    """Lets the most memory so far count no more, where the system can."""
+    """Resets the peak memory of this process, where the system can."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -11,9 +11,8 @@ constexpr double kRounding = 1e-9;
 // Ranks are balanced if the slowest one takes no more than the mean times this.
 constexpr double kBalanced = 1.005;
 
-using ByRank = std::vector<std::vector<Movable*>>;
-
-struct Change {
+// Shards that change places.
+struct Swap {
   double time;                  // of the slower one of the two ranks
   std::vector<Movable*> moved;  // from the slowest rank
   Movable* other = nullptr;     // goes the other way; none if null
@@ -38,7 +37,7 @@ std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
 
 // Keeps a change that makes the slower one of two ranks faster than the best so far.
 void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<Movable*>& moved,
-           const Need& comes, Movable* other, Change& best) {
+           const Need& comes, Movable* other, Swap& best) {
   const Need& goes = other ? *other->need : kNothing;
   const double less = comes.time - goes.time;
   if (less <= 0) return;
@@ -50,9 +49,9 @@ void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<M
 }
 
 // Moves a shard, or swaps it for another.
-Change best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
+Swap best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
   const double time = ranks[from].time;
-  Change best{time * (1 - kRounding), {}};
+  Swap best{time * (1 - kRounding), {}};
   for (const int to : fastest_first(ranks)) {
     if (ranks[to].time >= best.time || left <= 0) break;
     left -= static_cast<int64_t>(by_rank[from].size() * (by_rank[to].size() + 1));
@@ -68,9 +67,8 @@ Change best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_ra
 }
 
 // Swaps several shards for one that takes as much memory but less time.
-Change best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_rank,
-                    int64_t& left) {
-  Change best{ranks[from].time * (1 - kRounding), {}};
+Swap best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
+  Swap best{ranks[from].time * (1 - kRounding), {}};
   std::vector<Movable*> own = by_rank[from];
   const auto size = [](const Movable* shard) {
     return static_cast<double>(shard->need->hbm) + static_cast<double>(shard->need->host) + 1;
@@ -108,16 +106,6 @@ Change best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_r
   return best;
 }
 
-void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank) {
-  auto& own = by_rank[shard->rank];
-  own.erase(std::find(own.begin(), own.end(), shard));
-  Rank& before = ranks[shard->rank];
-  before.free(*shard->need, before.time - shard->need->time);
-  ranks[to].take(*shard->need);
-  by_rank[to].push_back(shard);
-  shard->rank = to;
-}
-
 }  // namespace
 
 void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers) {
@@ -130,7 +118,7 @@ void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t mos
     const auto slowest = std::max_element(ranks.begin(), ranks.end(), is_faster);
     if (slowest->time <= kBalanced * mean) return;
     const int from = static_cast<int>(slowest - ranks.begin());
-    Change change = best_of_one(from, ranks, by_rank, most_offers);
+    Swap change = best_of_one(from, ranks, by_rank, most_offers);
     if (change.moved.empty()) change = best_of_many(from, ranks, by_rank, most_offers);
     if (change.moved.empty()) return;
     for (Movable* moved : change.moved) move(moved, change.to, ranks, by_rank);

@@ -30,8 +30,7 @@ int64_t gain_of(const Rank& from, const Rank& to, int64_t hbm, int64_t host) {
          missing(subtracted(to.hbm, hbm), subtracted(to.host, host));
 }
 
-Change best_change(int from, std::vector<Rank>& ranks,
-                   std::vector<std::vector<Movable*>>& by_rank) {
+Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
   Change best;
   const int64_t all = missing(ranks[from]);
   const auto offer = [&](Movable* moved, Movable* other, int to) {
@@ -59,8 +58,9 @@ Change best_change(int from, std::vector<Rank>& ranks,
   return best;
 }
 
-void move(Movable* shard, int to, std::vector<Rank>& ranks,
-          std::vector<std::vector<Movable*>>& by_rank) {
+}  // namespace
+
+void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank) {
   auto& own = by_rank[shard->rank];
   own.erase(std::find(own.begin(), own.end(), shard));
   Rank& before = ranks[shard->rank];
@@ -70,10 +70,8 @@ void move(Movable* shard, int to, std::vector<Rank>& ranks,
   shard->rank = to;
 }
 
-}  // namespace
-
 bool exchange(std::vector<Rank>& ranks, std::vector<Movable>& shards) {
-  std::vector<std::vector<Movable*>> by_rank(ranks.size());
+  ByRank by_rank(ranks.size());
   for (Movable& shard : shards) {
     if (shard.need->hbm > 0 || shard.need->host > 0) by_rank[shard.rank].push_back(&shard);
   }

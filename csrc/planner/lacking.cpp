@@ -1,8 +1,8 @@
-// Which options must be spread over more ranks for all to fit.
+#include "planner/lacking.h"
+
 #include <algorithm>
 
 #include "planner/exchange.h"
-#include "planner/packing.h"
 #include "planner/sites.h"
 #include "planner/units.h"
 

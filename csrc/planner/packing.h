@@ -64,13 +64,6 @@ constexpr int kFewShards = 6;
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
                               const std::vector<Room>& rooms, int per_host, Effort effort);
 
-// Options of which others must be spread further for all to fit: for each rank that lacks memory
-// after the largest shards were placed where most is left, those with a shard on it; for each block
-// of shards that fits no host, those with shards at least as large. Nothing if all fit, and only an
-// empty list if options for all ranks do not.
-std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,
-                                         const std::vector<Room>& rooms, int per_host);
-
 // Where each shard is if it goes to the rank with the most memory, the largest shard first, though
 // that may become less than nothing. Shards that must be on one host are not kept together.
 // rooms: the free memory; what is left is returned here.

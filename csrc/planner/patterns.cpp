@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "planner/lacking.h"
 #include "planner/sites.h"
 
 namespace torchrec_hkv::planner {

@@ -57,7 +57,6 @@ bool need_hosts(const std::vector<Unit>& units) {
                      [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
 }
 
-// The shards that may be on any rank.
 std::vector<Movable> movable(const std::vector<Unit>& units, const std::vector<int>& placed) {
   std::vector<Movable> shards;
   size_t position = 0;

@@ -20,7 +20,8 @@ _MOST_SETS, _FEWER_SETS = 20_000, 24
 #: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
 _MOST_CHECKS, _FEWEST_CHECKS = 4000, 200
 _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
-#: Number of tables in all arrangements that are tried for many tables. So many ranks count as one.
+#: Bound on the number of arrangements for many tables, times that of tables, or of ranks over
+#: _RANKS_OF_TABLE if that is more.
 _MOST_ARRANGED, _RANKS_OF_TABLE = 60_000, 4
 #: Number of counts of tables with loss that are tried one after the other.
 _FIRST_COUNTS = 16
