@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrec import PoolingType
 
 from tests.support.forked import run_python
 from tests.support.served import SEEDS, ServedModel, batch_of, make_served, outputs_of, train
@@ -147,6 +148,10 @@ def refused(rank, world_size, device, folder: Path):
     other = ServedModel()
     other.over = torch.nn.Linear(8 + 88 + 52 + 24, 4)
     with pytest.raises(ValueError, match=r"'over\.weight' has shape \(3, 172\) in"):
+        export(other)
+    other = ServedModel()
+    other.weighted.embedding_bag_configs()[0].pooling = PoolingType.MEAN
+    with pytest.raises(ValueError, match="'weighted.embedding_bags.likes' has means of weighted"):
         export(other)
     other = ServedModel()
     other.more = torch.nn.Linear(2, 2)

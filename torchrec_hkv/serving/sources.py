@@ -21,7 +21,7 @@ from torchrec_hkv.hash_table.eviction import counts_in, name_of, sums_scores
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import initializer_from_fields, op_arguments
 from torchrec_hkv.serving.checkpoints import Checkpoint
-from torchrec_hkv.serving.model_tables import ModelTable, has_bags
+from torchrec_hkv.serving.model_tables import ModelTable, has_bags, is_weighted
 from torchrec_hkv.serving.table_builder import Order
 from torchrec_hkv.tensor_train import TTShape
 from torchrec_hkv.tensor_train.dense import dense_blocks
@@ -151,7 +151,8 @@ class SavedModel:
         tables: tables of the module.
 
     Raises:
-        ValueError: the checkpoint is damaged, is a delta or a chain, or lacks a table.
+        ValueError: the checkpoint is damaged, is a delta or a chain, or lacks a table, or a table
+            has means of weighted bags.
     """
 
     def __init__(self, folder: str | os.PathLike[str], tables: Sequence[ModelTable]) -> None:
@@ -175,6 +176,12 @@ class SavedModel:
             raise ValueError(
                 f"table {table.name!r} is sharded: with checkpoint=, give the module before "
                 "sharding, or load the checkpoint and leave checkpoint= out."
+            )
+        if table.is_mean and is_weighted(table.collection):
+            raise ValueError(
+                f"table {table.name!r} has means of weighted bags, which sharding by rows divides "
+                "by the sum of weights and other sharding by the number of ids, but a checkpoint "
+                "doesn't name the sharding: load it into the sharded model, and export that."
             )
         dim = self._dim(table)
         if dim != table.dim:
