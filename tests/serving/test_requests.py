@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 
 from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of
 from torchrec_hkv import serving
+from torchrec_hkv.serving.tracing import describe_inputs
 
 
 @pytest.mark.slow
@@ -44,7 +46,7 @@ def test_bad_requests(served):
     keys, values, lengths, _ = as_ids(features)
     ids = serving.KeyedIds
     with pytest.raises(
-        TypeError, match=r"values are torch\.float32, but must be an int32 or int64"
+        TypeError, match=r"values are torch\.float32, but must be a tensor of integers of 8 to 64"
     ):
         ids(keys, values.float(), lengths)
     with pytest.raises(ValueError, match=r"lengths must have shape \[7, samples\]"):
@@ -57,12 +59,49 @@ def test_bad_requests(served):
         model(dense, ids(keys, values[1:], lengths), weighted)
     with pytest.raises(ValueError, match="lengths must not be negative"):
         model(dense, ids(keys, values, -lengths), weighted)
+    negative = torch.cat([lengths[:1] - 9, lengths[1:2] + 9, lengths[2:]])
+    with pytest.raises(ValueError, match="lengths must not be negative, but one is -"):
+        model(dense, ids(keys[::-1], values, negative), weighted)
     with pytest.raises(ValueError, match="another structure"):
         model(dense, features)
     with pytest.raises(TypeError, match="ids are a int, but must be a KeyedIds"):
         model(dense, 3, weighted)
     with pytest.raises(TypeError, match=r"args\[0\] is a list, but must be a tensor"):
         model([1.0], features, weighted)
+
+
+def test_different_numbers_of_samples(served):
+    """Lengths of other strides, though they would fill [features, samples]."""
+    model = serving.load(served[0])
+    dense, features, weighted = batch_of(5, 4)
+    strides = [[3], [5], *[[4]] * (len(features.keys()) - 2)]
+    ragged = KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        lengths=features.lengths(),
+        stride_per_key_per_rank=strides,
+    )
+    with pytest.raises(ValueError, match="have different numbers of samples"):
+        model(dense, ragged, weighted)
+    with pytest.raises(ValueError, match="have different numbers of samples"):
+        describe_inputs((dense, ragged, weighted), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.uint64])
+def test_integer_dtypes(dtype, served):
+    """As in training, a uint64 id is the int64 with the same bits."""
+    model = serving.load(served[0])
+    dense, features, weighted = batch_of(5, 4)
+    ids = features.values()
+    ids = ids.view(dtype) if dtype == torch.uint64 else (ids % 50).to(dtype)
+    given = KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+    own = ids.view(torch.int64) if dtype == torch.uint64 else ids.long()
+    want = model(
+        dense, KeyedJaggedTensor(features.keys(), own, lengths=features.lengths()), weighted
+    )
+    got = model(dense, given, weighted)
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+    assert torch.equal(describe_inputs((given,), {})[2][0], own)
 
 
 def test_arguments_by_name(served):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.id_types import ID_DTYPES, int64_ids
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,7 +20,7 @@ class KeyedIds:
 
     Attributes:
         keys: names of the features.
-        values: int64 ids ``[n]``, ordered by feature, then by sample.
+        values: ids ``[n]`` of any integer dtype, ordered by feature, then by sample.
         lengths: int32 or int64 ``[features, samples]``, the number of ids of each feature and
             sample.
         weights: float32 ``[n]``, or None.
@@ -35,14 +36,14 @@ class KeyedIds:
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("values", (torch.int32, torch.int64)),
-            ("lengths", (torch.int32, torch.int64)),
+        for name, allowed, of in (
+            ("values", ID_DTYPES, "integers of 8 to 64 bits"),
+            ("lengths", (torch.int32, torch.int64), "int32 or int64"),
         ):
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or tensor.dtype not in allowed:
                 what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"{name} are {what}, but must be an int32 or int64 tensor.")
+                raise TypeError(f"{name} are {what}, but must be a tensor of {of}.")
         if self.values.dim() != 1:
             raise ValueError(
                 f"values must have one dimension, but have shape {tuple(self.values.shape)}."
@@ -156,6 +157,7 @@ def tensors_of(
             )
         weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
         names = list(given.keys())
+        check_one_stride(given)
         given = KeyedIds(names, given.values(), given.lengths().view(len(names), -1), weights)
     if given.keys != keys:
         missing = [key for key in keys if key not in given.keys]
@@ -167,7 +169,7 @@ def tensors_of(
         raise ValueError("ids have no weights, but the model takes weighted features.")
     values, lengths = given.values, given.lengths
     if values.dtype is not torch.int64:
-        values = values.long()
+        values = int64_ids(values)
     if lengths.dtype is not torch.int64:
         lengths = lengths.long()
     tensors = [values, lengths]
@@ -178,9 +180,24 @@ def tensors_of(
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
+def check_one_stride(features: Any) -> None:
+    """Checks that a ``KeyedJaggedTensor`` has a sample of every feature.
+
+    Raises:
+        ValueError: features have different numbers of samples.
+    """
+    if hasattr(features, "variable_stride_per_key") and features.variable_stride_per_key():
+        raise ValueError(
+            "the features of a batch have different numbers of samples: a served model takes "
+            "batches with a sample of every feature."
+        )
+
+
 def _in_order(given: KeyedIds, keys: Sequence[str]) -> KeyedIds:
+    if given.lengths.numel() > 0 and int(given.lengths.min()) < 0:
+        raise ValueError(f"lengths must not be negative, but one is {int(given.lengths.min())}.")
     counts = given.lengths.sum(dim=1).tolist()
-    if sum(counts) != given.values.numel() or min(counts, default=0) < 0:
+    if sum(counts) != given.values.numel():
         raise ValueError(
             f"lengths add up to {sum(counts)}, but there are {given.values.numel()} ids."
         )

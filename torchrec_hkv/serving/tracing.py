@@ -14,6 +14,8 @@ from torch.nn import functional
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_hkv.hash_table.id_types import int64_ids
+from torchrec_hkv.serving.keyed_ids import check_one_stride
 from torchrec_hkv.serving.manifest import InputRecord
 from torchrec_hkv.sharding.state.names import joined
 
@@ -76,11 +78,7 @@ class _Lookup(nn.Module):
 
     def batch(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, lengths ``[features, samples]``, and weights."""
-        if features.variable_stride_per_key():
-            raise ValueError(
-                "the features of a batch have different numbers of samples: a served model takes "
-                "batches with a sample of every feature."
-            )
+        check_one_stride(features)
         lengths = features.lengths().view(len(features.keys()), features.stride())
         return features.values(), lengths, features.weights() if self.is_weighted else None
 
@@ -264,6 +262,7 @@ def describe_inputs(
 
     Raises:
         TypeError: a leaf is not a tensor, a ``KeyedJaggedTensor``, a number, a string or None.
+        ValueError: features have different numbers of samples.
     """
     leaves, tree = pytree.tree_flatten(
         (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedTensor)
@@ -272,10 +271,11 @@ def describe_inputs(
     tensors: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, KeyedJaggedTensor):
+            check_one_stride(leaf)
             weights = leaf.weights_or_none()
             keys = list(leaf.keys())
             records.append(InputRecord("ids", keys, weights is not None, None))
-            tensors += [leaf.values().long(), leaf.lengths().view(len(keys), -1).long()]
+            tensors += [int64_ids(leaf.values()), leaf.lengths().view(len(keys), -1).long()]
             tensors += [] if weights is None else [weights.float()]
         elif isinstance(leaf, Tensor):
             records.append(InputRecord("tensor", [], False, None))
