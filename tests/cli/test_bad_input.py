@@ -88,6 +88,16 @@ def test_one_sentence(sentence, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["log", "log.csv"])
+def test_names_of_files_are_kept(name, capsys, tmp_path, monkeypatch):
+    """Sentences begin with a capital, but a file's name is not changed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("")
+    with pytest.raises(SystemExit):
+        main(["replay", name, "--rows", "10"])
+    assert capsys.readouterr().err == f"error: {name} is empty, but a log must have a line.\n"
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [

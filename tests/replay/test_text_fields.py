@@ -64,3 +64,16 @@ def test_bad_arguments():
         _C.parse_text(b"1\n", b"", 1, [(0, kind)])
     with pytest.raises(ValueError, match="field 0 must be above the one before"):
         _C.parse_text(b"1\n", b",", 1, [(0, kind), (0, kind)])
+
+
+@pytest.mark.parametrize("first", ["user,item\n", ""])
+def test_byte_order_mark(tmp_path, first):
+    """Excel begins UTF-8 files with one; it belongs to no column's name and no id."""
+    path = tmp_path / "log.csv"
+    path.write_text(f"{first}7,8\n9,10\n", encoding="utf-8-sig")
+    names = ("user", "item") if first else ("0", "1")
+    for block in (1 << 20,) if first else (2, 4, 1 << 20):
+        log = TextLog(path, block=block)
+        assert log.columns == log.default_columns == names
+        values, _ = read(log, *names)
+        assert list(values.values()) == [[7, 9], [8, 10]]

@@ -151,7 +151,9 @@ def refused(rank, world_size, device, folder: Path):
         export(other)
     other = ServedModel()
     other.weighted.embedding_bag_configs()[0].pooling = PoolingType.MEAN
-    with pytest.raises(ValueError, match=r"'weighted\.embedding_bags\.likes' has means of weighted"):
+    with pytest.raises(
+        ValueError, match=r"'weighted\.embedding_bags\.likes' has means of weighted"
+    ):
         export(other)
     other = ServedModel()
     other.more = torch.nn.Linear(2, 2)

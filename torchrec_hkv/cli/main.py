@@ -42,7 +42,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         sentence = message if message.endswith(".") else f"{message}."
-        self.exit(2, f"error: {sentence[:1].upper()}{sentence[1:]}\n")
+        first = sentence.partition(" ")[0].rstrip(":,")
+        if first.isalpha() and not os.path.exists(first):  # not the name of a file
+            sentence = sentence[:1].upper() + sentence[1:]
+        self.exit(2, f"error: {sentence}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ A line is a sample, a field an id. Blocks of lines are parsed in C++.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import gzip
@@ -118,7 +119,7 @@ class TextLog(Log):
     def _read(self) -> Iterator[bytes]:
         """Yields blocks of whole lines."""
         with self._opened() as file:
-            rest = b""
+            rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
             while data := file.read(self._block):
                 data = rest + data
                 cut = data.rfind(b"\n") + 1
