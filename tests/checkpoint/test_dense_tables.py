@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torchrec
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim import RowWiseAdagrad
 
@@ -163,6 +164,38 @@ def test_states_that_stock_tables_have_not(run_ranks, types, world_size, host_si
     )
     for got, expected in zip(loaded, saved, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def _resumed(rank, world_size, device, types, optimizer, folder, is_saved):
+    """Saves or loads, then trains on the same batches on all ranks, so on the same gradients."""
+    model = dense_model(world_size, device, "hkv", types, *optimizer)
+    if is_saved:
+        train_dense(model, 0, device, range(3))
+        checkpoint.save(folder, model, model.fused_optimizer)
+    else:
+        checkpoint.load(folder, model, model.fused_optimizer)
+    return train_dense(model, 0, device, range(3, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "types"),
+    [
+        (2, ("column_wise", "column_wise")),
+        (2, ("table_wise", "column_wise")),
+        (1, ("column_wise", "row_wise")),
+        (3, ("row_wise", "table_wise")),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torchrec.optim.LAMB])
+def test_states_under_another_sharding(run_ranks, optimizer, world_size, types, tmp_path):
+    if optimizer is torchrec.optim.LAMB and "column_wise" in types:
+        types = ("table_wise", "row_wise")  # norms of rows are those of a shard's columns
+    optimizer = (optimizer, {"lr": 0.05})
+    folder = tmp_path / "checkpoint"
+    saved = run_ranks(2, _resumed, ("row_wise", "row_wise"), optimizer, folder, True)[0]
+    for loaded in run_ranks(world_size, _resumed, types, optimizer, folder, False):
+        torch.testing.assert_close(loaded, saved, rtol=1e-5, atol=1e-5)
 
 
 def _write(rank, world_size, device, folder):

@@ -28,9 +28,7 @@ def _states(rank, world_size, device, shape):
         table_shard(rows, columns, HKVOptions(dense=True), row_offset=row, column_offset=column)
         for (row, column), (rows, columns) in held
     ]
-    if shape == "count":
-        local = [torch.full((1,), 5) for _ in held]
-    elif shape == "row":
+    if shape == "row":
         local = [torch.ones(rows) for _, (rows, _) in held]
     else:
         local = [torch.ones(rows, 9) for _, (rows, _) in held]
@@ -43,7 +41,6 @@ def _states(rank, world_size, device, shape):
 @pytest.mark.parametrize(
     ("shape", "size", "offsets"),
     [
-        ("count", (4,), [(0,), (1,), (2,), (3,)]),
         ("row", (6,), [(0,), (2,), (3,), (5,)]),
         ("wide", (3, 18), [(0, 0), (2, 0), (0, 9), (2, 9)]),
     ],

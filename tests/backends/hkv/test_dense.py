@@ -62,7 +62,7 @@ def test_training_shows_in_the_tensors_and_writing_them_shows_in_lookups(device_
             "sgd": set(),
             "adagrad": {"momentum1"},
             "rowwise_adagrad": {"momentum1"},
-            "adam": {"optimizer_states", "optimizer_step"},
+            "adam": {"optimizer_states_0", "optimizer_states_1", "optimizer_step"},
         }[optimizer]
     )
     ids = torch.randperm(ROWS, device=device_type)[:100]

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import Initializer, TableGroup, TableState, initial_rows
+from torchrec_hkv.hash_table.files.state_columns import StateColumns
 
 #: FBGEMM's name for the sums of squares of Adagrad and row-wise Adagrad.
 _SUMS = "momentum1"
+#: Number of updates of the table, int64 ``[1]``, which does not depend on the sharding.
+STEP = "optimizer_step"
 
 
 def dense_capacity(rows: int) -> int:
@@ -99,13 +102,23 @@ class DenseRows:
         wanted = [name for name in self._parts if (name != "weight") == states]
         for name in wanted:
             value = self._parts[name](state)
-            value = value if name == "optimizer_step" else value[self._slots]
+            value = value if name == STEP else value[self._slots]
             if name not in self._tensors:
                 self._tensors[name] = value.to(self._group.device, copy=True)
-            else:
+            elif name != STEP or not torch.equal(
+                self._tensors[name], value.to(self._tensors[name])
+            ):
                 self._tensors[name].copy_(value)
             self._versions[name] = self._tensors[name]._version
         return {name: self._tensors[name] for name in wanted}
+
+    def share_step(self, first: DenseRows) -> None:
+        """Uses the tensor with the number of updates of another shard of the table on this rank.
+        All shards make the same updates."""
+        states = first.read(states=True)
+        if STEP in states:
+            self._tensors[STEP] = states[STEP]
+            self._versions[STEP] = states[STEP]._version
 
     def flush(self) -> None:
         """Copies into the table what was written into the tensors since they were read."""
@@ -119,7 +132,7 @@ class DenseRows:
         state = self._group.export_table(self._table)
         for name, tensor in changed.items():
             part = self._parts[name](state)
-            if name == "optimizer_step":
+            if name == STEP:
                 part.copy_(tensor)
             else:
                 part[self._slots] = tensor.to(part)
@@ -136,6 +149,14 @@ def _parts(group: TableGroup, state: TableState) -> dict[str, Callable[[TableSta
     elif kind == "Adagrad":
         parts[_SUMS] = lambda s: s.states
     elif group.optimizer is not None and state.states.shape[1] > 0:
-        parts["optimizer_states"] = lambda s: s.states
-        parts["optimizer_step"] = lambda s: s.optimizer_step
+        dim, columns = state.rows.shape[1], StateColumns.of_layout(group.state_layout)
+        for k in range(columns.of_columns):
+            parts[f"optimizer_states_{k}"] = _columns(slice(k * dim, (k + 1) * dim))
+        for k in range(columns.of_rows):
+            parts[f"optimizer_row_states_{k}"] = _columns(columns.of_columns * dim + k)
+        parts[STEP] = lambda s: s.optimizer_step
     return parts
+
+
+def _columns(which: slice | int) -> Callable[[TableState], Tensor]:
+    return lambda state: state.states[:, which]

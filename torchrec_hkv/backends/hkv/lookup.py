@@ -62,6 +62,10 @@ class HKVLookup(RowsById, GroupLookup):
             for index, shard in enumerate(shards)
             if options_of(shard).dense
         }
+        first: dict[str, DenseRows] = {}
+        for key, rows in self._dense.items():
+            if (other := first.setdefault(self._shards[key].name, rows)) is not rows:
+                rows.share_step(other)
         # Makes autograd record the lookup. It is not a parameter, because it never changes.
         self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
         self._no_anchor = torch.empty(0, device=self._group.device)

@@ -27,11 +27,10 @@ def sharded_state(
         table: metadata of the table's weight.
         shards: the shards on this rank.
         local: the states of these shards. ``[rows, width]`` is distributed like the weight.
-            ``[rows]``, and int64 ``[1]`` for a shard's count, are stacked in the order of columns,
-            then rows.
+            ``[rows]`` is stacked in the order of columns, then rows.
     """
     order = sorted(table.shards_metadata, key=lambda shard: tuple(reversed(shard.shard_offsets)))
-    places = _stacked(order, local[0]) if local[0].dim() == 1 else _beside(order, local[0])
+    places = _stacked(order) if local[0].dim() == 1 else _beside(order, local[0])
     states = [
         ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=shard.placement)
         for shard, (offsets, sizes) in zip(order, places, strict=True)
@@ -62,14 +61,13 @@ def sharded_state(
 _Place: TypeAlias = tuple[list[int], list[int]]
 
 
-def _stacked(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
-    """Places of states with one value for each row, or a count: one shard after the other."""
+def _stacked(order: Sequence[ShardMetadata]) -> list[_Place]:
+    """Places of states with one value for each row: one shard after the other."""
     places: list[_Place] = []
     first = 0
     for shard in order:
-        length = 1 if local.dtype == torch.int64 else shard.shard_sizes[0]
-        places.append(([first], [length]))
-        first += length
+        places.append(([first], [shard.shard_sizes[0]]))
+        first += shard.shard_sizes[0]
     return places
 
 

@@ -125,7 +125,9 @@ class BackendKernel(FusedOptimizerModule):
             metadata = self._config.embedding_tables[held[0]].global_metadata
             states[parameter] = {
                 f"{name}.{key}": sharded_state(metadata, shards, [read[i][key] for i in held])
-                for key in read[held[0]]
+                if value.is_floating_point()
+                else value  # a count, the same for all shards
+                for key, value in read[held[0]].items()
             }
         return states
 
