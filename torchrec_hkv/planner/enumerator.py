@@ -28,9 +28,10 @@ from torchrec_hkv.planner.options import (
     shared_shards,
 )
 from torchrec_hkv.planner.perf_estimator import PerfEstimator
+from torchrec_hkv.planner.stock_kernels import FUSED, FUSED_COLUMNS
 from torchrec_hkv.planner.storage_estimator import StorageEstimator
 from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning, chains_of
-from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
+from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer, check_fused_optimizer
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import served_sharding_types
@@ -228,6 +229,8 @@ class BackendEnumerator(EmbeddingEnumerator):
             self._check_ids(option, choice)
             if is_ours(option):
                 self._check_backend(option)
+            elif choice.candidates:
+                self._check_fused(option)
         except ValueError as error:
             if choice.is_settled:
                 raise
@@ -255,6 +258,20 @@ class BackendEnumerator(EmbeddingEnumerator):
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         for shard in distinct(option.made_shards):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
+
+    def _check_fused(self, option: ShardingOption) -> None:
+        """Raises if FBGEMM's kernels can't hold or train a shard: TorchRec fails only when it
+        shards the model."""
+        if not option.compute_kernel.startswith(FUSED):
+            return
+        name = full_name(option)
+        for shard in option.shards:
+            if shard.size[1] % FUSED_COLUMNS:
+                raise ValueError(
+                    f"table {name!r}: a shard has {shard.size[1]} columns, but "
+                    f"{option.compute_kernel} takes multiples of {FUSED_COLUMNS}."
+                )
+        check_fused_optimizer(name, option.tensor, self.fused_params(option), self._compute_device)
 
     def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:
         """Raises if a kernel takes row numbers but the table has other ids."""

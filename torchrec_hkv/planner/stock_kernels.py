@@ -20,6 +20,8 @@ from torchrec_hkv.backends.workload import Work, Workload, row_work
 
 #: The stock kernel that is calibrated.
 FUSED = EmbeddingComputeKernel.FUSED.value
+#: It and its variants take numbers of columns that are multiples of this.
+FUSED_COLUMNS = 4
 _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,

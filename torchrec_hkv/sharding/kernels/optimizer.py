@@ -291,3 +291,34 @@ def applied_optimizer(
 def initial_learning_rate(fused_params: Mapping[str, Any]) -> float:
     """The learning rate in a group's fused parameters."""
     return float(fused_params.get("learning_rate", _fbgemm_defaults()["learning_rate"]))
+
+
+#: Optimizers of FBGEMM's kernels for CPUs.
+_ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+def check_fused_optimizer(
+    table: str,
+    parameter: torch.Tensor,
+    sharder_fused_params: Mapping[str, Any] | None,
+    device_type: str,
+) -> None:
+    """Checks that FBGEMM's kernels can train a table with its optimizer, as far as this package
+    knows the optimizer. The arguments are those of :func:`applied_optimizer`, and the device.
+
+    Raises:
+        ValueError: they can't.
+    """
+    try:
+        name = applied_optimizer(table, parameter, sharder_fused_params).name
+    except ValueError:  # TorchRec knows other optimizers
+        return
+    if name == "ftrl" or (device_type == "cpu" and name not in _ON_CPUS):
+        where = " on a CPU" if name != "ftrl" else ""
+        raise ValueError(f"table {table!r}: stock tables lack the optimizer {name}{where}.")
+    of_parameter: list[dict[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
+    given = {**(sharder_fused_params or {}), **(of_parameter[0] if of_parameter else {})}
+    own = {**_FOR_ALL, **_ATTRIBUTES[name]}
+    for argument in given:
+        if argument in own and argument not in _fbgemm_defaults():
+            raise ValueError(f"table {table!r}: stock tables lack the argument {argument}.")
