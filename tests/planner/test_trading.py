@@ -23,9 +23,11 @@ ROWS, DIM = 100_000, 16
 _DENSE = ROWS * DIM * 4
 
 
-def _plan(room=1 << 30, names=("t",), table_bound=None, options=None, **bounds):
+def _plan(
+    room=1 << 30, names=("t",), table_bound=None, options=None, kernels=("fused", "tt"), **bounds
+):
     constraint = ParameterConstraints(
-        compute_kernels=["fused", "tt"],
+        compute_kernels=list(kernels),
         sharding_types=["table_wise"],
         options=options,
         max_quality_loss=table_bound,
@@ -89,6 +91,17 @@ def test_where_more_would_be_lost_than_allowed_the_plan_is_refused():
         assert "The least possible loss is an estimated 0.0" in text
         assert "'ebc.embedding_bags.t' 0.0" in text
         assert " on tt (ranks " in text
+
+
+def test_a_table_without_a_choice_counts():
+    """Also if its constraint names nothing that loses less."""
+    settled = {"names": ("a", "b"), "options": TTOptions(ranks=8), "kernels": ("tt",)}
+    each = _plan(**settled).reports["a"].loss.value
+    assert _kernels(_plan(**settled, max_quality_loss=2.1 * each)) == ["tt", "tt"]
+    for bound in (1.9 * each, 0.0):
+        with pytest.raises(PlannerError, match=r"No plan fits within max_quality_loss") as refusal:
+            _plan(**settled, max_quality_loss=bound)
+        assert refusal.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
 
 
 def test_a_bound_on_the_time_costs_quality_only_where_it_must():

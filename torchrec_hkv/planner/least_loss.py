@@ -71,8 +71,9 @@ class LeastLoss:
         return self._most_loss is not None and self._most_time is None
 
     def without_loss(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """The options without loss for each table; empty if a table has none but a choice of
-        options with loss.
+        """The options without loss for each table. A table whose options all have the same loss
+        keeps them. Empty if a table has only options with different losses, or if those losses add
+        up to more than the bound.
 
         Args:
             space: the enumerated options.
@@ -84,12 +85,14 @@ class LeastLoss:
         for option in space:
             by_table[option.path, option.name].append(option)
         kept: list[ShardingOption] = []
+        settled = 0.0
         for options in by_table.values():
             whole = [option for option in options if not loss(option).is_lossy]
             if not whole and not self._is_settled(options):
                 return []
+            settled += 0.0 if whole else loss(options[0]).value
             kept += whole or options
-        return kept
+        return kept if settled <= (math.inf if self._most_loss is None else self._most_loss) else []
 
     def whole_plan(self, whole: list[ShardingOption]) -> list[list[ShardingOption]] | None:
         """The fastest plan of enumerated options, in a list that is empty if none was found; None
