@@ -13,6 +13,7 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.planner import Topology
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.support.models import make_model, shard_model
@@ -58,6 +59,15 @@ def test_reasons(dim, is_sequence, device_type, optimizer, arguments, reason):
     report = plan.reports["t"]
     assert report.kernel == ("hkv" if reason else "fused")
     assert reason is None or reason in report.rejected["fused"]
+
+
+@pytest.mark.parametrize(("device_type", "kernel"), [("cpu", "hkv"), ("cuda", "fused")])
+def test_bf16(device_type, kernel):
+    model = _module(8, False, SGD)
+    model.embedding_bag_configs()[0].data_type = DataType.BF16
+    report = _plan(model, device_type).reports["t"]
+    assert report.kernel == kernel
+    assert kernel == "fused" or "stock tables lack bf16 rows on a CPU" in report.rejected["fused"]
 
 
 def test_all_reasons_in_an_error():

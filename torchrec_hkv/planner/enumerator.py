@@ -8,6 +8,7 @@ from typing import Any
 
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -85,6 +85,8 @@ def planned_tables(
         fused_params,
     )
     configs = table_configs(module)
+    if isinstance(module, EmbeddingCollection):
+        _check_column_shards({name: its for name, its in shardings.items() if name in configs})
     planned: dict[str, PlannedTable] = {}
     for name, sharding in shardings.items():
         if name not in configs or sharding.compute_kernel != KERNEL:
@@ -129,6 +131,29 @@ def planned_tables(
             sharding.backend, sharding, shards, optimizer, list(config.feature_names)
         )
     return planned
+
+
+def _check_column_shards(shardings: Mapping[str, ParameterSharding]) -> None:
+    """Checks that the column shards of an ``EmbeddingCollection`` have the same number of columns.
+    TorchRec takes it for granted when it sends rows, and may overwrite memory otherwise.
+
+    Raises:
+        ValueError: they have not.
+    """
+    first: tuple[str, int] | None = None
+    for name, sharding in shardings.items():
+        spec = sharding.sharding_spec
+        if sharding.sharding_type != ShardingType.COLUMN_WISE.value or spec is None:
+            continue
+        for shard in spec.shards:
+            first = first or (name, shard.shard_sizes[1])
+            if shard.shard_sizes[1] != first[1]:
+                raise ValueError(
+                    f"Table {name!r} has a shard of {shard.shard_sizes[1]} columns and table "
+                    f"{first[0]!r} one of {first[1]}, but column shards in an EmbeddingCollection "
+                    "must have the same number of columns: give their constraints the same "
+                    "min_partition, a divisor of embedding_dim, or another sharding type."
+                )
 
 
 def check_sharding_type(
