@@ -23,8 +23,9 @@ SGD = torchrec.optim.SGD
 _META = torch.device("meta")
 
 
-def _module(dim, is_sequence, applied, **arguments):
+def _module(dim, is_sequence, applied, data_type=DataType.FP32, **arguments):
     config = {"name": "t", "num_embeddings": 100, "embedding_dim": dim, "feature_names": ["f"]}
+    config["data_type"] = data_type
     if is_sequence:
         model = EmbeddingCollection([EmbeddingConfig(**config)], device=_META)
     else:
@@ -63,9 +64,7 @@ def test_reasons(dim, is_sequence, device_type, optimizer, arguments, reason):
 
 @pytest.mark.parametrize(("device_type", "kernel"), [("cpu", "hkv"), ("cuda", "fused")])
 def test_bf16(device_type, kernel):
-    model = _module(8, False, SGD)
-    model.embedding_bag_configs()[0].data_type = DataType.BF16
-    report = _plan(model, device_type).reports["t"]
+    report = _plan(_module(8, False, SGD, DataType.BF16), device_type).reports["t"]
     assert report.kernel == kernel
     assert kernel == "fused" or "stock tables lack bf16 rows on a CPU" in report.rejected["fused"]
 

@@ -272,6 +272,8 @@ class BackendEnumerator(EmbeddingEnumerator):
                     f"table {name!r}: a shard has {shard.size[1]} columns, but "
                     f"{option.compute_kernel} takes multiples of {FUSED_COLUMNS}."
                 )
+        if self._compute_device == "cpu" and config_of(option).data_type == DataType.BF16:
+            raise ValueError(f"table {name!r}: stock tables lack bf16 rows on a CPU.")
         check_fused_optimizer(name, option.tensor, self.fused_params(option), self._compute_device)
 
     def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:
