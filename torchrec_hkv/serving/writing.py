@@ -83,8 +83,8 @@ def export(
         kwargs: its keyword arguments.
         checkpoint: folder of a checkpoint, or of a base of a chain, to read rows, cores and dense
             tensors from, in one process without a process group. For a base,
-            :func:`torchrec_hkv.serving.follow` begins with the delta after it. None: take them from
-            ``model``.
+            :func:`torchrec_hkv.serving.follow` begins with the delta after it. Means of weighted
+            bags are refused, because they depend on the sharding. None: take them from ``model``.
         unknown: the row of an id that a table lacks, for all tables or by table: ``"initial"``, the
             row that training starts from (zeros for stock tables); ``"zero"``; or ``embedding_dim``
             numbers.
