@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.replay import Curve, Point, Policy, Replayed
 
 
@@ -37,6 +38,23 @@ def test_a_hit_rate_between_points_is_where_its_rows_are():
         assert CURVE.at(CURVE.rows_for(rate)) == pytest.approx(rate, abs=0.01)
     assert CURVE.at(50) == pytest.approx(0.15)
     assert CURVE.at(10**9) == 0.75
+
+
+def test_more_rows_than_ids():
+    """A table that evicted nothing has the hit rate of a row for each of its ids."""
+    held = [Point(rows, 0.8, 0.0, 0, 0, 0, 0, 0, 300, rows) for rows in (10_000, 100_000)]
+    alone = Curve(Policy("lru"), tuple(held))
+    assert alone.at(300) == alone.at(5000) == alone.at(10**6) == 0.8
+    assert alone.at(150) == pytest.approx(0.4)
+    behind = Curve(Policy("lru"), (Point(100, 0.5, 0.0, 9, 0, 0, 0, 0, 100, 1), *held))
+    assert behind.at(300) == behind.at(5000) == 0.8
+    assert 0.5 < behind.at(200) < 0.8
+    frequencies = IdFrequencies.of_counts([10] * 300)
+    table = Replayed("t", 3000, 300, 0.8, frequencies, (alone, behind))
+    assert table.frequencies_with(alone).shares == ((300, 1.0),)
+    assert table.frequencies_with(behind).shares == ((100, 0.625), (300, 1.0))
+    expired = Curve(Policy("lru"), (Point(10_000, 0.8, 0.0, 0, 0, 0, 0, 7, 300, 1),))
+    assert expired.at(5000) == pytest.approx(0.4)
 
 
 def test_policies_that_meet_a_target():

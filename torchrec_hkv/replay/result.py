@@ -38,6 +38,13 @@ class Point:
     size: int
     bytes: int
 
+    @property
+    def fewest_rows(self) -> int:
+        """The fewest rows that are known to have this hit rate: without evictions, one for each id
+        in the table."""
+        has_held_all = not (self.evicted or self.refused or self.expired)
+        return max(min(self.rows, self.size), 1) if has_held_all else self.rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -87,15 +94,29 @@ class Curve:
             rows: number of rows. Above the last point its hit rate is returned; below the first
                 point the hit rate is proportional to the rows.
         """
-        counts = [point.rows for point in self.points]
+        known = self.by_fewest_rows
+        counts = [count for count, _ in known]
         at = bisect.bisect_left(counts, rows)
         if at == len(counts):
-            return self.points[-1].hit_rate
+            return known[-1][1]
         if at == 0:
-            return self.points[0].hit_rate * max(rows, 0.0) / counts[0]
-        low, high = self.points[at - 1], self.points[at]
-        share = math.log(rows / low.rows) / math.log(high.rows / low.rows)
-        return low.hit_rate + share * (high.hit_rate - low.hit_rate)
+            return known[0][1] * max(rows, 0.0) / counts[0]
+        (low, before), (high, behind) = known[at - 1], known[at]
+        share = math.log(rows / low) / math.log(high / low)
+        return before + share * (behind - before)
+
+    @property
+    def by_fewest_rows(self) -> list[tuple[int, float]]:
+        """Rows and hit rates, by ascending rows: those of the points, but with the fewest rows
+        instead of more than the table has ids."""
+        known: list[tuple[int, float]] = []
+        for point in self.points:
+            before = known[-1][0] if known else 0
+            if point.rows > before:
+                known.append((max(point.fewest_rows, before + 1), point.hit_rate))
+                if point.fewest_rows < point.rows:
+                    break
+        return known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +150,10 @@ class Replayed:
         if most <= 0:
             return self.frequencies
         shares, highest = [], 0.0
-        for point in curve.points:
-            highest = max(highest, min(point.hit_rate / most, 1.0))
+        for rows, hit_rate in curve.by_fewest_rows:
+            highest = max(highest, min(hit_rate / most, 1.0))
             if highest > 0:
-                shares.append((point.rows, highest))
+                shares.append((rows, highest))
         return dataclasses.replace(self.frequencies, shares=tuple(shares))
 
     def meeting(self, target: float) -> list[tuple[Curve, int]]:
