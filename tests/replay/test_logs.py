@@ -141,6 +141,38 @@ def test_a_missing_id_and_the_order_of_time(tmp_path):
         open_log([str(path)], sort_by="time")
 
 
+@pytest.mark.parametrize("time", ["2024-01-01T00:00:{:02d}", "{}.5", "{} s"])
+def test_texts_have_no_order(time, tmp_path):
+    """They are hashed."""
+    path = tmp_path / "log.csv"
+    path.write_text("user,time\n" + "".join(f"5,{time.format(n)}\n" for n in (3, 1, 2)))
+    with pytest.raises(LogError, match="can't be sorted by 'time', which is not a column of int"):
+        open_log([str(path)], sort_by="time")
+
+
+def test_parquet_sorted_by_times(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    seconds = np.array([30, -10, 20])
+    table = pyarrow.table(
+        {
+            "user": [1, 2, 3],
+            "stamp": seconds.astype("datetime64[us]"),
+            "day": pyarrow.array(seconds.astype(np.int32)).view(pyarrow.date32()),
+            "clock": pyarrow.array(seconds.astype(np.int32) + 50).view(pyarrow.time32("s")),
+            "text": ["c", "a", "b"],
+        }
+    )
+    parquet.write_table(table, path := tmp_path / "log.parquet")
+    for column in ("stamp", "day", "clock"):
+        log = open_log([str(path)], sort_by=column)
+        assert log.columns == ("user", "text")
+        assert read(log, "user")[0] == {"user": [2, 3, 1]}
+    with pytest.raises(LogError, match="can't be sorted by 'text'"):
+        open_log([str(path)], sort_by="text")
+
+
 def test_criteo(tmp_path):
     def line(label, count, ident):
         return "\t".join([label, *[count] * 13, *[ident] * 26]) + "\n"

@@ -49,6 +49,7 @@ class Log(abc.ABC):
         name: name of the log in messages.
         columns: columns that can be read as ids.
         default_columns: columns that are replayed by default.
+        ordered_columns: columns that the log can be sorted by.
         is_repeatable: whether the log can be read more than once.
     """
 
@@ -58,6 +59,11 @@ class Log(abc.ABC):
 
     @property
     def default_columns(self) -> tuple[str, ...]:
+        return self.columns
+
+    @property
+    def ordered_columns(self) -> tuple[str, ...]:
+        """Columns that the log can be sorted by: numbers, not texts, whose ids are hashes."""
         return self.columns
 
     @abc.abstractmethod
@@ -99,6 +105,14 @@ class JoinedLog(Log):
     def default_columns(self) -> tuple[str, ...]:
         return self._default_columns
 
+    @property
+    def ordered_columns(self) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name in self._logs[0].ordered_columns
+            if all(name in log.ordered_columns for log in self._logs)
+        )
+
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
         for log in self._logs:
             yield from log.parts(columns)
@@ -114,10 +128,18 @@ class SortedLog(Log):
     Args:
         log: a log with one id for each sample in every column that is read.
         by: column to sort by. Samples with equal values keep their order.
+
+    Raises:
+        LogError: the log has no such column, or its values have no order.
     """
 
     def __init__(self, log: Log, by: str) -> None:
-        log.check([by])
+        if by not in log.ordered_columns:
+            log.check([by])
+            raise LogError(
+                f"{log.name} can't be sorted by {by!r}, which is not a column of integers: convert "
+                "its times to integers."
+            )
         self._log, self._by = log, by
         self.name, self.is_repeatable = log.name, log.is_repeatable
         self.columns = log.columns

@@ -21,7 +21,7 @@ class ParquetLog(Log):
     """A log of columns of integers or texts, or of lists of these.
 
     A null is a missing id. A list holds any number of ids of its sample. Texts are hashed to 64
-    bits.
+    bits. A log can also be sorted by a column of dates or times.
 
     Args:
         path: path of the file.
@@ -46,6 +46,11 @@ class ParquetLog(Log):
         except (pyarrow.ArrowException, OSError) as error:
             raise LogError(f"{path} is not a Parquet file: {_line(error)}.") from None
         self.columns = tuple(field.name for field in schema if _is_ids(field.type))
+        self._ordered = tuple(field.name for field in schema if _is_ordered(field.type))
+
+    @property
+    def ordered_columns(self) -> tuple[str, ...]:
+        return self._ordered
 
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
         import pyarrow
@@ -70,6 +75,12 @@ def _is_ids(kind: pyarrow.DataType) -> bool:
     if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
     return types.is_integer(kind) or _is_text(kind)
+
+
+def _is_ordered(kind: pyarrow.DataType) -> bool:
+    from pyarrow import types
+
+    return types.is_integer(kind) or (types.is_temporal(kind) and kind.bit_width <= 64)
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -100,6 +111,8 @@ def _values(column: pyarrow.Array) -> torch.Tensor:
 
     if types.is_dictionary(column.type):
         return _values(column.dictionary)[int64_tensor(column.indices.to_numpy())]
+    if types.is_temporal(column.type):  # of 32 or 64 bits
+        column = column.view(f"int{column.type.bit_width}")
     if not _is_text(column.type):
         return int64_tensor(column.to_numpy())
     offset_type = np.int64 if "large" in str(column.type) else np.int32

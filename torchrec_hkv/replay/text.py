@@ -93,6 +93,10 @@ class TextLog(Log):
     def default_columns(self) -> tuple[str, ...]:
         return self._layout.defaults
 
+    @property
+    def ordered_columns(self) -> tuple[str, ...]:
+        return tuple(name for name, kind in self._layout.kinds.items() if kind != "text")
+
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
         if self._first is not None:
             blocks = itertools.chain([self._first], self._blocks)
