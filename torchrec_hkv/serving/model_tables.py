@@ -121,6 +121,11 @@ def is_weighted(collection: nn.Module) -> bool:
     return bool(collection.is_weighted())
 
 
+def gives_ids(collection: nn.Module) -> bool:
+    """Whether a collection of sequences also gives their ids."""
+    return bool(collection._need_indices)  # also of a sharded one
+
+
 def outputs_of(
     collection: nn.Module, tables: Sequence[ModelTable], is_stock: Sequence[bool]
 ) -> list[Output]:

@@ -116,11 +116,19 @@ class PooledLookup(_Lookup):
 
 
 class SequenceLookup(_Lookup):
-    """Replaces an ``EmbeddingCollection``."""
+    """Replaces an ``EmbeddingCollection``. With ``gives_ids`` outputs have the ids as weights
+    (``need_indices``)."""
+
+    def __init__(
+        self, outputs: Sequence[Output], parts: Sequence[Part], gives_ids: bool, current: Current
+    ) -> None:
+        super().__init__(outputs, parts, False, current)
+        self.gives_ids = gives_ids
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The row of each id of a batch."""
         ids, lengths, _ = self.batch(features)
+        starts = _offsets(lengths.sum(dim=1)) if self.gives_ids else None
         found: dict[str, JaggedTensor] = {}
         for part in self.parts:
             outputs = [self.outputs[number] for number in part.outputs]
@@ -133,8 +141,15 @@ class SequenceLookup(_Lookup):
                 rows = _ops.serving_tt(*call, None, numbers, part.group, dims, False, False)
             for output, number, values in zip(outputs, numbers, rows, strict=True):
                 of_feature = lengths[number]
+                its_ids = None
+                if starts is not None:
+                    at = starts[number] + torch.arange(values.shape[0], device=ids.device)
+                    its_ids = ids.index_select(0, at)
                 found[output.name] = JaggedTensor(
-                    values=values, lengths=of_feature, offsets=_offsets(of_feature)
+                    values=values,
+                    weights=its_ids,
+                    lengths=of_feature,
+                    offsets=_offsets(of_feature),
                 )
         return {output.name: found[output.name] for output in self.outputs}
 

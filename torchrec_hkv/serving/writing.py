@@ -30,6 +30,7 @@ from torchrec_hkv.serving.manifest import (
 from torchrec_hkv.serving.model_tables import (
     ModelTable,
     find_tables,
+    gives_ids,
     has_bags,
     is_weighted,
     outputs_of,
@@ -306,9 +307,9 @@ class _Collection:
 
     def lookup(self, current: Current) -> nn.Module:
         """The module that replaces it in the program."""
-        is_bags = has_bags(self.module)
-        make = PooledLookup if is_bags else SequenceLookup
-        return make(self.outputs, self.parts, is_bags and is_weighted(self.module), current)
+        if has_bags(self.module):
+            return PooledLookup(self.outputs, self.parts, is_weighted(self.module), current)
+        return SequenceLookup(self.outputs, self.parts, gives_ids(self.module), current)
 
 
 def _parameters(model: nn.Module, count: int) -> list[str]:
