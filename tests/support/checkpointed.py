@@ -148,8 +148,8 @@ def evaluate(model: DistributedModelParallel, device: torch.device) -> torch.Ten
 
 
 def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
-    """All values that the hash tables of this rank hold, each with its table, id and place; read
-    from the tables past all that saves and loads."""
+    """All values that the hash tables of this rank hold, each with its table, id and place, sorted:
+    on a GPU, ids race for slots. They are read from the tables past all that saves and loads."""
     *_, of_columns, of_rows = OPTIMIZERS[optimizer]
     values = []
     for key, lookup in local_tables(model).items():
@@ -181,7 +181,7 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
                 for k in range(of_rows):
                     value = states[i][of_columns * shard.dim + k]
                     values.append((shard.name, id_, at, "of the row", value))
-    return values
+    return sorted(values, key=repr)
 
 
 def joined(results: list[list[tuple]]) -> list[tuple]:
@@ -191,3 +191,15 @@ def joined(results: list[list[tuple]]) -> list[tuple]:
     entries = [value for value in everything if value[1] != "all"]
     assert len(set(entries)) == len(entries)
     return sorted([*once, *entries], key=repr)
+
+
+def assert_same(results: list[tuple], expected: list[tuple], device_type: str) -> None:
+    """Compares what ranks returned. Tensors are outputs of further steps: they are equal bit for
+    bit on a CPU, while a GPU adds gradients of Tensor-Train cores in any order."""
+    exact = {"rtol": 0, "atol": 0} if device_type == "cpu" else {}
+    for values, others in zip(results, expected, strict=True):
+        for value, other in zip(values, others, strict=True):
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, other, **exact)
+            else:
+                assert value == other

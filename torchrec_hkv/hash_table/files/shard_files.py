@@ -87,7 +87,9 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     float32 ``[n]``. A value is its code times the scale, with an error of at most half of the
     scale."""
     rows = rows.float()
-    scales = rows.abs().amax(1) / 127
+    largest = rows.abs().amax(1)
+    # On GPUs torch multiplies by the reciprocal of a number, which may be off by a bit.
+    scales = largest / torch.full_like(largest, 127)
     codes = rows / torch.where(scales == 0, 1, scales)[:, None]
     return codes.round_().to(torch.int8), scales
 
