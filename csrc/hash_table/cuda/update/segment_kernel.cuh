@@ -58,11 +58,16 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
   if (!first) wait_for_kernel_before();
 }
 
-// Blocks that run on a multiprocessor at once. Their number bounds the registers of a thread.
-constexpr int blocks_of(int vectors, bool column_states, bool int8) {
+// Blocks that run on a multiprocessor at once, which bounds the registers of a thread. More blocks
+// hide more of the latency of memory. For eight lanes of 16-bit rows, spilled registers cost more
+// than that gains. Updater: a RowUpdater. vectors: of a lane, four columns each.
+template <typename Updater, int kLanes>
+constexpr int blocks_of(int vectors) {
+  if (Updater::kStates > 0) return vectors <= 2 ? 8 : 6;
+  if (vectors <= 2) return Updater::k16Bits && kLanes == 8 ? 12 : 14;
   // Rows of 8 bits are held until their scale is known.
-  if (int8 && !column_states) return vectors <= 2 ? 10 : vectors <= 4 ? 8 : 6;
-  return column_states ? (vectors <= 2 ? 8 : 6) : (vectors <= 2 ? 12 : vectors <= 4 ? 10 : 8);
+  if (Updater::kInt8) return vectors <= 4 ? 8 : 6;
+  return vectors <= 4 ? 10 : 8;
 }
 
 // The arguments of update_segments, except for the class that selects the kernel.
@@ -80,8 +85,8 @@ struct SegmentCall {
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
 void launch_segments(const SegmentCall& call) {
   using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
-  constexpr int kBlocks = blocks_of(kVectors * Segments::Updater::kWidth / 4,
-                                    column_states(kKind) > 0, Segments::Updater::kInt8);
+  constexpr int kBlocks =
+      blocks_of<typename Segments::Updater, kLanes>(kVectors * Segments::Updater::kWidth / 4);
   const bool listed = call.scratch.units.any();
   const int32_t columns =
       min(call.shape.widest, most_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
