@@ -1,4 +1,4 @@
-// Miniatures on the GPU.
+// Runs the miniatures of aged LFU tables (miniatures.h) on the GPU.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -14,8 +14,8 @@ __device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_
   return row_class == kAllRowClasses || row_class_of(table.dim(), table.rows.type) == row_class;
 }
 
-// A chunk of the segments that a tile updates: those that begin at its first positions and are not
-// long. The last one may continue for several chunks.
+// A chunk of a tile's positions. The tile updates the segments that begin before `tile_end` and are
+// not long. The last one may continue for several chunks.
 template <int kLanes>
 struct SortedChunk {
   using Lanes = Tile<kLanes>;
