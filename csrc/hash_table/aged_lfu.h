@@ -77,7 +77,7 @@ struct AgedLfu {
   double steps;         // ... this many steps; both are halved from time to time
   double seen_lookups;  // the table's lookup counter at the last update
   double seen_step;     // of the last update; -1: none
-  double unit;          // the half-life where c is 1, as below
+  double unit;          // the half-life for c = 1, as below
   uint64_t half_life;   // as Ranking::half_life, or kInfiniteHalfLife
 
   HKV_HOST_DEVICE Ranking ranking() const {
@@ -112,7 +112,7 @@ struct AgedLfu {
     return wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted)
                                                        : kMostHalfLife;
   }
-  // Changes c to another finite value.
+  // The ranking with another, finite c.
   HKV_HOST_DEVICE Ranking ranking_of(double any_c) const {
     return Ranking{true, half_life_of(any_c)};
   }

@@ -5,10 +5,10 @@
 // table takes the longest half-life whose miniature performs about as well as the best.
 //
 // A miniature has sets of up to 64 entries; an id belongs to one set. The effect of a call on a set
-// does not depend on the order of its ids: all hits count and store the step, then each missing id
+// does not depend on the order of its ids. All hits count and store the step. Then each missing id
 // takes a free entry or the entry of the lowest rank that the call has not touched, if a training
-// lookup replaces that rank by an id that was looked up once. If there are too few of these, the
-// missing ids with the lowest tags stay.
+// lookup would replace that rank by a new id. If there are too few of these entries, the missing
+// ids with the lowest tags stay.
 #pragma once
 
 #include <cstdint>
