@@ -77,8 +77,8 @@ namespace cpu {
 // Makes buckets [begin, end) empty.
 void empty_buckets(const TableView& table, int64_t begin, int64_t end, int threads);
 
-// Splits the buckets from `unsplit` on, of those that are yet to be split. `table` is the table
-// before; the buckets between must be empty.
+// Splits buckets [unsplit, table.unsplit). `table` is the view before; the buckets in between must
+// be empty.
 void split_buckets(const TableView& table, uint32_t unsplit, int threads);
 
 // The number of entries.

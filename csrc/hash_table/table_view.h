@@ -1,4 +1,4 @@
-// A hash table as kernels see it: raw pointers, owned by someone else.
+// A hash table as kernels see it: raw pointers to memory that it does not own.
 //
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
@@ -97,7 +97,7 @@ struct TableView {
   int64_t first_slot;                     // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
-  // Of half as many buckets, how many are yet to be split (grow.h); 0: none. CPU only.
+  // Buckets of the table before it doubled that are yet to be split (grow.h). CPU only.
   uint32_t unsplit;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, if columns are sharded
@@ -107,7 +107,7 @@ struct TableView {
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
-  // Under kAgedLfu, at the start of a call with this step, before its lookups are counted.
+  // Called under kAgedLfu at the start of a call with this step, before its lookups are counted.
   HKV_HOST_DEVICE void begin_aged_call(uint32_t now) const {
     const uint64_t counted = counters[kLookups];
     AgedLfu renewed = *aged;  // loaded at once

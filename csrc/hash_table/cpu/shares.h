@@ -37,7 +37,7 @@ class Shares {
     std::vector<int64_t> loads(threads, 0);
     std::vector<Whole> split;
     for (const Whole& whole : by_size()) {
-      // To the thread with the least work, as when each thread takes the next share after it has
+      // Chooses the thread with the least work, as if each thread took the next share after it has
       // finished one.
       int64_t& load = *std::min_element(loads.begin(), loads.end());
       if (load + whole.ids > fair) {
@@ -63,7 +63,7 @@ class Shares {
     int64_t ids;
   };
 
-  // Tables one after the other.
+  // Lists the spans of one table after the other.
   void list(const Batch& batch) {
     for (int32_t f = 0; f < batch.num_features; ++f) {
       const Span span{batch.feature_tables[f], batch.feature_start(f), batch.feature_start(f + 1)};
