@@ -73,7 +73,7 @@ class Shares {
                      [](const Span& a, const Span& b) { return a.table < b.table; });
   }
 
-  // The largest first.
+  // The tables, the largest first.
   std::vector<Whole> by_size() const {
     std::vector<Whole> all;
     for (const Span& span : spans_) {
@@ -87,8 +87,8 @@ class Shares {
     return all;
   }
 
-  // The first pieces of all tables, then the second ones, so that threads mostly work on different
-  // tables.
+  // Lists the first pieces of all tables, then the second ones, so that threads mostly work on
+  // different tables.
   void cut(const std::vector<Whole>& split, int threads) {
     int64_t ids = 0;
     for (const Whole& whole : split) ids += whole.ids;
