@@ -259,7 +259,7 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
   return moved(terms, value, direction);
 }
 
-// The same, from the row's gradient.
+// As move_column, from the row's gradient.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {
