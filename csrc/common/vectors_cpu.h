@@ -103,7 +103,7 @@ void narrow_float16(const Vector& columns, char* to) {
 #endif
 }
 
-// Without the scale.
+// Converts the int8 alone, without the scale.
 template <typename Vector>
 void widen_int8(const char* from, Vector& columns) {
   // GCC 12 converts these vectors byte by byte.

@@ -47,8 +47,8 @@ HKV_HOST_DEVICE uint64_t log2_of_count(uint64_t count) {
          log2_of_fraction(static_cast<uint32_t>(fraction) & 0xffffu);
 }
 
-// Half-lives by which a new id may rank below an entry that it replaces in a training lookup. Of 0
-// to 4, 2 had the highest AUC over the streams of benchmarks/quality.py.
+// Half-lives by which a new id may rank below an entry that it replaces in a training lookup. Of
+// the values 0 to 4, 2 had the highest AUC over the streams of benchmarks/quality.py.
 constexpr uint64_t kGraceHalfLives = 2;
 
 // How entries of one table are ranked in one call.
@@ -84,8 +84,8 @@ struct AgedLfu {
     return Ranking{half_life != kInfiniteHalfLife, half_life};
   }
 
-  // At the start of a call. `now` is its step, `counted` the number of lookups of earlier calls. A
-  // finite half-life is 0 until the first lookup is counted.
+  // Called at the start of a call. `now` is its step, `counted` the number of lookups of earlier
+  // calls. A finite half-life is 0 until the first lookup is counted.
   HKV_HOST_DEVICE void begin_call(uint32_t now, uint64_t counted, int64_t slots) {
     const double step = now, all_lookups = static_cast<double>(counted);
     if (seen_step >= 0 && step >= seen_step && all_lookups >= seen_lookups) {

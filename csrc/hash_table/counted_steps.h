@@ -1,5 +1,5 @@
 // The last steps and counts of a table under LFU, aged or not, on a CPU: one word of 32 bits for a
-// slot, so that a hit changes one cache line, as under LRU, and an eviction reads no more lines.
+// slot, so that a hit changes one cache line and an eviction reads no more lines than under LRU.
 //
 // A word has the low 7 bits of the count and, below them, the step: a distance of 23 bits from the
 // begin of a window. Two more arrays have the other bits of the count: `high` has 16 bits a slot,
@@ -48,7 +48,7 @@ struct CountedSteps {
   uint32_t step(int64_t slot) const { return step_of(words[slot], slot); }
   uint64_t count(int64_t slot) const { return count_of(words[slot], slot); }
 
-  // The entry of a slot whose word is `word`.
+  // The step and count of a slot whose word is `word`.
   uint32_t step_of(uint32_t word, int64_t slot) const {
     if ((word & kIsFar) == 0) [[likely]]
       return begin() + (word & kDistance);
@@ -125,7 +125,7 @@ struct CountedSteps {
   Entry looked_up_far(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
     return entry(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
   }
-  // A lookup in the step `now`, which must be in the window.
+  // Counts a lookup in the step `now`, which must be in the window.
   void look_up(int64_t slot, uint32_t now, uint64_t given) const {
     if (takes(words[slot], given)) [[likely]] {
       words[slot] = looked_up(words[slot], now - begin(), given);

@@ -96,7 +96,7 @@ struct Frames {
   // The set of a slot, and the slot's number in it.
   struct SetPlace {
     int64_t set;
-    int64_t first;    // slot of the set
+    int64_t first;    // first slot of the set
     uint32_t number;  // of the slot, in the set
   };
   HKV_HOST_DEVICE SetPlace place_in_set(int64_t slot) const {
@@ -120,7 +120,7 @@ struct Frames {
     }
     return SetPlace{region * region_sets + set, first + set, number};
   }
-  // The same for the set's slot number 0, which the table may not have.
+  // As place_in_set, for the set's slot number 0, which the table may not have.
   HKV_HOST_DEVICE SetPlace first_of_set(int64_t set) const {
     const int64_t region = set / region_sets;
     return SetPlace{set, region * region_slots + (set - region * region_sets), 0};

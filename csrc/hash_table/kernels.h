@@ -71,28 +71,28 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
             char* vectors, int threads);
 
 // rows[i] = the row at slots[i] of the batch's id i, or the id's initial row for kNoSlot. Slots are
-// numbered through the tables of a group. found[i] (may be null): whether slots[i] is a slot.
+// numbered across the tables of a group. found[i] (may be null): whether slots[i] is a slot.
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
 // Writes rows[i] to the row at slots[i], or adds it. If several rows are given for one slot, one of
-// them is written whole: on a CPU the last. Slots are numbered through the tables of a group;
+// them is written whole: on a CPU the last. Slots are numbered across the tables of a group;
 // kNoSlot is skipped.
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, int threads);
 
-// Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
+// Touches slots as a hit does; position i of the batch has slots[i], numbered across the tables.
 // kNoSlot is skipped.
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const Visit& visit, int threads);
 
-// Frees slots, numbered through the tables of a group. kNoSlot is skipped.
+// Frees slots, numbered across the tables of a group. kNoSlot is skipped.
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
 // For policies that store given scores: if several scores are given for one slot, stores the last
 // one. Called after a call that touched the slots, whose threads may have stored any of them. Slots
-// are numbered through the tables of a group; kNoSlot and kSkipped are skipped.
+// are numbered across the tables of a group; kNoSlot and kSkipped are skipped.
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
@@ -108,7 +108,7 @@ void write_counted(const TableView& table, const uint32_t* steps, const int64_t*
 void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,
                   bool* chosen, int threads);
 
-// Reads the ids, scores, rows and states at slots, numbered through the tables of a group. No slot
+// Reads the ids, scores, rows and states at slots, numbered across the tables of a group. No slot
 // may be kNoSlot.
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                   const Exported& out, int threads);

@@ -2,12 +2,12 @@
 //
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
-// score, row and optimizer state lie in arrays of their own at the slot's number, bucket *
-// bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id has two
-// candidate buckets; nothing moves once placed, so a slot number stays valid until its id is
-// evicted. The digest marks a free slot, because every 64-bit id is legal.
+// score, row and optimizer state are in separate arrays, at the slot's number bucket * bucket_slots
+// + position; on a GPU ids and steps may be packed (packed_entries.h). Every id has two candidate
+// buckets. An entry moves only if the table grows; otherwise its slot number stays valid until its
+// id is evicted. The digest marks a free slot, because every 64-bit id is legal.
 //
-// Slots of a group's tables are numbered through: slot + first_slot is unique in the group.
+// Slots are also numbered across the tables of a group: slot + first_slot is unique in it.
 #pragma once
 
 #include <cstdint>
@@ -119,7 +119,7 @@ struct TableView {
   HKV_HOST_DEVICE Ranking ranking() const {
     return aged == nullptr ? Ranking{false, 0} : aged->ranking();
   }
-  // Whether a slot, numbered through the group, belongs to this table; false for kNoSlot.
+  // Whether a slot, numbered across the group, belongs to this table; false for kNoSlot.
   HKV_HOST_DEVICE bool has(int64_t slot) const {
     return static_cast<uint64_t>(slot - first_slot) < static_cast<uint64_t>(num_slots);
   }
@@ -133,7 +133,7 @@ struct TableView {
   }
 };
 
-// The table of a slot that is numbered through the group.
+// The table of a slot that is numbered across the group.
 HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_tables, int64_t slot) {
   int32_t low = 0;
   int32_t high = num_tables;

@@ -57,7 +57,7 @@ class Parser {
 
   bool is_at_end() const { return at_ == end_; }
 
-  // The next field of the line. Sets `is_last` at its end.
+  // The next field of the line. Sets *is_last to whether it is the last one.
   std::string_view field(bool* is_last) {
     const char* const begin = at_;
     const char first = separator_.front();

@@ -104,8 +104,8 @@ inline void prefetch_bytes(const void* from, int64_t bytes) {
   prefetch_lines<kWrite>(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
-// Prefetches the lines that contain any of the bytes into the second-level cache. A core has more
-// of these requests under way at a time than of those to the first one: this is faster where a loop
+// Prefetches the lines that contain any of the bytes into the second-level cache. A core can have
+// more of these requests in flight than of those to the first-level cache: this is faster if a loop
 // touches many lines, each once, and far ahead.
 inline void prefetch_to_l2(const void* from, int64_t bytes) {
   const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);

@@ -337,7 +337,7 @@ void insert_all_missing(const TableView* tables, const Batch& batch, const Visit
   Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
       .run(threads);
   if (placement.remembers) remember_evicted(tables, batch, visit, missing, slots, leavers);
-  // Before new rows are written, because leavers still have theirs.
+  // Before new rows overwrite those of the leavers.
   if (wanted && missing.size() > 0) {
     write_leavers(tables, leavers, placement, threads);
   }

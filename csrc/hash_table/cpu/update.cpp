@@ -130,7 +130,7 @@ class Update {
     RowUpdater updater;
   };
 
-  // Updates the rows of one partition. Where the table has several partitions, unique rows are only
+  // Updates the rows of one partition. If the table has several partitions, unique rows are only
   // marked; update_dealt updates them.
   void update_partition(const Partition& partition, Worker& worker) {
     const TableView& table = tables_[partition.table];

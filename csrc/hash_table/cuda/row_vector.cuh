@@ -63,7 +63,7 @@ struct Columns {
     }
     return c;
   }
-  // kWidth of more columns, from `first` on.
+  // kWidth columns of a wider vector, from `first` on.
   template <int kMore>
   __device__ __forceinline__ static Columns part_of(const Columns<kMore>& columns, int first) {
     Columns c;

@@ -1,5 +1,5 @@
 // Admission on the GPU. Up to three kernels pass over the positions of a call. They count all
-// positions before they decide the first id, as on the CPU.
+// occurrences before they decide the first id by its count, as on the CPU.
 //   1. tally decides ids that are drawn by probability, and adds ids of sketched tables to the
 //      sketch. Ids of tables that count in cells are deduplicated in a scratch table: an entry
 //      holds the first position of its id (the owner) and the number of positions with the id. Each

@@ -136,7 +136,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
     if (t >= kMostTables || !miniatures_look_on(tables[t])) return 0;
     return tables[t].miniatures.sampled;
   };
-  bool looks = false;  // whether the miniatures of some table look on
+  bool looks = false;  // whether the miniatures of any table see the ids
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
     const uint64_t share = share_of(f);
     if (f < kKept) joins.shares[f] = share;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
   constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
   for (int64_t part = blockIdx.x * kPart; part < batch.num_ids; part += gridDim.x * kPart) {
-    int64_t ids[kSampleRounds];  // so that all loads are in flight at once
+    int64_t ids[kSampleRounds];  // loaded first, so that all loads are in flight at once
 #pragma unroll
     for (int round = 0; round < kSampleRounds; ++round) {
       const int64_t at = part + round * kThreads + threadIdx.x;

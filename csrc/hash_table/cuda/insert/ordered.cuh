@@ -27,8 +27,7 @@ struct InsertionOrder {
   SortedPairs pairs;    // [places] queue; 2 * number + 0 or 1 for the bucket
   int queue_bits;
   // By position; null if not wanted:
-  unsigned long long* highest;  // highest score given for the id, at the position that represents
-                                // it
+  unsigned long long* highest;  // highest score given for the id, at its first position
   int64_t* left_ids;            // id of the entry that the id has replaced
   uint64_t* left_scores;
   bool* replaced;                      // whether the id has replaced an entry

@@ -49,8 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kTile; i < number; i += stride) {
     const int64_t position = order.listed()[i];
     const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
-    const bool left = slots[position] >= 0;  // the leaver is the entry that this position's id
-                                             // replaced
+    const bool left = slots[position] >= 0;  // this position's id replaced the leaver
     const TableView& table = table_at(tables, batch, position);
     if (lane == 0) {
       if (leavers.tables != nullptr) leavers.tables[to] = static_cast<int32_t>(&table - tables);

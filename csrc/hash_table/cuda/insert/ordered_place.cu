@@ -77,7 +77,7 @@ struct InHand {
       : position(order.positions[number]) {
     table = &table_at(tables, batch, position);
     choice = choose_buckets(batch.ids[position], table->num_buckets);
-    if (threadIdx.x % kVictimLanes == 0) {  // overlaps the turns of other ids
+    if (threadIdx.x % kVictimLanes == 0) {  // during the turns of other ids
       prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
     }
     score = first_score(table->eviction, visit.now(), visit.epoch(),

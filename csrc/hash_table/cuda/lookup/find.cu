@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id (packed: the hash), to save registers; later the slot that it touches.
   __shared__ int64_t of_thread[kThreads];
-  // By slot, modulo their number: one of the threads that touch it.
+  // By slot modulo kTouchers: one of the threads that touch it.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;

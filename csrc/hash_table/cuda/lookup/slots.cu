@@ -101,13 +101,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether a thread is the first of the call to claim its slot; kNoSlot claims nothing. Usually only
-// one of a block's threads with the same slot reads the slot's bit, because L2 serialises the
-// requests of all blocks for the word of a hot slot. Called by all threads of a block.
+// Determines whether a thread is the first of the call to claim its slot; kNoSlot claims nothing.
+// Usually only one of a block's threads with the same slot reads the slot's bit, because L2
+// serialises the requests of all blocks for the word of a hot slot. Called by all threads of a
+// block.
 template <int kEntries>
 struct BlockClaims {
   int64_t slots[kThreads];
-  uint32_t threads[kEntries];  // by slot, modulo their number: one of the threads with this slot
+  uint32_t threads[kEntries];  // by slot modulo kEntries: one of the threads with this slot
 
   __device__ __forceinline__ bool claim(uint32_t* claims, int64_t slot) {
     uint32_t& entry = threads[static_cast<uint64_t>(slot) % kEntries];

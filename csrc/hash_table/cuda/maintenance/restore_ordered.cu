@@ -1,7 +1,7 @@
 // Inserts entries of a file as new ids, one after the other as on a CPU, if the result must be
 // deterministic. Only entries that share a bucket wait for each other: each is in the queues of its
 // two buckets, and its warp waits for its turn in both. Warps take entries in order, so that the
-// first one that a warp processes never waits.
+// first entry in progress never waits.
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     Row sum = Row::zero();
     HotSlot<kLanes> hot;
     Row hot_row = Row::zero();
-    bool is_first = true;  // the first chunk
+    bool is_first = true;  // whether the next chunk is the first
     int group = 0;         // number of the next group
     int place = 0;         // its place among the groups in flight
     int under_way = 0;     // number of groups in flight

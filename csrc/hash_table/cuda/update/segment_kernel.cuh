@@ -65,7 +65,7 @@ constexpr int blocks_of(int vectors, bool column_states, bool int8) {
   return column_states ? (vectors <= 2 ? 8 : 6) : (vectors <= 2 ? 12 : vectors <= 4 ? 10 : 8);
 }
 
-// The arguments of update_segments, except for the class that selects the kernel.
+// The arguments of update_segments.
 struct SegmentCall {
   const TableView* tables;
   const Update& update;

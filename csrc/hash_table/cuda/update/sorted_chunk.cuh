@@ -28,8 +28,8 @@ struct SortedChunk {
   bool goes_on;   // the last segment continues in the next chunk
 
   // All tiles of a warp call it together. at: the chunk's first position. tile_end: the tile takes
-  // segments that begin before. n: number of positions. carried: the last segment of the previous
-  // chunk continues.
+  // segments that begin before it. n: number of positions. carried: the last segment of the
+  // previous chunk continues.
   __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, const SortedPlace& place,
                                          uint32_t at, uint32_t tile_end, uint32_t n, bool carried,

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
-  // The host may have read the first report since the positions were grouped, and have continued.
+  // Reports again: the host may have read the first report since the positions were grouped, and
+  // continued.
   const int64_t bad = *scratch.bad_bag;
   if (bad > 0) refuse_bag(batch, bad - 1, batch.offsets[bad - 1], batch.offsets[bad]);
 }
