@@ -12,11 +12,11 @@
 // takes a free slot of those two. There always is one: the two receive at most the entries of f and
 // those astray of f + 1, each no more than one bucket held.
 //
-// On a CPU a table may be in use while some buckets are yet to be split. The last buckets are split
-// first. So buckets 0 to unsplit - 1 of the old number are yet to be split, buckets 2 * unsplit and
-// up of the new number have been split, and those in between are empty. An id's hashes are scaled
-// by the new number; half of the result is its bucket while that is yet to be split. Ids that are
-// astray are then moved as soon as their bucket has been split.
+// On a CPU a table may be in use while some buckets are yet to be split. The last ones are split
+// first: buckets 0 to unsplit - 1 of the old number are yet to be split, buckets 2 * unsplit and up
+// of the new number have been split, and those in between are empty. An id's hashes are scaled by
+// the new number; half of that is its bucket while this is yet to be split. Ids that are astray are
+// then moved as soon as their bucket has been split.
 #pragma once
 
 #include <cstdint>

@@ -75,9 +75,8 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
-// Writes rows[i] to the row at slots[i], or adds it. If several rows are given for one slot, one of
-// them is written whole: on a CPU the last. Slots are numbered across the tables of a group;
-// kNoSlot is skipped.
+// Writes rows[i] to the row at slots[i], or adds it. Of several rows for one slot, one is written
+// whole: on a CPU the last. Slots are numbered across the tables of a group; kNoSlot is skipped.
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, int threads);
 
@@ -183,9 +182,9 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream);
 
-// If several rows are given for one slot, writes that of the position in `writer` or, if writer is
-// null, of the first thread to claim the slot in `claims`, a zeroed bitmap of the group's slots.
-// Neither is read if rows are added.
+// Of several rows for one slot, writes that of the position in `writer` or, if writer is null, of
+// the first thread to claim the slot in `claims`, a zeroed bitmap of the group's slots. Neither is
+// read when adding.
 void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
                 const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// A hash table as kernels see it: raw pointers to memory that it does not own.
+// A hash table as kernels see it: raw pointers, which it does not own.
 //
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,

@@ -113,8 +113,8 @@ class RowUpdater {
     }
   }
 
-  // Updates rows for the most common optimizers if gradient_of is the identity. Returns whether
-  // this optimizer is one of them.
+  // For the most common optimizers if gradient_of is the identity. Returns whether this is one of
+  // them.
   template <typename Before>
   bool update_plain(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
                     const Before& before) {

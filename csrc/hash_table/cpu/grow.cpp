@@ -41,7 +41,7 @@ void move_entry(const TableView& table, int64_t from, int64_t to) {
   std::memcpy(table.state(to), table.state(from), table.states.width * sizeof(float));
 }
 
-// after: the view of the table after this bucket, among others, has been split.
+// after: the table after this bucket, among others, has been split.
 void split_bucket(const TableView& after, uint32_t bucket) {
   uint16_t old[kBucketDigests];
   std::memcpy(old, line_of(after, bucket), sizeof(old));

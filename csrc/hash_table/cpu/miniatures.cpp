@@ -32,14 +32,14 @@ class MiniatureSet {
         short_ranks_(short_ranks),
         now_(now) {}
 
-  // Counts a hit. Called for all ids of the call, before place_missing.
+  // Counts a hit. Called first, for all ids.
   void look_up(const SampledId& it) {
     const uint64_t at = match_steps(tags_, ways_, it.tag);
     if (at == 0) return;
     ++hits;
     count(__builtin_ctzll(at), it.given);
   }
-  // Places an id that is missing. Called for all ids, after look_up.
+  // Places a missing id. Called after look_up, for all ids.
   void place_missing(const SampledId& it) {
     if (const uint64_t at = match_steps(tags_, ways_, it.tag); at != 0) {
       const int p = __builtin_ctzll(at);

@@ -63,7 +63,7 @@ class Shares {
     int64_t ids;
   };
 
-  // Lists the spans of one table after the other.
+  // Lists spans by table.
   void list(const Batch& batch) {
     for (int32_t f = 0; f < batch.num_features; ++f) {
       const Span span{batch.feature_tables[f], batch.feature_start(f), batch.feature_start(f + 1)};

@@ -90,7 +90,7 @@ __device__ __forceinline__ int64_t packed_id_of(const TableView& table, int64_t 
   return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
 }
 
-// The following functions work for tables that are packed or not.
+// For tables that are packed or not:
 __device__ __forceinline__ bool is_packed(const TableView& table) {
   return table.entries.words != nullptr;
 }

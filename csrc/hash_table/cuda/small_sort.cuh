@@ -109,7 +109,7 @@ __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
   return number;
 }
 
-// The default of `note` in list_in_order.
+// list_in_order's default `note`.
 struct NotesNothing {
   __device__ __forceinline__ void operator()(int64_t, unsigned) const {}
 };

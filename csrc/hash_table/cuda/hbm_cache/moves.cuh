@@ -53,8 +53,8 @@ struct MoveAt {
   }
 };
 
-// The moves of a call, ordered by stretches. A stretch is a range of the group's slots, which are
-// neighbours in host memory.
+// The moves of a call, ordered by *stretches*: ranges of the group's slots, which are neighbours in
+// host memory.
 struct Moves {
   uint32_t* stretches;  // [4 * vectors] moves of each stretch; later the place of its next move
   uint32_t* number;     // number of all moves

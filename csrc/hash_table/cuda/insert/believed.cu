@@ -1,5 +1,5 @@
-// Touches the found ids of an insertion whose caller states which ids it expects in the table. Ids
-// for which this is wrong are skipped.
+// Touches the found ids of an insertion whose caller states which ids it expects. If that is wrong,
+// the id is skipped.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/insert.cuh"

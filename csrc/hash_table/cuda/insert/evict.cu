@@ -1,6 +1,6 @@
-// Evicts on the GPU: the part of an insertion that places ids whose buckets are full. Each takes
-// the slot of the entry with the lowest rank. A tile of lanes searches for this victim; in packed
-// tables, a single thread (oldest.cuh).
+// The part of an insertion on the GPU that evicts: ids whose buckets are full take the slots of the
+// entries of lowest rank. A tile of lanes searches for a victim; in packed tables, a thread
+// (oldest.cuh).
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
   __syncwarp();  // the row that was read may be overwritten
 }
 
-// A lane's request for a slot, which a tile serves, and the result.
+// A lane's request for a slot, and the result.
 struct Claim {
   const TableView* table;
   uint64_t score;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
       if (kPacked) {
-        // Its score is the present step and thus never too low.
+        // Its score, the present step, is never too low.
         if (busy) place = claim_oldest_packed(table, choice, visit.now(), visit.pinned_from());
         __syncwarp();
       } else {
@@ -284,11 +284,11 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       }
       const bool placed = busy && place.slot != kNoSlot;
       if (kPacked && busy) id = batch.ids[position];  // reloaded to save registers
-      // Loaded here and used after the counters are updated, which hides the latency.
+      // Loaded before the counters are updated, which hides the latency.
       const bool remembers = placed && table.evicted.marks != nullptr;
       int64_t leaver = 0;
       if (kPacked) {
-        // The slot still has the digest of the evicted id, and the digest is part of the id's hash.
+        // The slot still has the evicted id's digest, a part of its hash.
         if (remembers || (kLeavers && placed)) leaver = packed_id_of(table, place.slot);
       } else if (remembers) {
         leaver = table.ids[place.slot];

@@ -36,8 +36,8 @@ __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
   return __ffs(static_cast<int>(mask)) - 1;
 }
 
-// Counts events of a warp's ids in a counter of each lane's table. With one table, `finish` adds
-// their sum at the end of the kernel; otherwise `add` adds them at once. Called by all lanes.
+// Counts events of a warp's ids in a counter of each lane's table: with one table in `finish`, at
+// the end of the kernel; otherwise at once. Called by all lanes.
 template <bool kOneTable, Counter kCounter>
 struct Tally {
   uint32_t number = 0;  // of the warp so far, if there is one table

@@ -16,7 +16,7 @@ constexpr int kJoined = 512;       // different ids of a part that a block can j
 constexpr int kJoinProbes = 4;
 constexpr int kKept = 256;  // features and tables whose data a block caches
 
-// The number of lookups of tables before `table`, summed over the features f, f + step, and so on.
+// The lookups of tables before `table` among the features f, f + step, and so on.
 __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t table, int32_t f,
                                                   int32_t step) {
   int64_t lookups = 0;
@@ -27,7 +27,7 @@ __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t ta
   }
   return lookups;
 }
-// The begin of a table's part of the list, which has room for all lookups of the table.
+// The begin of a table's part of the list, which has room for all its lookups.
 __device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
   return lookups_before(batch, table, 0, 1);
 }
@@ -92,7 +92,7 @@ struct Joins {
   unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
   unsigned long long given[kJoined];
   uint32_t positions[kJoined];
-  uint64_t shares[kKept];  // [feature] the part of its ids in the sample, of 2^32
+  uint64_t shares[kKept];  // [feature] the sampled part of its ids, of 2^32
   int64_t begins[kKept];   // [table] its begin_of
 
   __device__ __forceinline__ void clear() {
@@ -116,13 +116,13 @@ struct Joins {
   }
 };
 
-// Appends an id to the list of its table. lists.numbers: zeros before the launch.
+// Appends an id to the list of its table.
 __device__ __forceinline__ void append(const Joins& joins, const Batch& batch, const Listed& id,
                                        const SampleLists& lists) {
   const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
   const int64_t begin = table < kKept ? joins.begins[table] : begin_of(batch, table);
   const int64_t to = begin + atomicAdd(&lists.numbers[table], 1u);
-  if (to < batch.num_ids) lists.ids[to] = id;  // always true if offsets are valid
+  if (to < batch.num_ids) lists.ids[to] = id;  // true if offsets are valid
 }
 
 // Lists the sampled ids of a batch. Called by all threads of all blocks of a launch. lists.numbers:
@@ -130,13 +130,13 @@ __device__ __forceinline__ void append(const Joins& joins, const Batch& batch, c
 __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tables,
                                              const Batch& batch, const Visit& visit,
                                              const SampleLists& lists) {
-  // The part of a feature's ids that is in the sample, of 2^32.
+  // The sampled part of a feature's ids, of 2^32.
   const auto share_of = [&](int32_t feature) -> uint64_t {
     const int32_t t = batch.feature_tables[feature];
     if (t >= kMostTables || !miniatures_look_on(tables[t])) return 0;
     return tables[t].miniatures.sampled;
   };
-  bool looks = false;  // whether the miniatures of any table see the ids
+  bool looks = false;  // whether any table's miniatures see the ids
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
     const uint64_t share = share_of(f);
     if (f < kKept) joins.shares[f] = share;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
   constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
   for (int64_t part = blockIdx.x * kPart; part < batch.num_ids; part += gridDim.x * kPart) {
-    int64_t ids[kSampleRounds];  // loaded first, so that all loads are in flight at once
+    int64_t ids[kSampleRounds];  // all loads are in flight together
 #pragma unroll
     for (int round = 0; round < kSampleRounds; ++round) {
       const int64_t at = part + round * kThreads + threadIdx.x;

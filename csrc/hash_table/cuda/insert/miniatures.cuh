@@ -1,4 +1,4 @@
-// Runs the miniatures of aged LFU tables (miniatures.h) on the GPU.
+// Runs miniatures (miniatures.h) on the GPU.
 #pragma once
 
 #include <cuda_runtime.h>

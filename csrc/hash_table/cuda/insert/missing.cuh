@@ -40,8 +40,8 @@ struct Missing {
   uint32_t* looks_on;     // flag: whether a table's miniatures already see ids when the call begins
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  // [n] the two lists of positions that the find makes: the first from the front, the second from
-  // the back. Positions of a block are adjacent. No position is in both lists.
+  // [n] the find's two lists of positions: the first from the front, the second from the back.
+  // Positions of a block are adjacent. No position is in both.
   uint32_t* positions;
   uint32_t* last_position;  // the last element of `positions`
   size_t bytes;             // of the whole scratch
@@ -52,8 +52,8 @@ struct Missing {
   bool returns = false;
   // Whether the find puts kMissingFromFull into the second list. Otherwise that list is empty.
   bool sorts_full = false;
-  // Whether all or none of an id's positions have kMissingFromFirst. Not so with admission, which
-  // may overwrite the value.
+  // Whether all or none of an id's positions have kMissingFromFirst. Admission may overwrite the
+  // value.
   bool joins = true;
 
   // The numbers and the flags: number, number_full, chosen, waiting.
@@ -67,7 +67,7 @@ struct Missing {
 // least_bytes: least size of `table`, whose memory is reused after the search.
 inline Missing missing_layout(int64_t n, size_t least_bytes, char* base) {
   constexpr size_t kFlagBytes = 128;  // a cache line of their own
-  // The load factor is at most 0.69 even if all ids are new: 5.8 to 11.6 bytes an id.
+  // Load factor at most 0.69 even if all ids are new: 5.8 to 11.6 bytes an id.
   uint32_t size = 1024;
   while (size < n + n * 29 / 64 && size < (1u << 31)) size *= 2;
   Missing missing;
@@ -90,7 +90,7 @@ __device__ __forceinline__ const TableView& table_at(const TableView* tables, co
   return tables[batch.feature_tables[batch.feature_of(position)]];
 }
 
-// Where the search for an id in the scratch table begins.
+// Where an id's search in the scratch table begins.
 __device__ __forceinline__ uint32_t scratch_hash(const TableView& table, int64_t id) {
   return static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + (static_cast<uint64_t>(table.first_slot) << 20)));
@@ -103,8 +103,7 @@ __device__ __forceinline__ bool same_id(const TableView* tables, const TableView
   return batch.ids[other] == id && (kOneTable || &table_at(tables, batch, other) == &table);
 }
 
-// Returns the position that represents an id: `position` itself if it is the first to claim the
-// entry.
+// Returns the position that represents an id: `position` if it is the first to claim the entry.
 template <bool kOneTable>
 __device__ __forceinline__ int64_t representative(const Missing& missing, const TableView* tables,
                                                   const TableView& table, const Batch& batch,
@@ -122,8 +121,8 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
-// Returns whether the position represents the id. If not, slots[position] is set to refer to the
-// position that does.
+// Returns whether the position represents the id. If not, slots[position] refers to the one that
+// does.
 template <bool kOneTable>
 __device__ __forceinline__ bool represents(const Missing& missing, const TableView* tables,
                                            const TableView& table, const Batch& batch,
@@ -204,7 +203,7 @@ struct Share {
   }
   __device__ __forceinline__ bool more() const { return begin < number; }
   __device__ __forceinline__ void next() { begin += stride; }
-  // The number of lanes with an entry in this turn. These are the first of the warp.
+  // How many of the warp's first lanes have an entry in this turn.
   __device__ __forceinline__ int busy() const {
     return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }

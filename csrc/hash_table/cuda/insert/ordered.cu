@@ -1,8 +1,8 @@
 // Inserts in the order of the batch, without waiting for the host:
 //   1. The first position of each missing id represents it. The ids are listed in the order of
 //      these positions.
-//   2. Each id enters the queues of its two buckets. A sort groups the entries by queue, in the
-//      order of the list, so that each id knows its place in both queues.
+//   2. Each id enters the queues of its two buckets. A sort by queue, in the order of the list,
+//      gives its place in both.
 //   3. An id is placed when it is first in both queues (ordered_place.cu).
 //   4. Work that does not depend on the order follows: entries are completed and rows written.
 // If no id is missing, the kernels return at once.
@@ -20,8 +20,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Returns the entry of an id in the scratch table. After all positions have called this, it holds
-// the first position of the id.
+// The scratch table's entry for an id. After all positions have called this, it holds the id's
+// first position.
 __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
                                                          const TableView* tables,
                                                          const TableView& table, const Batch& batch,
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Numbers the missing ids and enters them into their queues. Each position of an id then refers to
-// the id's first position, which refers to itself.
+// Numbers the missing ids and enters them into their queues. Positions then refer to the first one
+// of their id, which refers to itself.
 __global__ void __launch_bounds__(kListThreads, 2)
     queue_kernel(const TableView* __restrict__ tables, const Batch batch,
                  int64_t* __restrict__ slots, const Missing missing,
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
             static_cast<unsigned long long>(visit.given(position)));
 }
 
-// Stores the places of each id in the sorted queues and the place of the first id of each queue.
+// Stores the places of each id, and of each queue's first id, in the sorted queues.
 __global__ void __launch_bounds__(kThreads)
     deal_kernel(const Missing missing, const __grid_constant__ InsertionOrder order) {
   if (*missing.number == 0) return;
@@ -185,7 +185,7 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
   order.next = order.number + 2;
   order.leaving = order.number + 3;
   order.sort.digits = carver.take<uint32_t>(order.sort.digit_bytes() / sizeof(uint32_t));
-  // The ticket and the states are adjacent: one call zeroes both for further listings.
+  // Zeroes the ticket and the states, which are adjacent, for further listings.
   auto* const blocks = carver.take<unsigned long long>(listing_blocks(num_ids) + 1);
   order.blocks.ticket = reinterpret_cast<uint32_t*>(blocks);
   order.blocks.states = blocks + 1;

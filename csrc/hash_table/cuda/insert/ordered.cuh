@@ -76,8 +76,8 @@ void write_leavers_in_order(const TableView* tables, const Batch& batch, const V
                             const Placement& placement, const int64_t* slots,
                             const InsertionOrder& order, cudaStream_t stream);
 
-// Remembers the ids that insert_in_order has evicted. If several share an entry, the last one stays
-// (in ordered_leavers.cu).
+// Remembers the ids that insert_in_order has evicted. Of several that share an entry, the last one
+// stays (in ordered_leavers.cu).
 void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
                        const InsertionOrder& order, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Lists the evicted and refused entries of an insertion in the order of the batch, and remembers
-// evicted ids.
+// Lists evicted and refused entries of an insertion in the order of the batch. Remembers evicted
+// ids.
 
 #include "common/cuda_check.h"
 #include "hash_table/admission.h"
@@ -14,8 +14,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Lists the positions of leavers. unadmitted: of ids that are not admitted; otherwise of evicted
-// and refused entries.
+// Lists the positions of leavers. unadmitted: those that are not admitted; otherwise the others.
 __global__ void __launch_bounds__(kListThreads, 2)
     list_leavers_kernel(int64_t n, const int64_t* __restrict__ slots, bool unadmitted,
                         uint64_t* __restrict__ number_of_leavers,
@@ -92,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) clear_claims_kernel(const Missing mi
   }
 }
 
-// Reuses the scratch table. It maps each written entry of an EvictedMemory to 1 + the number of the
-// last id that writes it. kClaim: enters the ids; otherwise the last id writes its mark.
+// Reuses the scratch table. For each written entry of an EvictedMemory, it holds 1 + the number of
+// the last id that writes it. kClaim: enters the ids; otherwise the last id writes its mark.
 template <bool kClaim>
 __global__ void __launch_bounds__(kThreads)
     remember_kernel(const TableView* __restrict__ tables, const Batch batch, const Missing missing,

@@ -1,7 +1,7 @@
 // Places the missing ids of an insertion in the order of the batch (ordered.cu). Tiles of lanes
-// take ids in the order of the list. If it is an id's turn in both queues, the tile places it as
-// the CPU does, and passes the turn on. The first of the ids that tiles have taken never waits, so
-// there is always progress.
+// take ids in the order of the list. If it is an id's turn in both queues, its tile places it as a
+// CPU would and passes the turn on. The first id that tiles hold never waits, so there is always
+// progress.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, u
   return high << 32 | low;
 }
 
-// Selects a slot for an id, as cpu::choose_place. No other thread may use the id's buckets
-// meanwhile. Called by a tile; all lanes get the result.
+// Selects a slot for an id, as cpu::choose_place. No other thread may use its buckets. Called by a
+// tile; all lanes get the result.
 __device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit,
                                               RefuseLower refuse_lower, unsigned tile, int lane) {
@@ -95,7 +95,7 @@ struct InHand {
   // Called by the thread whose writes the next ids must see.
   __device__ __forceinline__ void call_next(uint32_t* turns) const {
     __threadfence();
-    // If both buckets share a queue, the id's two places in it are adjacent.
+    // If both queues are one, the id's places are adjacent.
     store_l2(&turns[queues[1]], tickets[1] + 1);
     if (queues[0] != queues[1]) store_l2(&turns[queues[0]], tickets[0] + 1);
   }

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t 
 __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t bucket,
                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
-  // Two digests share a word. If the other one changes meanwhile, this tries again.
+  // Two digests share a word. If the other one changes meanwhile, tries again.
   auto* word = reinterpret_cast<uint32_t*>(table.digests.get()) +
                (static_cast<int64_t>(bucket) * kBucketDigests + position) / 2;
   const int shift = position % 2 * 16;

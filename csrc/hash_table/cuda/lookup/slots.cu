@@ -124,8 +124,8 @@ struct BlockClaims {
   }
 };
 
-// If several rows are given for one slot, writes that of the `writer`, or of the first thread to
-// claim the slot.
+// Of several rows for one slot, writes that of the `writer`, or of the first thread to claim the
+// slot.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {

@@ -57,8 +57,8 @@ struct BagChunks : Tile<kLanes> {
   using Tile<kLanes>::of_lane;
   using Tile<kLanes>::ballot;
 
-  // Registers are scarce: 32 bits are enough, because batches have fewer than 2^31 positions and
-  // bags. After an invalid offset no position is used.
+  // 32 bits save registers: batches have fewer than 2^31 positions and bags. After an invalid
+  // offset no position is used.
   uint32_t first;  // number of the tile's first bag
   int32_t bags;
   int32_t bag;  // the first bag that is not done

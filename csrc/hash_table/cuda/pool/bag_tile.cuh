@@ -22,7 +22,7 @@ struct BagTiling {
   int32_t bags_of_tile;
   int64_t tiles_of_feature;  // of each feature, if features have equally many bags
 
-  // As many bags of a tile as have about this number of positions, but at most `most`.
+  // As many bags as have about this number of positions, but at most `most`.
   BagTiling(const Batch& batch, int64_t positions, int64_t most) {
     const int64_t fit = batch.num_ids == 0 ? most : positions * batch.num_bags / batch.num_ids;
     bags_of_tile = static_cast<int32_t>(max(int64_t{1}, min(fit, int64_t{most})));

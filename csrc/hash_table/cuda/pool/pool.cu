@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// As many as fit a kernel's parameters. These are copied by the launch, so that no host memory has
-// to stay alive, not even for a CUDA graph.
+// As many as fit a kernel's parameters. A launch copies them, so no host memory has to stay alive,
+// not even for a CUDA graph.
 constexpr int64_t kFeaturesOfCopy = 128;
 struct SomeFeatureBags {
   FeatureBags of[kFeaturesOfCopy];

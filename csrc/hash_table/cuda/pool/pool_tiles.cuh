@@ -1,9 +1,9 @@
 // Pooling by tiles. A tile has as many lanes as a row has vectors, and works on neighbouring bags
-// of one feature. A vector has four columns, or eight if all rows of the group have 16 bits a
-// column. Each lane looks up the address of one position's row. Rows are then copied to shared
-// memory in groups, several of which are in flight, also across chunks and bags; this needs no
-// registers. Copies go through L1, which serves hot rows. Each lane copies the columns that it
-// sums, so lanes do not wait for each other.
+// of a feature. A vector has four columns, or eight if all rows have 16 bits a column. Each lane
+// looks up the address of one position's row. Rows are then copied to shared memory in groups,
+// several of which are in flight, also across chunks and bags; this needs no registers. Copies go
+// through L1, which serves hot rows. Each lane copies the columns that it sums, so lanes do not
+// wait for each other.
 //
 // If batches have a hot id, which is at a large part of a feature's positions, a tile checks
 // whether its first chunk has one. The row is then kept in registers and added at its positions

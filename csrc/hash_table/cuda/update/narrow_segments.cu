@@ -81,7 +81,7 @@ struct NarrowRows {
   const float rate;
   const bool scaled;
   const bool adapts;    // row-wise Adagrad
-  uint32_t held = ~0u;  // number of the table whose terms are in `terms`
+  uint32_t held = ~0u;  // number of the table of `terms`
   RowTerms terms{};
 
   __device__ __forceinline__ NarrowRows(const TableView* __restrict__ of_tables,
@@ -228,7 +228,7 @@ template <Optimizer kKind, typename Element>
 void launch_narrow(const SegmentCall& call) {
   constexpr int kBlocks = narrow_blocks(column_states(kKind));
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
-  // In small batches, a span of 1 keeps all warps busy.
+  // Small batches need spans of 1 to keep all warps busy.
   const int64_t at_once = int64_t{multiprocessors()} * kBlocks * kNarrowWarps;
   const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMostSpan});
   const int64_t warps = (units + span - 1) / span;

@@ -10,8 +10,7 @@ namespace {
 constexpr int kPreparedOfThread = 8;
 constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
 
-// Each block takes neighbouring positions. It marks where bags begin, and derives the positions'
-// bags by a scan.
+// A block marks where bags begin among neighbouring positions, and derives their bags by a scan.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
                    const Scratch scratch) {

@@ -184,8 +184,8 @@ class RowUpdate {
     });
   }
 
-  // The size of the step depends on the new moments of all columns. So these are computed twice:
-  // first for the size, then for the update.
+  // The size of the step depends on the new moments of all columns. These are computed twice: for
+  // the size and for the update.
   __device__ __forceinline__ void apply_lamb(const RowTerms& terms, uint64_t rounding) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
     float row_squares = 0.0f, direction_squares = 0.0f;

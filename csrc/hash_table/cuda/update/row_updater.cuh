@@ -83,9 +83,9 @@ struct RowUpdater {
   // Whether rows begin at multiples of 16 bytes; always true for float32. Not for rows of 8 bits.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
-  // Begins to copy the lane's columns of float32 values. kOnce: uses the evict-first policy, so
-  // that gradients, which are read again, stay in L2. Kernels for column states do not use it,
-  // because nvcc 13.0 generates illegal instructions for them.
+  // Begins to copy the lane's columns of float32 values. kOnce: evicts these lines from L2 first,
+  // so that gradients, which are read again, stay there. Not in kernels for column states, for
+  // which nvcc 13.0 generates illegal instructions.
   template <bool kOnce>
   __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll

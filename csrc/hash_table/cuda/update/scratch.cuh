@@ -14,10 +14,10 @@
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// After the sort, the middle and one of the halves are free. The two are always adjacent, and this
-// span then holds the lists and the sums of pieces. The middle is as long as the sort needs, or
-// longer if the lists need more than it and one half. A few words, and the bags of positions if
-// values are positions, are used all the time and are stored apart.
+// After the sort, the middle and one half are free. They are adjacent, and hold the lists and the
+// sums of pieces. The middle is as long as the sort needs, or longer if the lists need more than it
+// and one half. A few words, and the bags of positions if values are positions, are used all the
+// time and are stored apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,7 +37,7 @@ struct LongSegment {
   uint32_t first;  // in the sorted order
   uint32_t length;
   uint32_t first_piece;
-  uint32_t summed;  // number of groups of columns whose sum is complete; used only with many pieces
+  uint32_t summed;  // groups of columns whose sum is complete; only with many pieces
 
   HKV_HOST_DEVICE uint32_t pieces() const {
     return (length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
@@ -130,10 +130,9 @@ struct Scratch {
   }
 #endif
   // Places all but the lists from `base` on, which is aligned to 256 bytes. Returns the number of
-  // bytes. If `base` is null, it only computes this number.
+  // bytes. If `base` is null, does nothing else.
   size_t place(const UpdateSize& size, char* base);
-  // Places the lists in the free parts. Called after the sort, when it is known which half has the
-  // pairs.
+  // Places the lists in free memory, after the sort has chosen the half of the pairs.
   void begin_lists(const UpdateSize& size);
 };
 

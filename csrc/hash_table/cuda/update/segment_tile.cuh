@@ -122,7 +122,7 @@ struct SegmentTile {
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;
-      // Loads the next chunk during the update of this one.
+      // Loads the next chunk meanwhile.
       if (carried || at < last) place = SortedPlace::load(sorted, at + lane, n);
       update_chunk(chunk, &sum);
     } while (Lanes::any(carried || at < last));
@@ -154,7 +154,7 @@ struct SegmentTile {
     auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
     unsigned left = chunk.mask;
     while (Lanes::any(left != 0)) {
-      // Takes the positions of one table and numbers them from 0.
+      // Numbers the positions of one table from 0.
       const uint32_t table = Lanes::of_lane(chunk.share.table, __ffs(static_cast<int>(left)) - 1);
       const bool mine = (left >> lane & 1) != 0 && chunk.share.table == table;
       const unsigned active = Lanes::ballot(mine);

@@ -7,8 +7,8 @@
 // A slot with a large part of a table's positions gets a digit of its own in the first pass, after
 // all other digits. Its positions stay there, and the other passes do not touch them.
 //
-// Blocks have many threads, which keep their keys in registers. If the sort runs beside other
-// kernels, blocks have half as many threads: they find room sooner, but read their keys twice.
+// Blocks have many threads, which keep their keys in registers. Beside other kernels, blocks have
+// half as many: they find room sooner, but read their keys twice.
 #include <cooperative_groups.h>
 
 #include <utility>
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   const int shift = pairs.format.shift;
   uint16_t* const counts = shared.counts[warp];
 
-  // All blocks of a cluster find the same slot. The first pass writes its positions, so the number
-  // of passes must be odd: then the last pass writes to the same buffer.
+  // All blocks of a cluster find the same slot. Only the first pass writes its positions, so it
+  // must write to the same buffer as the last.
   uint32_t hot = kNoHotSlot;
   if (passes % 2 == 1 && end > begin) {
     const uint64_t length = end - begin;
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     // All warps have equally many items, kWarp positions each; the lane has one of each.
     const uint32_t of_warp = (min(share, kShare) + kSortThreads - 1) / kSortThreads * kWarp;
     uint32_t keys[kKeys], ranks[kItems / 2];
-    // first: the lane's first position in the round, if left > 0. left: number of the warp's
-    // positions from there on.
+    // first: the lane's first position of the round, if left > 0. left: the warp's positions from
+    // there on.
     const auto load_keys = [&](uint32_t first, int left, int item) {
 #pragma unroll
       for (int k = 0; k < kKeys; ++k) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
         __syncwarp();
       }
     };
-    // Replaces each warp's count by the sum of earlier warps. Returns the sum of all.
+    // Replaces each warp's count by the sum of earlier warps. Returns the total.
     const auto scan_warps = [&]() {
       uint32_t sum = 0;
 #pragma unroll

@@ -29,8 +29,8 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Sorts all pairs; the result may be in the other half. If `memory` is null, only returns the
-// number of bytes that the sort needs.
+// Sorts all pairs; the result may be in the other half. Without `memory`, only returns the bytes
+// that it needs.
 template <typename Key, typename Value>
 size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t bytes,
                 cudaStream_t stream) {
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
-  // Reports again: the host may have read the first report since the positions were grouped, and
-  // continued.
+  // Reports again: the host may have read the first report and continued.
   const int64_t bad = *scratch.bad_bag;
   if (bad > 0) refuse_bag(batch, bad - 1, batch.offsets[bad - 1], batch.offsets[bad]);
 }
@@ -125,8 +124,8 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
   prepare_pairs(batch, slots, no_slot, scratch, stream);
   if (sorts_by_table(shape, batch, size.format(), hint)) {
-    // A graph would start the other branch first, whose blocks leave no room for the large blocks
-    // of this sort. Without a graph, waiting costs more than it gains.
+    // A graph would start the other branch first, whose blocks leave no room for this sort's large
+    // ones. Without a graph, waiting costs more than it gains.
     const bool holds = beside != nullptr && is_captured(stream);
     if (holds) beside->hold_other();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
