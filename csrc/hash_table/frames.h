@@ -21,7 +21,7 @@
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
 // backward finds the rows of its batch in place, even while another call moves rows. If a row found
 // no frame, its set records the step (`crowded`): a pending backward may write the row in host
-// memory, and until then no row of the set is fetched from host memory.
+// memory; until then no row of the set is fetched from there.
 #pragma once
 
 #include <cstdint>

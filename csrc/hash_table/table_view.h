@@ -4,8 +4,8 @@
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
 // score, row and optimizer state are in separate arrays, at the slot's number bucket * bucket_slots
 // + position; on a GPU ids and steps may be packed (packed_entries.h). Every id has two candidate
-// buckets. An entry moves only if the table grows; otherwise its slot number stays valid until its
-// id is evicted. The digest marks a free slot, because every 64-bit id is legal.
+// buckets. Unless the table grows, an entry's slot number stays valid until its id is evicted. The
+// digest marks a free slot, because every 64-bit id is legal.
 //
 // Slots are also numbered across the tables of a group: slot + first_slot is unique in it.
 #pragma once

@@ -61,8 +61,8 @@ __device__ __forceinline__ bool owns_its_id(const TallyScratch& scratch, const i
          scratch.owners[remembered(slots[position])] == static_cast<uint32_t>(position + 1);
 }
 
-// Adds to an id's count. Returns whether the id is admitted; if so, its cell is freed. Only one
-// thread of a call may call this for an id.
+// Adds to an id's count. Returns whether the id is admitted; if so, frees its cell. Only one thread
+// of a call may call this for an id.
 __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uint32_t times,
                                      uint32_t now) {
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kEvictBlocks = 3;  // per multiprocessor; this limits the registers
 
-// Reserves an entry of the list of leavers for each lane that wants one, by one atomic per warp.
-// Called by all lanes.
+// Reserves an entry of `leavers` for each lane that wants one, by one atomic per warp. Called by
+// all lanes.
 __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wanted) {
   const unsigned lanes = __ballot_sync(kAllLanes, wanted);
   const int lane = threadIdx.x % kWarp;

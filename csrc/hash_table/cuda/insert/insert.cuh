@@ -63,7 +63,7 @@ struct RowToWrite {
 
 // Writes the rows of a warp's new ids. busy: whether the lane has a new id; slot: its slot in the
 // table; rows: of the warp, in shared memory. The rows of leavers must have been copied before.
-// Tables with frames are skipped: settle_rows writes their rows. Called by all lanes.
+// settle_rows writes those of tables with frames. Called by all lanes.
 template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
                                                    bool busy, int64_t id, int64_t slot) {

@@ -141,8 +141,8 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
   return answer;
 }
 
-// Adds the `counted` threads to their entries. Those with the first lane's entry are added in one
-// operation: with a hot id these are most of the warp. Called by all lanes.
+// Adds the `counted` threads to their entries, those of the first lane's entry in one operation:
+// with a hot id these are most of the warp. Called by all lanes.
 __device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entry, bool counted) {
   const unsigned lanes = __ballot_sync(kAllLanes, counted);
   if (lanes == 0) return;

@@ -101,10 +101,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Determines whether a thread is the first of the call to claim its slot; kNoSlot claims nothing.
-// Usually only one of a block's threads with the same slot reads the slot's bit, because L2
-// serialises the requests of all blocks for the word of a hot slot. Called by all threads of a
-// block.
+// Whether a thread is the first of the call to claim its slot; kNoSlot claims nothing. Usually only
+// one of a block's threads with the same slot reads the slot's bit, because L2 serialises the
+// requests of all blocks for the word of a hot slot. Called by all threads of a block.
 template <int kEntries>
 struct BlockClaims {
   int64_t slots[kThreads];

@@ -1,11 +1,11 @@
 // Updates rows of at most eight columns of 32 or 16 bits by segments of equal slots in the sorted
 // order, for SGD, Adagrad and row-wise Adagrad.
 //
-// A lane takes a whole segment and holds the row in registers. A warp thus works on 32 rows at
-// once, with as many memory accesses in flight: such rows are bound by latency. A warp first lists
-// the segments that begin at its positions, so that no lane is idle if segments have several
-// positions. For rows of 9 to 32 columns, two or four lanes per row were up to 8 % slower than
-// segments.cu in some shapes.
+// A lane takes a whole segment and holds the row in registers. So a warp works on 32 rows at once,
+// with as many memory accesses in flight: such rows are bound by latency. First it lists the
+// segments that begin at its positions, so that no lane is idle if segments have several positions.
+// For rows of 9 to 32 columns, two or four lanes per row were up to 8 % slower than segments.cu in
+// some shapes.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"

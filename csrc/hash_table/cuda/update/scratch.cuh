@@ -56,13 +56,13 @@ struct LongSegments {
   uint32_t* pieces;       // number of pieces
   LongSegment* segments;  // [capacity]
   uint32_t capacity;
-  uint32_t* segment_of;  // [pieces] index of the piece's segment
+  uint32_t* segment_of;  // [pieces] the piece's segment
   float* sums;           // [pieces][widest]
   int32_t widest;
 };
 
-// Lists the units of each row class, if the group has several. A unit is 32 neighbouring positions,
-// which a warp takes.
+// Lists the units of each row class, if the group has several. A unit: 32 neighbouring positions
+// for a warp.
 struct Units {
   uint32_t* number;  // [kRowClasses]
   uint32_t* lists;   // [classes of the group][capacity]

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   uint16_t* const counts = shared.counts[warp];
 
   // All blocks of a cluster find the same slot. Only the first pass writes its positions, so it
-  // must write to the same buffer as the last.
+  // must write to the same buffer as the last pass.
   uint32_t hot = kNoHotSlot;
   if (passes % 2 == 1 && end > begin) {
     const uint64_t length = end - begin;
