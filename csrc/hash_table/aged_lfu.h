@@ -73,8 +73,8 @@ struct Ranking {
 // reads it as float64 [7].
 struct AgedLfu {
   double c;             // half-life in lookups / slots
-  double lookups;       // of the table, in ...
-  double steps;         // ... this many steps; both are halved from time to time
+  double lookups;       // lookups of the table in `steps` steps
+  double steps;         // both are halved from time to time
   double seen_lookups;  // the table's lookup counter at the last update
   double seen_step;     // of the last update; -1: none
   double unit;          // the half-life for c = 1, as below

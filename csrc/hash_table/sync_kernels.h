@@ -37,7 +37,7 @@ void compare_slots(const TableView& table, const SlotComparison& comparison, Slo
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
                  uint32_t* last_steps, uint64_t* scores, int threads);
 
-// Overwrites the same values at slots[i] if the slot holds ids[i]. Does nothing for other slots and
+// Overwrites these values at slots[i] if the slot holds ids[i]. Does nothing for other slots and
 // for kNoSlot. A slot may occur once only.
 void write_values(const TableView& table, const int64_t* slots, int64_t n, const int64_t* ids,
                   const ValueMatrix& from, const uint32_t* last_steps, const uint64_t* scores,

@@ -124,8 +124,8 @@ inline FoundWords lowest_free(const WordRanks& ranks, const uint32_t* words, con
   return FoundWords{first.positions, false, far};
 }
 
-// lowest_counted of the unpinned words. Returns kUnknown if a word is far, or the lowest count has
-// too many bits.
+// As lowest_counted, for the unpinned words. Returns kUnknown if a word is far, or the lowest count
+// has too many bits.
 inline Lowest lowest_free(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
                           int32_t n, bool reads_high) {
   if (reads_high) ranks.note_high();
@@ -150,7 +150,7 @@ inline bool all_high(const uint32_t* words) {
 }
 #endif
 
-// lowest_counted if the words of the lowest number do not decide. high: whether even the lowest
+// As lowest_counted, if the words of the lowest number do not decide. high: whether even the lowest
 // count has high bits.
 [[gnu::noinline]] inline Lowest lowest_of_free(const WordRanks& ranks, const CountedSteps& counted,
                                                int64_t base, int32_t n,
@@ -166,7 +166,7 @@ inline bool all_high(const uint32_t* words) {
   return lowest_of_all(ranks, counted, base, n);
 }
 
-// lowest_counted. found: from lowest_words. most: the highest count that has a short rank of its
+// As lowest_counted. found: from lowest_words. most: the highest count that has a short rank of its
 // own.
 template <WordOrder kOrder>
 inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counted, int64_t base,

@@ -34,8 +34,8 @@ struct WordRanks {
     high_ranks = HighRanks(ranking, last);
   }
 
-  // note_high: the call has read high bits of counts, so they are prefetched, too. Any thread may
-  // call these.
+  // note_high: the call has read high bits of counts; later prefetches include them. Any thread may
+  // call both.
   void note_high() const {
     std::atomic_ref<bool> noted(reads_high);
     if (!noted.load(std::memory_order_relaxed)) noted.store(true, std::memory_order_relaxed);

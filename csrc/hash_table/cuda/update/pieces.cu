@@ -12,8 +12,8 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kPieceThreads = 128;
-constexpr int kPieceBlocks = 6;  // of a multiprocessor
-constexpr int kFloats = 32;      // that a lane has in flight
+constexpr int kPieceBlocks = 6;  // per multiprocessor
+constexpr int kFloats = 32;      // floats that a lane has in flight
 
 // The gradients of a chunk of positions, without repetitions.
 template <int kLanes>
