@@ -76,7 +76,7 @@ struct OptimizerConfig {
 };
 
 // a * x + b * y. A compiler may fuse either product with the sum, and may choose differently in
-// each kernel. Here it is always the second product, so that all kernels compute the same.
+// each kernel. Here it is always the first product, so that all kernels compute the same.
 HKV_HOST_DEVICE float sum_of_products(float a, float x, float b, float y) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, x, __fmul_rn(b, y));
@@ -203,7 +203,7 @@ HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
   return config.max_norm < std::numeric_limits<float>::infinity();
 }
 
-// The new value of a column without state. gradient: the result of gradient_of.
+// The new value of a column without state. direction: the result of gradient_of.
 HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
   return sum_of_products(terms.kept, value, -terms.rate, direction);
 }
@@ -219,8 +219,8 @@ HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, Row
   terms->rate *= scale;
 }
 
-// Updates a column's state in place and returns its new value. gradient: the result of gradient_of.
-// Not for LAMB.
+// Updates a column's state in place and returns its new value. g: the result of gradient_of. Not
+// for LAMB.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float g, float& first, float& second) {
@@ -259,7 +259,7 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
   return moved(terms, value, direction);
 }
 
-// The same, from the row's gradient.
+// As move_column, from the row's gradient.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {

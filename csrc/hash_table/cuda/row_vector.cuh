@@ -32,8 +32,9 @@ __device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float
   return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
 }
 
-// One of the four int8 of a word as a float. A conversion has a quarter of the rate of these two
-// operations: the byte, as an unsigned number from -128 on, becomes the fraction of 2^23.
+// Converts one of the four int8 of a word to a float. A conversion has a quarter of the rate of
+// these two operations: the byte plus 128 becomes the low bits of the float 2^23, from which 2^23 +
+// 128 is subtracted.
 __device__ __forceinline__ float int8_to_float(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 | byte)) - 8388736.0f;
 }
@@ -62,7 +63,7 @@ struct Columns {
     }
     return c;
   }
-  // kWidth of more columns, from `first` on.
+  // kWidth columns of a wider vector, from `first` on.
   template <int kMore>
   __device__ __forceinline__ static Columns part_of(const Columns<kMore>& columns, int first) {
     Columns c;

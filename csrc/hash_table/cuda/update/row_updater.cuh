@@ -83,9 +83,9 @@ struct RowUpdater {
   // Whether rows begin at multiples of 16 bytes; always true for float32. Not for rows of 8 bits.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
-  // Begins to copy the lane's columns of float32 values. kOnce: with the evict-first policy,
-  // because gradients in L2 are read again. Not in kernels for column states, for which nvcc 13.0
-  // generates illegal instructions.
+  // Begins to copy the lane's columns of float32 values. kOnce: evicts these lines from L2 first,
+  // so that gradients, which are read again, stay there. Not in kernels for column states, for
+  // which nvcc 13.0 generates illegal instructions.
   template <bool kOnce>
   __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll
@@ -103,7 +103,7 @@ struct RowUpdater {
       }
     }
   }
-  // The same for 16-bit values, which begin at multiples of 8 bytes.
+  // As copy_floats, for 16-bit values, which begin at multiples of 8 bytes.
   __device__ __forceinline__ void copy_halves(char* to, const uint16_t* from) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -162,8 +162,8 @@ struct RowUpdater {
   }
 
   // active: whether the tile has a row to update. sum: the row's gradient. values, state: the row
-  // and its column states in memory; arrived: their copies, states `of_state` bytes apart. Returns
-  // row-wise Adagrad's new mean of squares.
+  // and its column states in memory. arrived_*: their copies, states `of_state` bytes apart.
+  // Returns row-wise Adagrad's new mean of squares.
   __device__ __forceinline__ float update(bool active, const OptimizerConfig& config,
                                           const Own& sum, const char* arrived_row,
                                           const char* arrived_states, int32_t of_state,

@@ -20,7 +20,7 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
 constexpr int kSegmentWarps = kSegmentThreads / kWarp;
 
-// row_class: of the tables to update, or kAllRowClasses. whole: each tile takes a unit.
+// row_class: of the tables to update, or kAllRowClasses. whole: each tile takes a whole unit.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, int kBlocks>
 __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
     segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
@@ -70,7 +70,7 @@ constexpr int blocks_of(int vectors) {
   return vectors <= 4 ? 10 : 8;
 }
 
-// The arguments of update_segments, except for the class that selects the kernel.
+// The arguments of update_segments.
 struct SegmentCall {
   const TableView* tables;
   const Update& update;
@@ -141,9 +141,9 @@ void with_updater_kind(const OptimizerConfig& optimizer, const Visit& visit) {
   }
 }
 
-// Rows of 8 bits (segments_int8.cu).
+// Updates rows of 8 bits (segments_int8.cu).
 void update_int8_segments(const SegmentCall& call);
-// Rows of at most eight columns of 32 or 16 bits, if a group has no others (narrow_segments.cu).
+// For groups all of whose rows have at most eight columns of 32 or 16 bits (narrow_segments.cu).
 bool updates_narrow_segments(const GroupShape& shape, const OptimizerConfig& optimizer);
 void update_narrow_segments(const SegmentCall& call);
 

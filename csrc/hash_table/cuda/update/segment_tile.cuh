@@ -1,6 +1,6 @@
-// The work of a tile of lanes in segments.cu: it updates the rows of segments that are not long.
+// A tile of lanes of segments.cu. It updates the rows of segments that are not long.
 //
-// Gradients and rows of several positions are copied to shared memory asynchronously, which holds
+// Gradients and rows of several positions are copied to shared memory asynchronously, which needs
 // no registers. Each lane copies the columns that it updates, so that lanes do not wait for each
 // other.
 #pragma once
@@ -62,8 +62,8 @@ struct SegmentTile {
 
   static constexpr bool kAlone = kLanes == kWarp;  // the only tile of its warp
 
-  // Positions of a warp at which the segments begin that it takes at a time. Wide rows take longer,
-  // and fewer of them distribute them more evenly.
+  // Number of positions whose segments a tile updates at a time. Wide rows take longer; smaller
+  // spans distribute them more evenly.
   static constexpr int kSpan = kVectors >= 4 ? kLanes / 4 : kLanes;
   static_assert(kSpan == kLanes || kLanes == kWarp);
 
@@ -80,7 +80,7 @@ struct SegmentTile {
   const bool scaled;
   const bool adapts;  // row-wise Adagrad
   Updater updater;
-  uint32_t held = ~0u;  // the table of the updater
+  uint32_t held = ~0u;  // number of the table in `updater`
 
   __device__ __forceinline__ SegmentTile(const TableView* __restrict__ of_tables,
                                          const Update& of_update, const Scratch& of_scratch,
@@ -122,7 +122,7 @@ struct SegmentTile {
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;
-      // Loaded meanwhile.
+      // Loads the next chunk meanwhile.
       if (carried || at < last) place = SortedPlace::load(sorted, at + lane, n);
       update_chunk(chunk, &sum);
     } while (Lanes::any(carried || at < last));
@@ -154,7 +154,7 @@ struct SegmentTile {
     auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
     unsigned left = chunk.mask;
     while (Lanes::any(left != 0)) {
-      // Neighbours of one table, numbered from 0.
+      // Numbers the positions of one table from 0.
       const uint32_t table = Lanes::of_lane(chunk.share.table, __ffs(static_cast<int>(left)) - 1);
       const bool mine = (left >> lane & 1) != 0 && chunk.share.table == table;
       const unsigned active = Lanes::ballot(mine);
@@ -204,8 +204,7 @@ struct SegmentTile {
       return it == last_place ? places : it + memory.of_place;
     };
     int begun = 0;
-    // Begins to copy the data of the next item, if there is one, and ends a group of copies in any
-    // case.
+    // Begins to copy the data of the next item, if there is one. Always ends a group of copies.
     const auto begin = [&](char* to) {
       if (begun < count) {
         const Item item = items()[begun];
@@ -241,7 +240,7 @@ struct SegmentTile {
       }
       const bool ends_here = (ends >> i & 1) != 0;
       if (Lanes::any(ends_here)) {
-        // A tile without a row to update goes along; what it reads is not used.
+        // A tile without a row to update takes part, but what it reads is not used.
         const bool active = kAlone || ends_here;
         RowExtras extras{squares[i], 0.0f, 0};
         if constexpr (Updater::kInt8) {

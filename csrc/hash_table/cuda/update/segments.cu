@@ -1,5 +1,5 @@
-// The update of rows of 32 and 16 bits by segments of equal slots in the sorted order, for
-// optimizers that have a RowUpdater.
+// Updates rows of 32 and 16 bits by segments of equal slots in the sorted order, for optimizers
+// that have a RowUpdater.
 #include "hash_table/cuda/update/segment_kernel.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
