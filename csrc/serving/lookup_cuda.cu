@@ -36,6 +36,13 @@ constexpr int kRowsThreads = 128, kAhead = 8;
 // A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
 // at a time. kOut: the output's type, or kAnyType. kFound: rows have been found.
 constexpr int kAnyType = -1;
+// The type of outputs that equal the rows, or -2.
+constexpr int same_type(RowFormat format) {
+  return format == RowFormat::kFloat32    ? static_cast<int>(RowType::kFloat32)
+         : format == RowFormat::kFloat16  ? static_cast<int>(RowType::kFloat16)
+         : format == RowFormat::kBFloat16 ? static_cast<int>(RowType::kBFloat16)
+                                          : -2;
+}
 template <RowFormat kFormat, int kColumns, int kOut, bool kFound>
 __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   const int lane = threadIdx.x & 31;
@@ -83,6 +90,10 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
       if (piece >= total) break;
       float values[kColumns];
       if (known >> k & 1) {
+        if constexpr (kOut == same_type(kFormat)) {
+          held[k].store(out + piece * piece_bytes);
+          continue;
+        }
         // widen() needs the column only if a byte holds two columns and one of them is read.
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
         held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
@@ -251,31 +262,38 @@ void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
   HKV_CUDA_CHECK_LAUNCH();
 }
 
+// Whether rows and outputs are aligned to pieces of so many columns.
+template <RowFormat kFormat, int kColumns>
+bool fits_pieces(const RowsCall& call) {
+  return call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+}
+
+template <RowFormat kFormat, int kColumns>
+void launch_typed_rows(const RowsCall& call, cudaStream_t stream) {
+  constexpr auto as_int = [](RowType type) { return static_cast<int>(type); };
+  switch (call.type) {
+    case RowType::kFloat32:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kFloat32)>(call, stream);
+    case RowType::kFloat16:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kFloat16)>(call, stream);
+    default:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kBFloat16)>(call, stream);
+  }
+}
+
 template <RowFormat kFormat>
 void launch_rows(const RowsCall& call, cudaStream_t stream) {
   // As many columns a lane as suit most, where rows and outputs are aligned to them.
-  constexpr bool kIsQuantized = Piece<kFormat, 4>::kIsQuantized;
-  constexpr int kColumns = kIsQuantized ? 8 : 4;
-  const bool in_wide_pieces =
-      call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+  constexpr int kWidest = kFormat == RowFormat::kFloat32 ? 4 : 8;
+  const bool in_widest = fits_pieces<kFormat, kWidest>(call);
+  const bool in_fours = fits_pieces<kFormat, 4>(call);
   if (call.staging.found != nullptr) {
-    return in_wide_pieces ? launch_rows_of<kFormat, kColumns, kAnyType, true>(call, stream)
-                          : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
+    return in_widest  ? launch_rows_of<kFormat, kWidest, kAnyType, true>(call, stream)
+           : in_fours ? launch_rows_of<kFormat, 4, kAnyType, true>(call, stream)
+                      : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
   }
-  if (in_wide_pieces) {
-    switch (call.type) {
-      case RowType::kFloat32:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat32)>(call, stream);
-      case RowType::kFloat16:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat16)>(call, stream);
-      default:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kBFloat16)>(call,
-                                                                                       stream);
-    }
-  }
-  if constexpr (kIsQuantized) {
-    if (call.dim % 4 == 0) return launch_rows_of<kFormat, 4, kAnyType>(call, stream);
-  }
+  if (in_widest) return launch_typed_rows<kFormat, kWidest>(call, stream);
+  if (in_fours) return launch_typed_rows<kFormat, 4>(call, stream);
   launch_rows_of<kFormat, 1, kAnyType>(call, stream);
 }
 

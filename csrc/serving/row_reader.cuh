@@ -58,6 +58,14 @@ struct Piece {
     for (int k = 0; k < kBytes / kWordBytes; ++k) raw[k] = __ldcs(from + k);
   }
 
+  // Writes the columns as they are.
+  __device__ void store(char* out) const {
+#pragma unroll
+    for (int k = 0; k < kBytes / kWordBytes; ++k) {
+      __stcs(reinterpret_cast<Word*>(out) + k, raw[k]);
+    }
+  }
+
   __device__ void widen(float unit, int32_t column, float* values) const {
     const float scale = unit * from_float16(static_cast<uint16_t>(header & 0xffff));
     const float offset = unit * from_float16(static_cast<uint16_t>(header >> 16));
