@@ -179,8 +179,16 @@ HKV_HOST_DEVICE void clip_row(const OptimizerConfig& config, float squares, RowT
 // The gradient in the formulas: clipped, with coupled weight decay.
 HKV_HOST_DEVICE float gradient_of(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float gradient) {
-  const float g = clipped(config, gradient) * terms.gradient_scale;
-  return config.coupled_decay != 0.0f ? g + config.coupled_decay * value : g;
+  const float g = clipped(config, gradient);
+  return config.coupled_decay != 0.0f
+             ? sum_of_products(config.coupled_decay, value, terms.gradient_scale, g)
+             : g * terms.gradient_scale;
+}
+
+// Whether gradient_of is the identity.
+HKV_HOST_DEVICE bool has_plain_gradient(const OptimizerConfig& config) {
+  return config.clip_value == std::numeric_limits<float>::infinity() && !clips_by_norm(config) &&
+         config.coupled_decay == 0.0f;
 }
 
 // Only if adapts_by_row. squares: the sum over columns of gradient_of^2. Returns the row's new

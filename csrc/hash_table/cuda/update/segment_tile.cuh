@@ -20,7 +20,8 @@ struct alignas(16) Item {
 };
 
 // The layout of a tile's shared memory, in bytes. kInt8: rows have 8 bits.
-template <int kLanes, int kStates, bool kInt8>
+// kRounds: rows may be rounded stochastically.
+template <int kLanes, int kStates, bool kInt8, bool kRounds>
 struct TileMemory {
   // Arrays with a value for each position of a chunk of segments.
   static constexpr int32_t kScales = kLanes * sizeof(Item);
@@ -29,7 +30,7 @@ struct TileMemory {
   static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
   static constexpr int32_t kRowScales = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
   static constexpr int32_t kRoundings = kRowScales + (kInt8 ? kLanes * sizeof(float) : 0);
-  static constexpr int32_t kArrays = kRoundings + (kInt8 ? kLanes * sizeof(uint64_t) : 0);
+  static constexpr int32_t kArrays = kRoundings + (kRounds ? kLanes * sizeof(uint64_t) : 0);
   static constexpr int32_t kPlaces = (kArrays + 15) / 16 * 16;
 
   int32_t row;       // offset of the row in a place, after the gradient
@@ -53,12 +54,13 @@ struct TileMemory {
 };
 
 // kDepth: positions in flight.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain>
 struct SegmentTile {
   using Lanes = Tile<kLanes>;
-  using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
+  using Updater = RowUpdater<kKind, Element, kLanes, kVectors, kPlain>;
   using Own = typename Updater::Own;
-  using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8>;
+  using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8,
+                            Updater::kInt8 || (Updater::k16Bits && !kPlain)>;
 
   static constexpr bool kAlone = kLanes == kWarp;  // the only tile of its warp
 
@@ -79,6 +81,7 @@ struct SegmentTile {
   const RowType gradient_type;
   const bool scaled;
   const bool adapts;  // row-wise Adagrad
+  const bool rounds;  // stochastically
   Updater updater;
   uint32_t held = ~0u;  // number of the table in `updater`
 
@@ -96,7 +99,9 @@ struct SegmentTile {
         rate(*update.learning_rate),
         gradient_type(update.grad.type),
         scaled(update.pooling.mean || update.pooling.weights != nullptr),
-        adapts(Updater::adapts(update.optimizer)) {}
+        adapts(Updater::adapts(update.optimizer)),
+        rounds(Updater::kInt8 ||
+               (Updater::k16Bits && !kPlain && update.optimizer.stochastic_rounding)) {}
 
   __device__ __forceinline__ Item* items() const { return reinterpret_cast<Item*>(own); }
   __device__ __forceinline__ float* floats(int32_t at) const {
@@ -139,9 +144,9 @@ struct SegmentTile {
       row = to.row;
       state = to.state;
       if (update.optimizer.kind == Optimizer::kRowWiseAdagrad) extras.square = *state;
-      if constexpr (Updater::kInt8) {
+      if constexpr (Updater::kInt8) extras.scale = *reinterpret_cast<const float*>(row);
+      if (rounds) {
         const TableView& table = *chunk.table;
-        extras.scale = *reinterpret_cast<const float*>(row);
         extras.rounding = rounding_key(update.optimizer.rounding_seed, table.initial_rows.seed,
                                        id_of_slot(table, to.slot), *table.optimizer_step);
       }
@@ -171,13 +176,11 @@ struct SegmentTile {
       const unsigned ends = Lanes::bits_of_all(mine && chunk.ends ? 1u << number : 0u);
       __syncwarp();
       update_items(count, ends, sum, [&] {
-        if (!adapts && !Updater::kInt8) return;
+        if (!adapts && !rounds) return;
         if (mine && chunk.ends) {
           if (adapts) squares[number] = extras.square;
-          if constexpr (Updater::kInt8) {
-            row_scales[number] = extras.scale;
-            roundings[number] = extras.rounding;
-          }
+          if constexpr (Updater::kInt8) row_scales[number] = extras.scale;
+          if (rounds) roundings[number] = extras.rounding;
         }
         __syncwarp();
       });
@@ -243,10 +246,8 @@ struct SegmentTile {
         // A tile without a row to update takes part, but what it reads is not used.
         const bool active = kAlone || ends_here;
         RowExtras extras{squares[i], 0.0f, 0};
-        if constexpr (Updater::kInt8) {
-          extras.scale = row_scales[i];
-          extras.rounding = roundings[i];
-        }
+        if constexpr (Updater::kInt8) extras.scale = row_scales[i];
+        if (rounds) extras.rounding = roundings[i];
         const float its =
             updater.update(active, update.optimizer, *sum, arrived + memory.row,
                            arrived + memory.states, memory.of_state, items()[i].row,
