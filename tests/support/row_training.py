@@ -22,6 +22,8 @@ ROWS = 40
 STEPS = 50
 #: A width that kernels read four columns at a time, one that they don't, and one beyond a warp.
 DIMS = (8, 7, 260)
+#: For each number of lanes and vectors of a GPU's kernels, full and not.
+WIDTHS = (4, 12, 32, 64, 100, 128, 132, 200, 256, 384, 512, 768, 1024)
 
 
 class Reference(Protocol):
