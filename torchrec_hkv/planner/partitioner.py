@@ -1,5 +1,5 @@
-"""Assigns shards to ranks: optimally for a few shards, else by TorchRec's greedy algorithm with a
-search if that fails."""
+"""Assigns shards to ranks: optimally for a few shards, otherwise by TorchRec's greedy algorithm and
+a search if that fails."""
 
 from __future__ import annotations
 

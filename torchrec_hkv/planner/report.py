@@ -19,7 +19,7 @@ from torchrec_hkv.planner.traffic import Traffic
 
 @dataclasses.dataclass(frozen=True)
 class LossReport:
-    """The loss of a table, compared with a dense row for each of its ids.
+    """The loss of a table, compared with a table that has a dense row for each id.
 
     Attributes:
         value: estimated loss, in the unit of the curves.
@@ -51,7 +51,7 @@ class ReplicaGroups:
     """Groups of ranks that each hold all tables (``DMPCollection``).
 
     Attributes:
-        groups: how many.
+        groups: number of groups.
         sync_every: steps from one sync to the next.
     """
 
