@@ -1,4 +1,4 @@
-"""Which rank an id goes to, and the operators with which ranks exchange ids."""
+"""Assigns ids to ranks, and the operators with which ranks exchange ids."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
         layers: folders and their manifests, the newest first.
 
     Raises:
-        ValueError: they don't; the message names the folder.
+        ValueError: the layers do not; the message names the folder.
     """
     folder, newest = layers[0]
     *later, (first_folder, first) = layers

@@ -19,8 +19,8 @@ def check_manifest(manifest: Manifest, place: Place) -> None:
     """Checks that the values of a manifest are consistent.
 
     Raises:
-        ValueError: they are not; the message names the file, the key, the value and what is
-            allowed.
+        ValueError: a value is inconsistent; the message names the file, the key, the value and what
+            is allowed.
     """
     _check_table(manifest, place)
     _check_geometry(manifest, place)

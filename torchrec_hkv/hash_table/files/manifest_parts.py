@@ -1,4 +1,4 @@
-"""What a manifest says of shards, of counts, of a delta and of reduced entries."""
+"""The parts of a manifest: shards, counts, a delta, and reduced entries."""
 
 from __future__ import annotations
 

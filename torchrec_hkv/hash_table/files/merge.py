@@ -126,7 +126,7 @@ class _Merge:
         return list({ends[:2]: ends for ends in plan_shards(counts, max(1, most))}.values())
 
     def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
-        """Writes the entries of some owner buckets; returns None, and writes no file, if empty."""
+        """Writes the entries of some owner buckets. Writes no file and returns None without any."""
         sources = self._sources(owners)
         if not sources:
             return None

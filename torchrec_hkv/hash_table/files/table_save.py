@@ -179,7 +179,7 @@ def _write_files(
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     if tracker is not None:
-        expect(int(counts.sum()) * entry)  # of a whole table, the caller has reported it
+        expect(int(counts.sum()) * entry)  # for a whole table, the caller has reported it
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     parts = 2 if handle is None else max(2, len({ends[:2] for ends in plan}))
     staging = StagingPool(lambda: source.staging(parts))

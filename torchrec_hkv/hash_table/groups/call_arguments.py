@@ -1,4 +1,4 @@
-"""Checks of the arguments of calls. They run before a call is numbered, so that a call that raises
+"""Checks of the arguments of calls. They run before a call gets its number, so a call that raises
 does not count as a step."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CallArguments:
         """Checks a tensor.
 
         Raises:
-            TypeError: another dtype.
-            ValueError: another shape or device.
+            TypeError: the dtype is another.
+            ValueError: the shape or the device is another.
         """
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
