@@ -86,7 +86,7 @@ class OptimizerSpec:
         momentum: momentum of SGD.
         nesterov: Nesterov momentum of SGD.
         beta1: decay of the first moment of Adam, row-wise Adam and LAMB.
-        beta2: decay of their second moment.
+        beta2: decay of the second moment of these optimizers.
         step_mode: the number of updates that corrects the bias of the moments: the table's
             (``"global"``) or the row's own (``"row"``).
         weight_decay: weight decay factor.
@@ -177,7 +177,7 @@ class TableShard:
     @property
     def key(self) -> str:
         """Identifies a shard on its rank: the table's name, followed by ``/`` and the first column
-        if that is not 0. A rank may hold several column shards of one table."""
+        if this is not 0. A rank may hold several column shards of one table."""
         return f"{self.name}/{self.column_offset}" if self.column_offset else self.name
 
     def options_as(self, kind: type[OptionsT], backend: str) -> OptionsT:

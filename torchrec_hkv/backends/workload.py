@@ -129,7 +129,7 @@ class IdFrequencies:
 
     @functools.cached_property
     def _expected(self) -> dict[tuple[float, float], float]:
-        """Results of :meth:`distinct`, as the options of a table ask for the same."""
+        """A cache for :meth:`distinct`, because the options of a table ask for the same results."""
         return {}
 
     def _distinct(self, lookups: float, beyond: float) -> float:
@@ -157,7 +157,7 @@ class IdFrequencies:
 
     @functools.cached_property
     def _sums(self) -> tuple[list[int], list[float]]:
-        """Ids and their lookups, from the most frequent ones to each pair of the histogram."""
+        """Numbers of ids and of lookups, summed from the first pair of the histogram to each."""
         ids = list(itertools.accumulate(count for count, _ in self.histogram))
         return ids, list(itertools.accumulate(count * each for count, each in self.histogram))
 

@@ -54,7 +54,7 @@ class Found:
         age: number of the table's steps since then.
         score: score of the policy; None under LRU.
         row: values of all columns.
-        states: optimizer states, of the first column's shard.
+        states: optimizer states in the first column's shard.
     """
 
     shard: int
