@@ -34,7 +34,7 @@ _syncs_replicas: ContextVar[bool] = ContextVar("replicas are synced", default=Fa
 
 @contextlib.contextmanager
 def replicas_synced() -> Iterator[None]:
-    """Collections sharded within this context are synced with their replicas by the caller."""
+    """A context in which the caller syncs sharded collections with their replicas."""
     token = _syncs_replicas.set(True)
     try:
         yield
