@@ -30,7 +30,7 @@ def check_shape_arguments(
         max_bytes: maximal bytes of the cores, instead of ranks.
 
     Returns:
-        The number of cores that they imply; 3 if they imply none.
+        The number of cores that the arguments imply; 3 if they imply none.
 
     Raises:
         TypeError: a number is not an integer, or factors are not a sequence.
