@@ -105,8 +105,8 @@ class TableModule(nn.Module):
 
     # -- lookups ----------------------------------------------------------------------------------
 
-    # A compiled graph copies the counters before an op writes them, so writes bypass the copy. It
-    # would also compile again for each step, because each pin has its own number.
+    # In a compiled graph, ops get a copy of the counters but also write to the original. The graph
+    # would also be compiled again for each step, because each pin has its own number.
     @torch.compiler.disable
     def _lookup(
         self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
