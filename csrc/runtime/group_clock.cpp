@@ -150,7 +150,7 @@ void GroupClock::set(int64_t now) {
     const auto waiting = std::count_if(places_.begin(), places_.end(),
                                        [](const Place& place) { return place.held; });
     TORCH_CHECK_VALUE(waiting == 0, "a table can't be loaded while the backward of ", waiting,
-                      " lookups is still to come: run it, or delete the outputs, first.");
+                      " lookups has not run: run it, or delete the outputs, first.");
   }
   write_now(now);
 }

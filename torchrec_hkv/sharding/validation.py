@@ -121,7 +121,7 @@ def planned_tables(
                 if not _syncs_replicas.get():
                     raise ValueError(
                         f"Table {name!r} is served by a backend, whose replicas TorchRec's "
-                        "DMPCollection does not bring together: use torchrec_hkv.DMPCollection."
+                        "DMPCollection does not sync: use torchrec_hkv.DMPCollection."
                     )
                 backend.check_replicas(shard)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))

@@ -49,8 +49,8 @@ class ReplicatedBackend:
             ValueError: they can't. The default raises.
         """
         raise ValueError(
-            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} does not "
-            "bring replicas together. Use DistributedModelParallel."
+            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} can't sync "
+            "replicas. Use DistributedModelParallel."
         )
 
     def sync_bytes(

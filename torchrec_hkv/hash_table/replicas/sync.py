@@ -168,7 +168,7 @@ def check_together(syncs: Sequence[GroupSync]) -> None:
         if any(replicas):
             names = ", ".join(repr(sync.group.tables[table].name) for table in sync._tables)
             raise RuntimeError(
-                f"The backward of a lookup in tables {names} is still to come, in replicas "
+                f"The backward of a lookup in tables {names} has not run, in replicas "
                 f"{[replica for replica, is_pending in enumerate(replicas) if is_pending]}: call "
                 "sync() after the backward, and before the next lookup in training."
             )
