@@ -19,7 +19,7 @@ def main(description: str, architecture: str) -> None:
     """Parses arguments, trains, prints.
 
     Args:
-        description: of the example.
+        description: description of the example.
         architecture: ``"dlrm"`` or ``"deepfm"``.
 
     Raises:
