@@ -215,7 +215,7 @@ class Trainer:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields a row for each batch size."""
+    """Yields a row per batch size."""
     torch.manual_seed(1 + dist.get_rank())
     trainers = {side: Trainer(args, side) for side in SIDES}
     for batch in args.batches:

@@ -4,7 +4,7 @@
 
 Full tables get more distinct ids than they have rows, so each missing id replaces another id. A
 step has forward, backward and row-wise Adagrad. The policies take turns. Times are medians of wall
-time, and of the processor time of all threads, which other load on the machine affects less. The
+time, and of the processor time of all threads, which other load affects less. The
 time of lookups also depends on the addresses of a table's memory, so with ``--repeats`` new tables
 are created several times, and a row has the medians of their medians and of their ratios.
 ``missing`` is the share of ids that were not in their table, ``evicted`` the share that replaced

@@ -7,7 +7,7 @@ hash assigns ids to threads. New ids get the same initial rows on both sides. ``
 slots. Both sides start with the same entries. A map evicts nothing: at load factor 1 it grows by
 the ids that calls add, for which its buckets and slab have room; below 1, both sides erase each
 call's new ids after it, untimed. The sides take turns. Medians are compared: of wall time, and of
-the processor time of all threads, which other load on the machine affects less.
+the processor time of all threads, which other load affects less.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def compare(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields a row for each part and batch size."""
+    """Yields a row per part and batch size."""
     torch.manual_seed(1 + dist.get_rank())
     models = {side: make_model(args, side, args.sharding) for side in SIDES}
     for batch in args.batches:

@@ -18,7 +18,7 @@ time divided by FBGEMM's, ``find_ms`` the time of the lookup of ids alone, and `
 time divided by that of an LRU table for the same batches.
 
 On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
-Times are minima over 15 steps, which other load on the machine affects least: wall time, and in
+Times are minima over 15 steps, which other load affects least: wall time, and in
 columns with ``cpu`` the processor time of all threads. The operating system updates the processor
 time of running threads only occasionally, so it is not accurate for short steps. On a CPU, FBGEMM
 has no Adam, and no bf16 rows, so bf16 rows are compared with its fp16 rows.

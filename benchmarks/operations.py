@@ -4,7 +4,7 @@ batches.
     python -m benchmarks operations --out benchmarks/results/operations.csv
     python -m benchmarks operations --policies lru lfu --capacity 1048576 --ids 65536
 
-One row for each operation and eviction policy has milliseconds of a call with ids drawn uniformly
+One row per operation and eviction policy has milliseconds of a call with ids drawn uniformly
 from the table, of a call with one id in 90 % of the positions, and their ratio. Operations that
 insert are measured with ids in the table, and, as ``... new``, with ids not in it; the hot batch
 then has one new id in 90 % of its positions. ``scores`` marks calls with scores; ``deterministic``

@@ -7,7 +7,7 @@ Streams are MovieTweetings and MovieLens-100K by --data, and two synthetic strea
 which a fifth of the ids is replaced in each tenth of the time, and `all replaced`. The number of
 rows of a table is a share of its feature's distinct ids. The benchmark compares the policies of
 `hkv`, TorchRec's MCH (with an eviction in every step), static tables of as many rows with ids
-modulo the rows, and a row for each id. TorchRec's HashZch is not included, because it takes new ids
+modulo the rows, and a row per id. TorchRec's HashZch is not included, because it takes new ids
 on GPUs only.
 
 The model is a DLRM (16 columns, dense 32-16, over 64-32-1; row-wise Adagrad for the rows, Adam for

@@ -46,7 +46,7 @@ INT8 = ", int8"
 
 def methods() -> list[str]:
     """Returns the names of the methods: each policy of ``HKVOptions`` that only needs ids, one
-    policy with int8 rows, TorchRec's MCH, ids modulo the rows, and a row for each id."""
+    policy with int8 rows, TorchRec's MCH, ids modulo the rows, and a row per id."""
     hkv = [f"hkv, {name}" for name in evictions() if not name.startswith("epoch")]
     return [*hkv, f"hkv, lfu{INT8}", *_MCH, HASHED, UNLIMITED]
 
@@ -168,7 +168,7 @@ def rows_of(method: str, rows: Mapping[str, int], ids: Mapping[str, Tensor], see
 
     Args:
         method: one of :func:`methods`.
-        rows: number of rows of each feature's table; a method with a row for each id has more.
+        rows: number of rows of each feature's table; a method with a row per id has more.
         ids: ids of the whole stream, by feature.
         seed: seed of the initial rows.
     """

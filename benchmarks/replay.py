@@ -5,7 +5,7 @@
 
 speed: replays one column of int64 ids of the first stream; ``m_lookups_s`` counts the lookups of
 the whole log. Times include reading, but not writing the log. ``cpu_seconds`` is the processor time
-of all threads, which other load on the machine affects less.
+of all threads, which other load affects less.
 
 error: compares a replay of all ids with replays of samples, for each stream. Each draw renames the
 ids, so that other ids are in the sample. All ids are replayed for each draw, because the hit rate
@@ -142,7 +142,7 @@ def write_log(ids: Callable[[], Tensor], name: str, kind: str, folder: Path) -> 
 
 
 def speed(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields one row for each format and sample."""
+    """Yields one row per format and sample."""
     draw = functools.cache(lambda: next(iter(STREAMS.values()))(args.lookups, args.seed))
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.formats:
@@ -181,7 +181,7 @@ def streams(args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
 
 
 def errors(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields one row for each stream, sample, policy and number of rows."""
+    """Yields one row per stream, sample, policy and number of rows."""
     for name, ids in streams(args):
         renamed = [hashed(hashed(ids) + draw).numpy() for draw in range(args.draws)]
         logs = [ArrayLog(name, {"ids": values}) for values in renamed]

@@ -6,7 +6,7 @@
         --exponent 1.05 --skip-stock rows pooled
 
 A request looks up ``--ids`` ids, with a power law or uniform, in a table of ``--rows`` rows.
-``rows`` returns a row for each id, ``pooled`` sums bags of 20 ids, and ``model, rows`` and ``model,
+``rows`` returns a row per id, ``pooled`` sums bags of 20 ids, and ``model, rows`` and ``model,
 pooled`` do the same in an exported and loaded model. The peer is
 ``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and also
 ``torch.nn.functional.embedding`` for unpooled float rows on a GPU. The two are timed in turn,

@@ -5,7 +5,7 @@
 All tables have the same ranks and columns; ids are uniform, or follow a power law. A step is
 forward, backward and SGD. ``rows_per_prefix`` is the number of distinct ids that share the first
 two of three slices, whose product is computed once. The tables take turns. Reported are minima of
-the processor time of all threads, which other load on the machine affects least, and of wall time;
+the processor time of all threads, which other load affects least, and of wall time;
 ``over_first`` is the processor time divided by that of the first table.
 """
 

@@ -5,7 +5,7 @@
 A step is forward, backward and optimizer. Eight tables have the same row numbers as ids, and start
 from equal rows, which are compared after the run. The group finds or inserts its ids in every step,
 and already has all of them. The sides take turns. Reported are medians of wall time, and of the
-processor time of all threads, which other load on the machine affects less. ``hkv_find`` is the
+processor time of all threads, which other load affects less. ``hkv_find`` is the
 part of ``hkv_forward`` that finds slots, which FBGEMM does not need.
 """
 

@@ -131,7 +131,7 @@ def run_step(name: str, optimizer: str, load: float) -> None:
 
 
 def parse_kernels(lines: Iterable[str]) -> list[dict[str, object]]:
-    """Parses the output of ``ncu --csv --page raw``. Returns a row for each kernel name and stage.
+    """Parses the output of ``ncu --csv --page raw``. Returns a row per kernel name and stage.
 
     Raises:
         ValueError: the marks between the stages are missing.

@@ -224,7 +224,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
 def failures(
     embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: Taken
 ) -> list[str]:
-    """Prints the table's size and memory; returns a sentence for each check that failed."""
+    """Prints the table's size and memory; returns a sentence per check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
     taken = Taken(group.hbm_bytes(0), group.host_bytes(0))
     print(
@@ -257,7 +257,7 @@ def main() -> int:
         The exit code.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse_arguments()
     check_device_and_outputs(arguments)

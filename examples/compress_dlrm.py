@@ -289,7 +289,7 @@ def main() -> None:
     """Parses arguments, trains, compresses, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse_arguments()
     check_plot(arguments.plot)

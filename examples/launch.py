@@ -140,7 +140,7 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
     """Reads the data, and checks the arguments that depend on it.
 
     Raises:
-        DataError: something is wrong, in one sentence.
+        DataError: the input is invalid.
     """
     check_device_and_outputs(arguments)
     if arguments.data == MOVIELENS and not MOVIELENS.is_file():

@@ -62,7 +62,7 @@ def print_table(title: str, results: list[Result]) -> None:
 
 
 def print_judgements(judgements: Sequence[Judgement]) -> None:
-    """Prints a line for each evaluation on the test."""
+    """Prints a line per evaluation on the test."""
     for one in judgements:
         print(
             f"after {one.step:,} steps: test loss {one.loss:.4f},"

@@ -17,7 +17,7 @@ BOUND = DIM**-0.5
 
 
 class Block(nn.Module):
-    """Causal attention, and a network for each position."""
+    """Causal attention, and a network per position."""
 
     def __init__(self, dropout: float, device: torch.device) -> None:
         super().__init__()

@@ -50,8 +50,8 @@ class Settings:
         rows: rows of the hash table per item that ever appears; None for two.
         seed: seed of rows, weights, batches and samples.
         device: device of the model.
-        tensorboard: folder of metrics, with a folder for each run; None for no metrics.
-        save: folder of checkpoints, with a folder for each run; None for no checkpoints.
+        tensorboard: folder of metrics, with a folder per run; None for no metrics.
+        save: folder of checkpoints, with a folder per run; None for no checkpoints.
         resume: folder of checkpoints to resume from; None to begin.
     """
 

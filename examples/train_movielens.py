@@ -26,7 +26,7 @@ def main() -> None:
     """Parses arguments, trains, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     keys = [variant.key for variant in VARIANTS]

@@ -237,7 +237,7 @@ def main() -> None:
     """Parses arguments, learns, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument(

@@ -78,7 +78,7 @@ def main() -> None:
     """Parses arguments, trains, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse()
     check_plot(arguments.plot)

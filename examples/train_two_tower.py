@@ -197,7 +197,7 @@ def main() -> None:
     """Parses arguments, trains, measures.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument("--epochs", type=positive, default=5, help="(default: %(default)s)")

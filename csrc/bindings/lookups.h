@@ -27,7 +27,7 @@ struct LookupBatch {
   const RowType type;          // the corresponding type of rows
 };
 
-// Describes the pooling. weights: float32, one for each id, on the group's device; may be missing.
+// Describes the pooling. weights: float32, one per id, on the group's device; may be missing.
 // Throws TypeError or ValueError.
 hash_table::Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& weights,
                                  bool mean, const at::Tensor& ids);
@@ -37,7 +37,7 @@ hash_table::Pooling make_pooling(const TableGroup& group, const std::optional<at
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
 
 // Returns the slots of a batch's ids, and inserts missing ids. pin: null without a backward.
-// scores: int64, one for each id, for tables under 'customized'; in other tables an id counts once.
+// scores: int64, one per id, for tables under 'customized'; in other tables an id counts once.
 // Throws ValueError or TypeError, before any change, if scores are missing or not needed. found:
 // where to write whether each id was in its table before, on the group's device; may be null.
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,

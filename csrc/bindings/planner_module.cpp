@@ -69,7 +69,7 @@ class Rooms {
     return {hbm, host, std::move(found)};
   }
 
-  // The first pattern that fits, as the index of an option for each table.
+  // The first pattern that fits, as the index of an option per table.
   std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
     std::optional<std::vector<int>> found;
     std::vector<const Parts*> options(tables.size());

@@ -12,7 +12,7 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-// Besides one attempt for each unit, a search makes at most this many attempts to place a unit:
+// Besides one attempt per unit, a search makes at most this many attempts to place a unit:
 // kMostAttempts for up to kFewUnits units, otherwise kFewerAttempts.
 constexpr size_t kFewUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;

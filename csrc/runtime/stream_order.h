@@ -90,7 +90,7 @@ class StreamOrder {
   };
   struct Part {
     std::vector<Mark> writes;  // the last write, if any
-    std::vector<Mark> reads;   // later reads, at most one for each stream
+    std::vector<Mark> reads;   // later reads, at most one per stream
   };
 
   std::shared_ptr<Event> record(cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Finds rows of read-only tables on a GPU, one thread for each id.
+// Finds rows of read-only tables on a GPU, one thread per id.
 #pragma once
 
 #include <cstdint>

@@ -76,7 +76,7 @@ void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int 
 
 // Makes the `wanted` rows with the largest counts hot, or all rows if there are fewer. Among equal
 // counts, rows that were hot before (null: none) are preferred, then the first rows. words: out,
-// one for each 32 rows.
+// one per 32 rows.
 void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
                      HotWord* words);
 

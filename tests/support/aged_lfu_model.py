@@ -34,7 +34,7 @@ class AgedLFUModel:
         self.half_life, self.unit = 0, 0.0
 
     def reload(self, now: int, counted: int) -> None:
-        """Applies saving the table after call ``now`` and loading it, which loses no measurements."""
+        """Applies saving the table after call ``now`` and loading it; measurements are kept."""
         if self.seen is not None:
             self.lookups += counted - self.seen[1]
             self.steps += now + 1 - self.seen[0]

@@ -61,7 +61,7 @@ def expected_initial_rows(table: HashTable, ids: Tensor, **options: Any) -> Tens
 
 
 def constant_scores(table: HashTable, n: int, score: int = 1) -> Tensor | None:
-    """Returns a score for each id if the policy needs scores, otherwise None."""
+    """Returns a score per id if the policy needs scores, otherwise None."""
     if table.eviction != "customized":
         return None
     return torch.full((n,), signed(score), dtype=torch.int64, device=table.device)

@@ -72,7 +72,7 @@ class FileOptions:
         save: id of the save, the same for all tables; None when loading.
         states: whether optimizer states are written.
         row_dtype: float16 or bfloat16, to which rows of 32 bits are rounded when they are written,
-            or int8 for codes of 8 bits with one scale for each row; None to write all bits.
+            or int8 for codes of 8 bits with one scale per row; None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
         verify: whether a load verifies :attr:`SavedFolder.entry_files` while it reads them. If
             False, they have been verified before.

@@ -13,7 +13,7 @@ class ScoreSource:
     """Where the scores of the ids of a training lookup come from.
 
     Attributes:
-        features: features of the same KeyedJaggedTensor, one for each feature of the table. Their
+        features: features of the same KeyedJaggedTensor, one per feature of the table. Their
             values are the scores, one int64 for each id. If empty, the scores are the weights of
             the table's features, mapped to int64 by
             :func:`torchrec_hkv.hash_table.scores_of_weights`, which keeps their order.
@@ -54,7 +54,7 @@ class BackendOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An estimate of how much quality a table keeps, compared with a dense float32 row for each id.
+    """An estimate of how much quality a table keeps, compared with a dense float32 row per id.
 
     Attributes:
         kind: what the table gives up. ``"compression"``: it has fewer bytes than rows for all its

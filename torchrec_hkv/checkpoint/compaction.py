@@ -41,7 +41,7 @@ def compact(
             it to the chain as a new base; ``path`` must then name the whole chain or its newest
             checkpoint. No process may write to the chain meanwhile. Afterwards, create a new
             :class:`DeltaWriter` and call its ``resume()``.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table's shard.
+        batch_bytes: memory limit in bytes. One more byte is used per slot of a table's shard.
         threads: number of threads that verify files.
 
     Returns:

@@ -77,7 +77,7 @@ def compare(
     Args:
         first: a table that has files of its own.
         second: the table to compare with, which also has files of its own.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+        batch_bytes: memory limit in bytes. One more byte is used per slot of a table that is
             saved in deltas.
         show: number of ids in :attr:`TableDifference.most`.
 

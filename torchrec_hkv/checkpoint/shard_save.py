@@ -1,4 +1,4 @@
-"""Writes the tables that have files of their own, one folder for each shard."""
+"""Writes the tables that have files of their own, one folder per shard."""
 
 from __future__ import annotations
 

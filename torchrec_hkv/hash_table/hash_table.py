@@ -63,7 +63,7 @@ class HashTable(SavedTable, TableSelection):
             capacity.
         device: a CPU or CUDA device.
         dtype: data type of the rows: float32, float16, bfloat16 or int8. Rows of int8 are integers
-            with a float32 scale for each row; calls take and return them as float32, rounded to
+            with a float32 scale per row; calls take and return them as float32, rounded to
             the nearest.
         eviction: eviction policy.
         state_dim: number of float32 state values beside each row; zeros for a new id.
@@ -355,7 +355,7 @@ class HashTable(SavedTable, TableSelection):
     def capacity(self) -> int:
         """Number of slots at full size: the requested capacity, rounded up.
 
-        Without ``initial_capacity`` it is rounded up by less than one slot for each bucket.
+        Without ``initial_capacity`` it is rounded up by less than one slot per bucket.
         """
         return self._group.num_slots
 

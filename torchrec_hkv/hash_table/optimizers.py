@@ -188,7 +188,7 @@ class Adagrad(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
-    """Adagrad with one sum for each row, the sum of its mean squares; FBGEMM's
+    """Adagrad with one sum per row, the sum of its mean squares; FBGEMM's
     ``EXACT_ROWWISE_ADAGRAD``.
 
     State of a row: the sum ``[1]``. See :class:`Adagrad` for the other attributes.

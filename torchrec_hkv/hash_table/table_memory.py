@@ -15,7 +15,7 @@ class TableMemory:
     """Memory of a table at its full capacity.
 
     Attributes:
-        num_slots: number of slots: the capacity, rounded up by less than one slot for each bucket.
+        num_slots: number of slots: the capacity, rounded up by less than one slot per bucket.
         initial_slots: number of slots at first.
         bucket_slots: number of slots in a bucket, at most 64.
         index_bytes: bytes of digests, ids, steps, scores, miniature tables of an ``"adaptive"``

@@ -33,7 +33,7 @@ def flat_scores(
     scores: Sequence[Tensor] | None,
     training: bool,
 ) -> list[Tensor] | None:
-    """Scores of ids as int64 ``[n]``, one tensor for each table.
+    """Scores of ids as int64 ``[n]``, one tensor per table.
 
     Raises:
         TypeError: the scores are not int64.

@@ -189,8 +189,8 @@ class MultiTableHKVEmbedding(TableModule):
         """Looks up rows in each table.
 
         Args:
-            ids: list or tuple of one tensor for each table, int64 or int32; shapes may differ.
-            scores: list or tuple of one int64 tensor for each table, of the shape of its ids;
+            ids: list or tuple of one tensor per table, int64 or int32; shapes may differ.
+            scores: list or tuple of one int64 tensor per table, of the shape of its ids;
                 required in training under ``"customized"``, not allowed under other policies.
 
         Returns:

@@ -262,7 +262,7 @@ class HKVAdamOptimizer(RowOptimizer):
 
 
 class HKVSparseAdam(HKVAdamOptimizer):
-    """Adam with a step count for each row, stored in its state, that corrects the bias.
+    """Adam with a step count per row, stored in its state, that corrects the bias.
 
     An id that appears late, or again after an eviction, is therefore corrected like the first ids.
     The arguments are those of :class:`HKVAdamOptimizer`.

@@ -111,7 +111,7 @@ class TableModule(nn.Module):
     def _lookup(
         self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Looks up rows, one tensor for each table.
+        """Looks up rows, one tensor per table.
 
         Args:
             ids: ids of each table, of any shape.

@@ -32,7 +32,7 @@ class TTEmbeddingBag(nn.Module):
     Args:
         num_embeddings: number of rows.
         embedding_dim: number of columns.
-        tt_ranks: ranks, one for each pair of neighbouring cores, or one number for all. None with
+        tt_ranks: ranks, one per pair of neighbouring cores, or one number for all. None with
             ``compression_ratio`` or ``max_bytes``.
         tt_p_shapes: row factors; their product is at least ``num_embeddings``. None: balanced
             factors.

@@ -206,7 +206,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     Args:
         shapes: shapes of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
         feature_tables: index of the table of each feature, in the order of the output's columns.
-            None: one feature for each table.
+            None: one feature per table.
         sparse: True: the backward updates the cores; ``eval()`` freezes them, but
             ``requires_grad_(False)`` does not. False: cores get gradients.
         optimizer: optimizer of the fused update.

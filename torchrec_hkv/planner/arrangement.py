@@ -46,7 +46,7 @@ class Arranged:
     Attributes:
         time: time of a step on the slowest rank, by the performance model.
         loss: estimated loss of all tables.
-        options: one option for each table.
+        options: one option per table.
     """
 
     time: float
@@ -55,7 +55,7 @@ class Arranged:
 
 
 class Arranger:
-    """Finds a sharding option for each table, given its level of loss."""
+    """Finds a sharding option per table, given its level of loss."""
 
     def __init__(
         self,

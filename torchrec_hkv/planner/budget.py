@@ -84,7 +84,7 @@ def missing_bytes(
     """Estimates missing memory. Shards are placed largest first, where most memory is left.
 
     Args:
-        options: one option for each table.
+        options: one option per table.
         topology: topology with the memory available for tables.
         parts: returns the needs of an option.
     """

@@ -301,7 +301,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
         # TorchRec allows a table without constraints any kernel of the sharder. It creates an
-        # option for each kernel in the list, so the kernel is repeated for each backend.
+        # option per kernel in the list, so the kernel is repeated for each backend.
         served = self._served(name, sharding_type)
         allowed = [kernel for kernel in allowed_compute_kernels if kernel != KERNEL or served]
         kernels = super()._filter_compute_kernels(name, allowed, sharding_type)

@@ -34,7 +34,7 @@ _CONFIGS: weakref.WeakKeyDictionary[nn.Module, dict[str, BaseEmbeddingConfig]] =
 
 class CopiedOption(ShardingOption):
     """A sharding option with a fast copy: TorchRec's enumerator copies all options, each with a
-    shard for each rank."""
+    shard per rank."""
 
     @classmethod
     def like(cls, option: ShardingOption) -> Self:

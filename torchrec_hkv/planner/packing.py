@@ -134,7 +134,7 @@ def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:
     """Assigns each shard to a rank with enough memory, so that the slowest rank takes little time.
 
     Args:
-        proposal: one option for each table.
+        proposal: one option per table.
         rooms: the free memory of the ranks.
 
     Returns:

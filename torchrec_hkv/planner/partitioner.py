@@ -33,7 +33,7 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         """Assigns a rank to each shard.
 
         Args:
-            proposal: one option for each table.
+            proposal: one option per table.
             storage_constraint: memory of the ranks.
             hbm_per_device: overrides the HBM of each rank, see TorchRec.
 

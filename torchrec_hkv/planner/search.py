@@ -169,7 +169,7 @@ class Search:
         self, bound: Bound, count: int, forced: Sequence[Table], memory: Scarce
     ) -> list[Best]:
         """The best plans in which ``count`` tables lose besides those that must. With few tables:
-        one for each set of tables with the least loss, up to a bound; otherwise one plan."""
+        one per set of tables with the least loss, up to a bound; otherwise one plan."""
         best: list[Best] = []
         limit = math.inf
         most = _FEWER_SETS if self._are_many else _MOST_SETS

@@ -105,9 +105,9 @@ class Replayed:
         name: name of the table.
         lookups: lookups in the whole log.
         distinct: number of distinct ids; an estimate if a sample was replayed.
-        unlimited_hit_rate: hit rate with a row for each id.
+        unlimited_hit_rate: hit rate with a row per id.
         frequencies: histogram of the ids.
-        curves: the curves, one for each policy.
+        curves: the curves, one per policy.
     """
 
     name: str

@@ -125,7 +125,7 @@ class ReplayedTables:
         }
 
     def see(self, steps: Steps) -> None:
-        """Runs the training lookups of steps, one call for each step."""
+        """Runs the training lookups of steps, one call per step."""
         if steps.ends.numel() == 0:
             return
         epochs, whole = None, steps.whole

@@ -1,4 +1,4 @@
-"""Numbers of lookups of a table's rows in training: one byte for each row, in the order of rows.
+"""Numbers of lookups of a table's rows in training: one byte per row, in the order of rows.
 
 The file is beside the table's file. A code ``c`` stands for ``2 ** (c / 4) - 1`` lookups, rounded.
 """
@@ -59,7 +59,7 @@ class CountsWriter:
     """A context manager that writes the counts of a table whose file is written later.
 
     Args:
-        folder: folder of a temporary file with 9 bytes for each id.
+        folder: folder of a temporary file with 9 bytes per id.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -53,7 +53,7 @@ class Pooling(TypedDict, total=False):
     Attributes:
         weights: float32 ``[n]``, for pooled rows; None by default.
         mean: whether to divide a pooled sum by the number of ids in its bag; False by default.
-        pooled: True by default. False: return a row for each id; all tables must have the same dim.
+        pooled: True by default. False: return a row per id; all tables must have the same dim.
     """
 
     weights: Tensor | None
@@ -81,7 +81,7 @@ class TTGroup:
     Args:
         shapes: shapes of the tables.
         feature_tables: index of the table of each feature, in the order of the output's columns; by
-            default one feature for each table.
+            default one feature per table.
         optimizer: optimizer of :meth:`lookup_fused`: one of
             :mod:`torchrec_hkv.hash_table.optimizers` except LAMB. It treats a slice of a core like
             a row: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.

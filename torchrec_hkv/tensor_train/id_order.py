@@ -18,10 +18,10 @@ _TYPES = (torch.int16, torch.int32, torch.int64)
 class IdOrder:
     """The row of a Tensor-Train table for each id; a permutation of 0 to ``num_ids - 1``.
 
-    Apply it where ids become row numbers. An order of all ids takes 2 to 8 bytes for each id, as
+    Apply it where ids become row numbers. An order of all ids takes 2 to 8 bytes per id, as
     many as its largest number needs. An order that lists only the ids that come first
-    (:meth:`first`, or :meth:`by_value` with ``max_bytes``) takes one byte for each listed id and 2
-    to 8 bytes for each 256 ids. Count :attr:`num_bytes` among the bytes of the table.
+    (:meth:`first`, or :meth:`by_value` with ``max_bytes``) takes one byte per listed id and 2
+    to 8 bytes per 256 ids. Count :attr:`num_bytes` among the bytes of the table.
 
     Args:
         rows: int64 ``[num_ids]``, the row of each id; a permutation of 0 to ``num_ids - 1``.

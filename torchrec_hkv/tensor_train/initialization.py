@@ -1,6 +1,6 @@
 """Initial cores whose table has a given mean and variance.
 
-An entry of the table is a sum over paths, one for each combination of ranks ``r_1 ... r_{d-1}``, of
+An entry of the table is a sum over paths, one per combination of ranks ``r_1 ... r_{d-1}``, of
 products of one element of each core. If elements have mean 0, the terms are uncorrelated, and the
 variance of an entry is the number of paths times the product of the cores' variances. A nonzero
 mean uses a separate path, the first of every rank, with constant elements.

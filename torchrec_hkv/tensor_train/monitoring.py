@@ -14,7 +14,7 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 
 
 def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Singular values of the table's unfoldings, one tensor for each rank, largest first.
+    """Singular values of the table's unfoldings, one tensor per rank, largest first.
 
     They depend on the table (with its padding rows), but not on the choice of its cores. They are
     computed in float64 from the Gram matrices of the cores left and right of the rank.

@@ -25,7 +25,7 @@ def check_shape_arguments(
         num_cores: see :func:`torchrec_hkv.tensor_train.make_shape`.
         p: row factors.
         q: column factors.
-        ranks: one number, or one for each pair of neighbouring cores.
+        ranks: one number, or one per pair of neighbouring cores.
         compression_ratio: minimal compression ratio, instead of ranks.
         max_bytes: maximal bytes of the cores, instead of ranks.
 

@@ -17,7 +17,7 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
                         at::IntArrayRef tables, at::IntArrayRef kinds, int64_t columns,
                         at::ScalarType dtype);
 
-// Returns one tensor for each output. Output i has the rows of the ids of feature features[i] in
+// Returns one tensor per output. Output i has the rows of the ids of feature features[i] in
 // table tables[i], with dims[i] columns.
 std::vector<at::Tensor> serving_rows(const at::Tensor& handle, const at::Tensor& ids,
                                      const at::Tensor& lengths, at::IntArrayRef features,

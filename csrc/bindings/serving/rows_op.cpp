@@ -1,4 +1,4 @@
-// torchrec_hkv::serving_rows: rows of read-only tables, one for each id.
+// torchrec_hkv::serving_rows: rows of read-only tables, one per id.
 #include <torch/library.h>
 
 #include <vector>

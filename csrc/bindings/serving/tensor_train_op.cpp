@@ -12,7 +12,7 @@ namespace torchrec_hkv::bindings {
 namespace {
 
 // Looks up ids in the Tensor-Train tables of one group. Returns one tensor with all outputs if they
-// are pooled, otherwise one tensor for each output.
+// are pooled, otherwise one tensor per output.
 std::vector<at::Tensor> serving_tt(const at::Tensor& handle, const at::Tensor& ids,
                                    const at::Tensor& lengths,
                                    const std::optional<at::Tensor>& weights,

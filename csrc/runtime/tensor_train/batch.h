@@ -31,7 +31,7 @@ TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Te
 // Cores without a batch.
 TensorTrainBatch checked_cores(at::TensorList cores, int64_t group, at::Device device);
 
-// Checks for a result of tt_flat_gradients: the gradients of all cores, then a flag for each slice.
+// Checks for a result of tt_flat_gradients: the gradients of all cores, then a flag per slice.
 void check_flat_gradients(const TensorTrainBatch& call, const at::Tensor& gradients,
                           at::Device device);
 

@@ -27,7 +27,7 @@ class FixedPointGradients {
   void finish(const TensorTrainGroup& group, const TensorTrainPlan& plan) const;
 
  private:
-  at::Tensor sums_;    // int64, one for each float of the plan's zeros
+  at::Tensor sums_;    // int64, one per float of the plan's zeros
   at::Tensor scales_;  // float64 [tables, 3]
   const float* grads_;
 };

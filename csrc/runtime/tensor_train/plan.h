@@ -58,7 +58,7 @@ class TensorTrainPlans {
   static constexpr size_t kMost = 8;  // maximal number of kept plans
   std::mutex mutex_;
   std::vector<std::shared_ptr<TensorTrainPlan>> plans_;  // the most recently used plan is last
-  std::vector<at::Tensor> outside_;                      // one for each device
+  std::vector<at::Tensor> outside_;                      // one per device
 };
 
 }  // namespace torchrec_hkv::runtime

@@ -54,7 +54,7 @@ class HKVOptions(BackendOptions):
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
-            ``entries`` or ``sketch_bytes`` count for each rank, or a ``Probability``. A lookup of
+            ``entries`` or ``sketch_bytes`` count per rank, or a ``Probability``. A lookup of
             an id that is not admitted returns its initial row, which is not trained. None: all ids
             are admitted.
         expire_after: number of training steps without a lookup after which an id and its optimizer
@@ -82,7 +82,7 @@ class HKVOptions(BackendOptions):
             fewer if the constraint leaves the kernel open and has frequencies of ids.
         row_dtype: data type of the rows, if it differs from the config's: ``torch.float32``,
             ``torch.float16``, ``torch.bfloat16`` or ``torch.int8``. Rows of int8 are integers
-            with a float32 scale for each row; updates round them stochastically, and their columns
+            with a float32 scale per row; updates round them stochastically, and their columns
             can't be sharded. None: the config's.
         deterministic: True: on GPUs, equal batches give bitwise equal tables, and column shards
             keep and evict the same rows. Training steps are slightly slower

@@ -31,7 +31,7 @@ class BackendChoices:
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> Sequence[Kept]:
-        """Estimates how much quality a table keeps, compared with a dense row for each id.
+        """Estimates how much quality a table keeps, compared with a dense row per id.
 
         The planner uses options that lose quality only if memory requires it. The default is an
         empty sequence: nothing is lost.

@@ -15,8 +15,8 @@ class DeviceCounters(NamedTuple):
     """Counters of the tables of a group, on their device.
 
     Attributes:
-        keys: keys of the shards, one for each row.
-        names: names of the counters, one for each column.
+        keys: keys of the shards, one per row.
+        names: names of the counters, one per column.
         values: int64 ``[shards, counters]``.
     """
 

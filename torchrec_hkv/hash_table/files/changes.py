@@ -116,7 +116,7 @@ class ChangeTracker:
             folder: folder for the file of ids that left.
             save_name: 8 hexadecimal digits, unique for the save.
             batch_bytes: memory limit in bytes, on the host and on the device each. On the host, 8
-                bytes more are used for each changed entry.
+                bytes more are used per changed entry.
             written: list to which the file is appended when it is created.
             handle: handle of a non-blocking save, whose threads write the file.
         """

@@ -58,7 +58,7 @@ def _check_geometry(manifest: Manifest, place: Place) -> None:
     capacity, initial = manifest.capacity, manifest.initial_capacity
     if initial is not None and initial > capacity:
         raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
-    # Rounding up adds less than one slot for each bucket.
+    # Rounding up adds less than one slot per bucket.
     slots = manifest.buckets * manifest.bucket_slots
     least = capacity if initial is None else initial
     if not least <= slots < capacity + manifest.buckets:

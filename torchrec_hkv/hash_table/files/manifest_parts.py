@@ -70,7 +70,7 @@ class Reduced:
     """Description of a folder that holds entries in a reduced form.
 
     Attributes:
-        dtype: dtype of the rows in the shards; int8 for codes with a scale for each row.
+        dtype: dtype of the rows in the shards; int8 for codes with a scale per row.
         states: whether the shards hold optimizer states.
     """
 

@@ -77,7 +77,7 @@ def save(
             tracker knows it.
         states: whether optimizer states are saved.
         row_dtype: float16 or bfloat16, to which rows of 32 bits are rounded, or int8 for 8-bit
-            codes with a scale for each row. None: no rounding.
+            codes with a scale per row. None: no rounding.
         compression: whether shards are compressed by Zstandard.
         handle: handle of a non-blocking save, whose threads write the files. The table's contents
             have been copied when this function returns.

@@ -68,11 +68,11 @@ class CallArguments:
         return converted.contiguous()
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
-        """Checks that there is a row for each id."""
+        """Checks that there is a row per id."""
         self.check(rows, "rows", self.dtype, (ids.numel(), self.row_width))
 
     def check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
-        """Checks that there is a score for each id if a policy takes scores, and none otherwise."""
+        """Checks that there is a score per id if a policy takes scores, and none otherwise."""
         if scores is None:
             if "customized" in self.evictions:
                 raise ValueError("scores must be given under eviction 'customized'.")

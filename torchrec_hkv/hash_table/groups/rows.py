@@ -1,4 +1,4 @@
-"""Conversion between the matrix of rows in calls and one tensor for each feature."""
+"""Conversion between the matrix of rows in calls and one tensor per feature."""
 
 from __future__ import annotations
 

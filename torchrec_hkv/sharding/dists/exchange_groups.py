@@ -225,7 +225,7 @@ def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[
     position, held = 0, 0.0
     for number in range(1, count + 1):
         wanted, first = sum(weights) * number / count, position
-        # Take at least one item, and leave at least one for each later part.
+        # Take at least one item, and leave at least one per later part.
         while position < len(items) - (count - number) and (
             position == first or held + weights[position] / 2 <= wanted
         ):

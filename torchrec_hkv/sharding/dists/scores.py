@@ -197,7 +197,7 @@ def check_score_source(table: str, features: Sequence[str], options: BackendOpti
 
 
 def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: str) -> None:
-    """Checks that there is one score for each id."""
+    """Checks that there is one score per id."""
     what = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
     if source not in features.keys():  # noqa: SIM118
         raise ValueError(f"{what}, which the batch lacks: it has {features.keys()}.")

@@ -328,7 +328,7 @@ class BackendCollection:
             lookups[key].load_table(key, local)
         for path in taken:
             del state_dict[path]
-        # A state dict has no placeholders, but nn.Module expects one for each parameter.
+        # A state dict has no placeholders, but nn.Module expects one per parameter.
         for name in self._table_states:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()

@@ -1,5 +1,5 @@
 // A radix sort of pairs of a 32-bit key and a position, least significant digit first. It has one
-// launch for each digit of eight bits, whose tiles find the places of their keys by decoupled
+// launch per digit of eight bits, whose tiles find the places of their keys by decoupled
 // look-back (Adinets and Merrill, Onesweep, 2022). The kernel that creates the keys counts all
 // digits.
 //

@@ -31,7 +31,7 @@ struct Begins {
     slots += other.slots;
   }
 };
-// The same for few positions, with 10 bits for each number.
+// The same for few positions, with 10 bits per number.
 __device__ __forceinline__ Begins unpacked(uint32_t packed) {
   constexpr uint32_t kMask = (1u << 10) - 1;
   return {static_cast<int32_t>(packed & kMask), static_cast<int32_t>(packed >> 10 & kMask),
