@@ -19,7 +19,7 @@ _SUMS = "momentum1"
 
 
 def dense_capacity(rows: int) -> int:
-    """Number of slots in which ``rows`` rows all find a place: 25 % more, and two buckets."""
+    """Number of slots in which each of ``rows`` rows finds a slot: 25 % more, and two buckets."""
     return rows + -(-rows // 4) + 128
 
 
@@ -108,7 +108,7 @@ class DenseRows:
         return {name: self._tensors[name] for name in wanted}
 
     def flush(self) -> None:
-        """Copies into the table what was written into the tensors since they were read."""
+        """Copies values that were written into the tensors since the last read into the table."""
         changed = {
             name: tensor
             for name, tensor in self._tensors.items()
