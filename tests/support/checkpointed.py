@@ -41,6 +41,7 @@ def make_tables(
     tt_dtype: str = "fp32",
     hash_dtype: str = "fp32",
     expire_after: int | None = None,
+    deterministic: bool = False,
 ) -> DistributedModelParallel:
     """Creates hash tables ``lru`` and ``lfu`` (which grows), and tables ``tt`` and ``stock``.
 
@@ -86,8 +87,14 @@ def make_tables(
             dense=dense,
             expire_after=expire_after,
             row_dtype=row_dtype,
+            deterministic=deterministic,
         ),
-        "lfu": HKVOptions(eviction=eviction, initial_capacity=128, row_dtype=row_dtype),
+        "lfu": HKVOptions(
+            eviction=eviction,
+            initial_capacity=128,
+            row_dtype=row_dtype,
+            deterministic=deterministic,
+        ),
         "tt": TTOptions(ranks=tt_rank),
     }
     constraints = {
