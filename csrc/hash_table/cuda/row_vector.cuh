@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/int8_rows.h"
+#include "common/rounding.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/table_view.h"
 
@@ -30,6 +31,18 @@ __device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float
     return pair;
   }
   return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
+}
+
+// The same with stochastic rounding.
+__device__ __forceinline__ uint32_t narrow_pair_by_chance(RowType type, float first, float second,
+                                                          uint32_t first_draw,
+                                                          uint32_t second_draw) {
+  if (type == RowType::kFloat16) {
+    return narrow_pair(type, float16_by_chance(first, first_draw),
+                       float16_by_chance(second, second_draw));
+  }
+  return static_cast<uint32_t>(to_bfloat16_by_chance(second, second_draw)) << 16 |
+         to_bfloat16_by_chance(first, first_draw);
 }
 
 // Converts one of the four int8 of a word to a float. A conversion has a quarter of the rate of

@@ -334,15 +334,16 @@ struct RowUpdater {
       if (at + k >= dim) break;
       const uint32_t first = column_offset + static_cast<uint32_t>(at + k);
       const bool one_quad = first % 4 == 0;  // the same for all columns of the table
-      uint64_t bits = rounding_bits(rounding, first / 4);
-      uint32_t narrowed[4];
+      const uint64_t bits = rounding_bits(rounding, first / 4);
+      uint32_t draws[4];
 #pragma unroll
       for (uint32_t c = 0; c < 4; ++c) {
-        if (c > 0 && !one_quad) bits = rounding_bits(rounding, (first + c) / 4);
-        narrowed[c] = narrow_by_chance(type, vector.v[k + c], rounding_draw_of(bits, first + c));
+        draws[c] =
+            one_quad ? static_cast<uint32_t>(bits >> 16 * c) : rounding_draw(rounding, first + c);
       }
-      *reinterpret_cast<uint2*>(to + (at + k) * sizeof(Element)) =
-          make_uint2(narrowed[0] | narrowed[1] << 16, narrowed[2] | narrowed[3] << 16);
+      *reinterpret_cast<uint2*>(to + (at + k) * sizeof(Element)) = make_uint2(
+          narrow_pair_by_chance(type, vector.v[k], vector.v[k + 1], draws[0], draws[1]),
+          narrow_pair_by_chance(type, vector.v[k + 2], vector.v[k + 3], draws[2], draws[3]));
     }
   }
   __device__ __forceinline__ void store_row(const Vector& vector, char* to, int32_t at) const {
