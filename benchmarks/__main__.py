@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def names() -> dict[str, str]:
-    """Benchmarks by name, with the first line of what their module says."""
+    """Returns the first docstring line of each benchmark, by name."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -28,7 +28,7 @@ def names() -> dict[str, str]:
 
 
 def main() -> None:
-    """Runs a benchmark by its name, or lists them."""
+    """Runs a benchmark by name, or lists all benchmarks."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.split("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""Types of numbers that benchmarks are given."""
+"""Types of numeric arguments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """A whole number, which argparse refuses in one sentence if it is too low.
+    """Parses a whole number. If it is too low, argparse prints one sentence.
 
     Args:
-        least: the lowest that is accepted.
+        least: the lowest allowed number.
     """
 
     least: int

@@ -1,21 +1,21 @@
-"""Saving and loading a sharded hash table, beside what the disk writes and reads in sequence.
+"""Saves and loads a sharded hash table, compared with sequential writes and reads of the disk.
 
     python -m benchmarks.checkpoint --bytes 50e9 --out benchmarks/results/checkpoint.csv
 
-One process with one table under ``DistributedModelParallel``: ``torchrec_hkv.checkpoint.save`` and
-``.load``, the load into another model where two fit into a GPU, whose digest is compared. That
-model holds other ids, so that files are verified before it changes: all is read twice. With
-``--untouched`` nothing was inserted into it, as when a job starts, and all is read once.
+One process has one table under ``DistributedModelParallel``, and runs
+``torchrec_hkv.checkpoint.save`` and ``.load``. If two models fit into a GPU, it loads into another
+model and compares digests. That model holds other ids, so files are verified before it changes, and
+read twice. With ``--untouched`` the model is empty, as when a job starts, and files are read once.
 
-Before each save as many bytes are written by as many threads in pieces of 16 MiB, synced, and read
-again, past the page cache; then up to 4 GB through it. The faster of both is the disk's rate. Those
-files are gone when the save begins, so that the disk needs room for the checkpoint alone. Rates are
-of file bytes, in gigabytes of 10^9 a second. ``save_peak_mb`` and ``load_peak_mb`` are what the
-process took of host memory at most beyond what it had before.
+Before each save, the same number of threads writes the same number of bytes in pieces of 16 MiB,
+syncs and reads them, first without the page cache, then up to 4 GB through it. The faster of both
+is the disk's rate. These files are deleted before the save, so the disk only needs room for the
+checkpoint. Rates are file bytes in GB/s (10^9 bytes). ``save_peak_mb`` and ``load_peak_mb`` are the
+peaks of the host memory that the process allocates in addition.
 
-Each stage prints a line when it ends. With ``--time-limit`` a stage that would not end in time by
-the disk's rate is left out, and its columns are empty; the sequential files stop at a quarter of
-the limit.
+Each stage prints a line when it ends. With ``--time-limit``, a stage that would exceed the limit at
+the disk's rate is skipped, and its columns are empty; the sequential files stop at a quarter of the
+limit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from torchrec_hkv.checkpoint.defaults import THREADS
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 KEYS = ("table_device", "gigabytes", "dim", "optimizer", "eviction", "untouched", "repeat")
-#: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.
+#: Optimizer, its arguments, and number of float32 state values of a row with ``dim`` columns.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float], Callable[[int], int]]]
 OPTIMIZERS = {
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.1}, lambda dim: 1),
@@ -63,7 +63,7 @@ OPTIMIZERS = {
 
 
 def make_model(args: argparse.Namespace, rows: int, device: torch.device) -> nn.Module:
-    """A sharded model of one table with room for so many rows."""
+    """Creates a sharded model with one table of this capacity."""
     capacity = int(rows / 0.9)
     collection = EmbeddingBagCollection(
         tables=[
@@ -85,7 +85,7 @@ def make_model(args: argparse.Namespace, rows: int, device: torch.device) -> nn.
         world_size=1,
         compute_device=device.type,
         hbm_cap=1 << 40,
-        ddr_cap=1 << 42,  # whether it fits is not asked here
+        ddr_cap=1 << 42,  # the planner must not check memory
     )
     sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
@@ -94,7 +94,7 @@ def make_model(args: argparse.Namespace, rows: int, device: torch.device) -> nn.
 
 
 def fill(model: nn.Module, rows: int, device: torch.device) -> None:
-    """Inserts so many ids."""
+    """Inserts this number of ids."""
     lookup = model.module.group_lookups()["t"]
     step = 1 << 18
     for first in range(0, rows, step):
@@ -104,13 +104,13 @@ def fill(model: nn.Module, rows: int, device: torch.device) -> None:
 
 
 def peak_mb() -> float:
-    """The most that the process has had in memory since it was last forgotten."""
+    """Returns the peak memory of the process since its last reset."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 / 1e6 for line in status if "VmHWM" in line)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds, and megabytes of host memory beyond those before."""
+    """Returns the seconds, and the peak of additional host memory in megabytes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_mb()
     begin = time.perf_counter()
@@ -121,10 +121,10 @@ def timed(work: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 class Progress:
-    """Lines that say what is done, and what time is left.
+    """Prints progress and the remaining time.
 
     Args:
-        limit: seconds from now.
+        limit: time limit in seconds from now.
     """
 
     def __init__(self, limit: float) -> None:
@@ -133,15 +133,15 @@ class Progress:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Returns the remaining seconds."""
         return self.limit - (time.perf_counter() - self._begin)
 
     def say(self, what: str) -> None:
-        """One line."""
+        """Prints one line."""
         print(f"[{time.perf_counter() - self._begin:6.1f} s] {what}", file=sys.stderr, flush=True)
 
     def allows(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; says so where they are not."""
+        """Returns whether this number of seconds remains; prints a line if not."""
         if seconds <= self.left:
             return True
         self.say(f"{what} left out: some {seconds:.0f} s, {self.left:.0f} s are left")
@@ -149,7 +149,7 @@ class Progress:
 
 
 def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rates:
-    """The higher ones of those past the page cache and through it."""
+    """Returns the higher rates of those without and with the page cache."""
     folder.mkdir()
     found = []
     for direct, most in ((True, size), (False, min(size, 4_000_000_000))):
@@ -167,7 +167,8 @@ def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rat
 
 
 def goes_past_the_cache(folder: Path, device: torch.device) -> bool:
-    """Whether the folder's file system and memory that the device copies to allow it."""
+    """Returns whether direct IO works with the folder's file system and the device's host
+    memory."""
     memory = block_memory(BLOCK, pin=device.type == "cuda").zero_()
     path = folder / "block"
     file = BlockFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -179,7 +180,7 @@ def goes_past_the_cache(folder: Path, device: torch.device) -> bool:
 
 
 def fits_twice(args: argparse.Namespace, device: torch.device) -> bool:
-    """Whether a second model fits beside the first, which is there."""
+    """Returns whether a second model fits beside the existing model."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
@@ -187,7 +188,7 @@ def fits_twice(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """One row a repetition."""
+    """Yields one row per repetition."""
     progress = Progress(args.time_limit)
     device = torch.device(args.device)
     entry = 4 * (args.dim + OPTIMIZERS[args.optimizer][2](args.dim)) + 20
@@ -204,7 +205,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
     options = {"threads": args.threads, "batch_bytes": args.batch_mb * 1_000_000}
     warm = make_model(args, 1000, device)
     fill(warm, 900, device)
-    checkpoint.save(folder / "warm", warm)  # imports, and threads that begin
+    checkpoint.save(folder / "warm", warm)  # warms up imports and threads
     checkpoint.load(folder / "warm", warm)
     del warm
     for repeat in range(args.repeat):
@@ -262,7 +263,7 @@ def load(
     options: dict[str, int],
     progress: Progress,
 ) -> tuple[float, float]:
-    """Seconds and megabytes of a load that gives back what was saved."""
+    """Loads and compares the model. Returns seconds and megabytes of the load."""
     device = torch.device(args.device)
     if args.same_model or not fits_twice(args, device):
         target, where = model, "the saved model, changed meanwhile"
@@ -281,7 +282,7 @@ def load(
 
 
 def whole(text: str) -> int:
-    """A number of bytes, as an option says it."""
+    """Parses a number of bytes of an option."""
     return int(float(text))
 
 
@@ -308,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="CSV file; keeps rows of other runs")
     args = parser.parse_args(arguments)
-    # The disk is that of the folder of temporary files: TMPDIR says which.
+    # Measures the disk of the folder of temporary files; TMPDIR sets it.
     with (
         joined_ranks(device_of_rank(args.device)),
         tempfile.TemporaryDirectory(prefix="torchrec_hkv_") as folder,

@@ -1,13 +1,13 @@
-"""Deltas of a sharded hash table: their bytes, and the time that they take.
+"""Bytes and times of deltas of a sharded hash table.
 
     python -m benchmarks.deltas --bytes 28e9 --share 0.01 --out benchmarks/results/deltas.csv
 
-One process with one table under ``DistributedModelParallel``. A base is written, then deltas, each
-after lookups of ``--share`` of the rows. ``bytes_ratio`` is what a delta's folder takes over the
-bytes of the rows and states that were looked up since the last one; ``write_over_disk`` is its rate
-over what the disk writes in sequence in the same run. ``step_ms`` is the median time of a training
-step of ``--batch`` ids before there is a writer, and ``step_with_writer_ms`` of the same steps
-once there is one.
+One process has one table under ``DistributedModelParallel``. It writes a base, then deltas, each
+after lookups of ``--share`` of the rows. ``bytes_ratio`` is the size of a delta's folder divided by
+the bytes of the rows and states that were looked up since the last delta. ``write_over_disk`` is
+the delta's rate divided by the disk's rate of sequential writes in the same run. ``step_ms`` is the
+median time of a training step of ``--batch`` ids without a writer, and ``step_with_writer_ms`` the
+same with a writer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrec_hkv.checkpoint.record import Record
 
 
 def step_ms(model: nn.Module, rows: int, batch: int, device: torch.device) -> float:
-    """Median milliseconds of a training step on random ids of the table."""
+    """Returns median milliseconds of a training step on random ids of the table."""
     lookup = model.module.group_lookups()["t"]
     rate = torch.tensor(0.1, device=device)
     offsets = torch.arange(batch + 1, device=device)
@@ -49,13 +49,13 @@ def step_ms(model: nn.Module, rows: int, batch: int, device: torch.device) -> fl
 
 
 def wait(device: torch.device) -> None:
-    """For the device, where it is a GPU."""
+    """Waits for the device if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def look_up(model: nn.Module, rows: int, count: int, device: torch.device) -> None:
-    """A training lookup of so many random ids of the table."""
+    """Runs a training lookup of ``count`` random ids of the table."""
     lookup = model.module.group_lookups()["t"]
     for ids in torch.randint(0, rows, (count,), device=device).split(1 << 16):
         offsets = torch.tensor([0, ids.numel()], device=device)
@@ -64,7 +64,7 @@ def look_up(model: nn.Module, rows: int, count: int, device: torch.device) -> No
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """One row a delta."""
+    """Yields one row per delta."""
     progress = Progress(float("inf"))
     device = torch.device(args.device)
     payload = 4 * (args.dim + OPTIMIZERS[args.optimizer][2](args.dim))
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeat", type=AtLeast(1), default=3, help="deltas")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    # The disk is that of the folder of temporary files: TMPDIR says which.
+    # Measures the disk of the folder of temporary files; TMPDIR sets it.
     with (
         joined_ranks(device_of_rank(args.device)),
         tempfile.TemporaryDirectory(prefix="torchrec_hkv_") as folder,

@@ -1,4 +1,4 @@
-"""What a disk writes and reads in sequence: files of random bytes, by several threads."""
+"""Measures sequential writes and reads of a disk: files of random bytes, by several threads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PIECE = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of a folder's disk, in bytes a second.
+    """Rates of a folder's disk, in bytes per second.
 
     Attributes:
-        write: until all was synced.
-        read: from the disk, not from the page cache.
+        write: rate of writes including the sync.
+        read: rate of reads from the disk, not from the page cache.
     """
 
     write: float
@@ -32,14 +32,14 @@ class Rates:
 def sequential_rates(
     folder: Path, size: int, threads: int, *, direct: bool, seconds: float = float("inf")
 ) -> Rates:
-    """Writes so many bytes to new files, one a thread, syncs them, and reads them again.
+    """Writes new files, one per thread, syncs them, and reads them again.
 
     Args:
-        folder: where the files are while it runs.
-        size: bytes of all files.
-        threads: that write at the same time.
-        direct: past the page cache, where the file system can; else through it.
-        seconds: after which it stops, writing and reading each.
+        folder: folder for the files, which are deleted at the end.
+        size: total bytes of all files.
+        threads: number of concurrent threads.
+        direct: whether to bypass the page cache if the file system supports this.
+        seconds: time limit of writing, and of reading.
     """
     pieces = max(1, size // threads // PIECE)
     piece = max(BLOCK, min(PIECE, size // threads // BLOCK * BLOCK))
@@ -93,7 +93,7 @@ def sequential_rates(
 
 
 def drop_from_cache(folder: Path) -> None:
-    """So that what is read next comes from the disk."""
+    """Drops files from the page cache, so that the next reads come from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:

@@ -1,16 +1,18 @@
-"""MLPerf's DLRM-DCNv2 in a train pipeline on one or several ranks: hash tables beside stock ones.
+"""MLPerf's DLRM-DCNv2 in a train pipeline on one or several ranks: hash tables and stock tables.
 
     python -m benchmarks dlrm_dcnv2 --out benchmarks/results/dlrm_dcnv2.csv
 
-TorchRec's ``DLRM_DCN`` with the 26 tables, multi-hot sizes and layers of MLPerf's benchmark, under
-``DistributedModelParallel`` and ``TrainPipelineSparseDist``: TorchRec's sharder with ``fused``
-kernels, and ours with ``hkv``, row-wise Adagrad in the tables, Adagrad in the dense part, whose
-matrix products are in TF32. Both sides train on the same batches by turns, in one run. Tables are
-capped at ``--max-rows``; the hash tables hold all rows at a load factor of ``--load`` from the
-start. Batches are drawn uniformly, wait in pinned host memory, and are copied by the pipeline.
+TorchRec's ``DLRM_DCN`` with the 26 tables, multi-hot sizes and layers of MLPerf's benchmark runs
+under ``DistributedModelParallel`` and ``TrainPipelineSparseDist``, with TorchRec's sharder and
+``fused`` kernels, and with this package's sharder and ``hkv``. The tables use row-wise Adagrad; the
+dense part uses Adagrad and TF32 matrix products. Both sides train on the same batches in turn, in
+one run. Tables have at most ``--max-rows`` rows; the hash tables hold all rows from the start, at a
+load factor of ``--load``. Batches are drawn uniformly, are in pinned host memory, and are copied by
+the pipeline.
 
-``*_ms`` is the time of a step, back to back; ``*_host_ms`` the processor time of the process for
-a step, all threads, without the wait at the end of a round. Both are medians over rounds.
+``*_ms`` is the time of back-to-back steps, per step. ``*_host_ms`` is the processor time of all
+threads of the process per step, without the wait at the end of a round. Both are medians over
+rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_def
 from torchrec_hkv.sharding import table_counters
 
 SIDES = ("stock", "hkv")
-#: Of MLPerf's DLRM-DCNv2: rows of each table, and ids of each bag.
+#: Rows of each table, and ids of each bag, of MLPerf's DLRM-DCNv2.
 ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956)
 ROWS += (405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000)
 ROWS += (590_152, 12_973, 108, 36)
@@ -63,13 +65,13 @@ def rows_of(args: argparse.Namespace) -> list[int]:
 def make_model(
     args: argparse.Namespace, side: str
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """One side, and what trains its dense part."""
+    """Creates one side, and the optimizer of its dense part."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{t}",
             feature_names=[f"f{t}"],
             embedding_dim=args.dim,
-            # A hash table of a few rows has room for all of them in each of its buckets.
+            # Small hash tables get a capacity with which a bucket has room for all rows.
             num_embeddings=rows if side == "stock" else max(round(rows / args.load), 256),
         )
         for t, rows in enumerate(rows_of(args))
@@ -89,7 +91,7 @@ def make_model(
             dense_device=args.device,
         )
     )
-    # The cross net takes no device.
+    # The cross net has no device argument.
     model.model.inter_arch.to(args.device)
     kernel = "fused" if side == "stock" else "hkv"
     constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=[args.sharding])
@@ -99,7 +101,7 @@ def make_model(
             world_size=world_size,
             local_world_size=world_size,
             compute_device=args.device.type,
-            hbm_cap=1 << 40,  # whether it fits is not asked here
+            hbm_cap=1 << 40,  # the planner must not check memory
             ddr_cap=1 << 42,
         ),
         constraints={table.name: constraint for table in tables},
@@ -125,7 +127,7 @@ def collection_of(model: nn.Module) -> nn.Module:
 
 
 def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
-    """Looks every row up once, so that the hash tables hold them."""
+    """Looks up every row once, so that the hash tables hold all rows."""
     rows, samples, collection = rows_of(args), 64, collection_of(model)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     chunk = 1 << 18
@@ -153,7 +155,7 @@ def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
 
 
 def draw(args: argparse.Namespace, batch: int) -> Batch:
-    """A batch in host memory, pinned where there is a GPU."""
+    """Draws a batch in host memory, pinned if there is a GPU."""
     ids = [
         torch.randint(rows, (batch * bag,)) for rows, bag in zip(rows_of(args), BAGS, strict=True)
     ]
@@ -171,13 +173,13 @@ def draw(args: argparse.Namespace, batch: int) -> Batch:
 
 
 class Trainer:
-    """A side's pipeline, and the batches that it takes."""
+    """The pipeline of one side, and its batches."""
 
     def __init__(self, args: argparse.Namespace, side: str) -> None:
         """
         Args:
-            args: of the command.
-            side: which tables.
+            args: arguments of the command.
+            side: ``"stock"`` or ``"hkv"``.
         """
         self.model, optimizer = make_model(args, side)
         if side == "hkv":
@@ -187,8 +189,8 @@ class Trainer:
         self._batches: Iterator[Batch] = iter(())
 
     def feed(self, batches: Sequence[Batch]) -> None:
-        """From now on trains on these, again and again. Those before it have been copied already
-        are trained on first."""
+        """Sets the batches, which are repeated. Earlier batches that have already been copied are
+        trained first."""
         self._batches = itertools.cycle(batches)
 
     def _next(self) -> Iterator[Batch]:
@@ -196,7 +198,7 @@ class Trainer:
             yield next(self._batches)
 
     def round(self, steps: int) -> tuple[float, float]:
-        """Milliseconds of a step, back to back, and of processor time."""
+        """Returns milliseconds per step of back-to-back steps, and of processor time."""
         batches = self._next()
         self._wait()
         dist.barrier()
@@ -213,7 +215,7 @@ class Trainer:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each batch size."""
+    """Yields a row per batch size."""
     torch.manual_seed(1 + dist.get_rank())
     trainers = {side: Trainer(args, side) for side in SIDES}
     for batch in args.batches:

@@ -1,4 +1,4 @@
-"""What a benchmark row carries: where it was measured, with what, and how to measure it again."""
+"""Columns of all benchmark rows: device, versions, commit and command of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, str]:
-    """GPU (or CPU), versions, commit and command of this run."""
+    """Returns GPU (or CPU), versions, commit and command of this run."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
 
 
 def _command() -> str:
-    """What was typed: under torchrun its command, not that of the processes that it starts."""
+    """Returns the command that the user typed, which under torchrun is torchrun's."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(["python", *sys.orig_argv[1:]])
     ranks = os.environ["LOCAL_WORLD_SIZE"]
@@ -56,9 +56,9 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit, marked where the tree differs from it.
+    """Returns the commit, with a mark if the tree differs from it.
 
-    A machine that has the tree without its repository is told by ``TORCHREC_HKV_COMMIT``.
+    ``TORCHREC_HKV_COMMIT`` sets it on a machine that has the tree without its repository.
     """
     if told := os.environ.get("TORCHREC_HKV_COMMIT"):
         return told
@@ -72,13 +72,13 @@ def _commit() -> str:
 
 
 class CsvFile:
-    """Rows of a benchmark with :func:`describe`'s columns after their own, written as they come.
+    """Writes rows of a benchmark, with the columns of :func:`describe`, as they arrive.
 
     Args:
         path: the file; None writes nothing.
-        keys: columns that say what was measured. Rows of a file that is there are kept, but for
-            those with the same key on the same device, in whose place new ones go: a run may be of
-            a part. None: the file is written anew.
+        keys: columns that identify a case. Existing rows of the file are kept, except rows with the
+            same key on the same device, which are replaced, so that a run may measure some cases.
+            None: the file is overwritten.
     """
 
     def __init__(self, path: Path | None, keys: Sequence[str] | None = None) -> None:
@@ -94,7 +94,7 @@ class CsvFile:
                 with self._path.open(newline="") as file:
                     self._rows = list(csv.DictReader(file))
             else:
-                self._path.write_text("")  # a run may have nothing to say
+                self._path.write_text("")  # a run may have no rows
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +104,7 @@ class CsvFile:
         """Adds a row; all rows of a run have the same columns."""
         if self._path is None:
             return
-        # As a file has it, where it is compared with what comes from one.
+        # Formatted as in the file, for comparison with rows of the file.
         new = {
             name: "" if value is None else str(value)
             for name, value in {**row, **self._about}.items()
@@ -116,7 +116,7 @@ class CsvFile:
             if places:
                 self._rows = rest
                 self._rows[places[0]] = new
-        # Columns of rows that were there, and are no more, come last.
+        # Columns that only old rows have come last.
         names = list(dict.fromkeys([*new, *(name for old in self._rows for name in old)]))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, fieldnames=names, restval="")
@@ -131,12 +131,12 @@ class CsvFile:
 def report(
     rows: Iterable[Mapping[str, object]], path: Path | None, keys: Sequence[str] | None = None
 ) -> None:
-    """Prints rows as they come, and writes them to a CSV file, where one is named.
+    """Prints rows as they arrive, and writes them to a CSV file if there is a path.
 
     Args:
-        rows: of one run.
-        path: as :class:`CsvFile` takes it.
-        keys: likewise.
+        rows: rows of one run.
+        path: see :class:`CsvFile`.
+        keys: see :class:`CsvFile`.
     """
     with CsvFile(path, keys) as file:
         for row in rows:

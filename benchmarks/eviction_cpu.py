@@ -1,14 +1,14 @@
-"""Training steps on a CPU that evict, under several policies, in one run on the same ids.
+"""Training steps with evictions on a CPU, under several policies, in one run on the same ids.
 
     python -m benchmarks.eviction_cpu --out benchmarks/results/eviction_cpu.csv
 
-Full tables get ids of more rows than they have room for; each missing one takes the place of
-another. Forward, backward and row-wise Adagrad. The policies take turns; medians of the time that
-passed, and of the processor time of all threads, which a machine with other work disturbs less.
-How long a table's lookups take also depends on where its memory lies, so with ``--repeats`` new
-tables are made several times, and a row has the medians of their medians and of their ratios.
-``missing`` is the share of ids that were not in their table, ``evicted`` the share that took
-another's place, and the ratios are to the first policy.
+Full tables get more distinct ids than they have rows, so each missing id replaces another id. A
+step has forward, backward and row-wise Adagrad. The policies take turns. Times are medians of wall
+time, and of the processor time of all threads, which other load affects less. The
+time of lookups also depends on the addresses of a table's memory, so with ``--repeats`` new tables
+are created several times, and a row has the medians of their medians and of their ratios.
+``missing`` is the share of ids that were not in their table, ``evicted`` the share that replaced
+another id, and ratios are relative to the first policy.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from benchmarks.training_step_cpu import Clock, HashTables, between, now
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 WARM_UP = 3
-#: Name, ids for each row of a table, power of their law (0: uniform).
+#: Name, distinct ids per row of a table, exponent of the power law (0: uniform).
 STREAMS = [("uniform", 1.09, 0.0), ("uniform", 1.35, 0.0), ("power law", 4.0, 1.05)]
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("policy", "stream", "universe", "tables", "rows", "dim", "batch", "ids_per_bag", "threads")
 
-#: Of the repeats of a row, the median is reported.
+#: Columns with medians over the repeats.
 MEASURED = ("step_ms", "step_cpu_ms", "ratio", "cpu_ratio", "system_load")
 
 
 def draw(args: argparse.Namespace, universe: float, power: float) -> Tensor:
-    """Ids of one batch, of which equal numbers are different ids in each call."""
+    """Draws the ids of one batch. In each call, equal numbers give different ids."""
     n, most = args.tables * args.batch * args.bag, int(universe * args.rows)
     if power:
         return power_law(n, most, power, torch.device("cpu"))
@@ -50,7 +50,7 @@ def draw(args: argparse.Namespace, universe: float, power: float) -> Tensor:
 def steady(
     args: argparse.Namespace, policy: str, universe: float, batches: list[Tensor]
 ) -> HashTables:
-    """Full tables under a policy, after some lookups: those of ``batches``."""
+    """Creates full tables under a policy, and looks up ``batches``."""
     tables = [
         TableSpec(f"t{t}", args.rows, args.dim, policy, initializer=Uniform(-0.05, 0.05))
         for t in range(args.tables)
@@ -66,18 +66,18 @@ def steady(
 
 
 def offsets_of(args: argparse.Namespace) -> Tensor:
-    """Offsets of a batch's bags."""
+    """Returns the offsets of a batch's bags."""
     return torch.arange(args.tables * args.batch + 1) * args.bag
 
 
 def counted(tables: HashTables, *names: str) -> list[int]:
-    """Sums of counters over the tables."""
+    """Returns sums of counters over the tables."""
     counters = tables.group.counters()
     return [sum(table[name] for table in counters) for name in names]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a stream and policy."""
+    """Yields one row per stream and policy."""
     for stream in args.streams:
         repeats = [measure_once(args, *stream) for _ in range(args.repeats)]
         for rows in zip(*repeats, strict=True):
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def measure_once(
     args: argparse.Namespace, name: str, universe: float, power: float
 ) -> list[dict[str, Any]]:
-    """One row a policy, of new tables."""
+    """Returns one row per policy, with new tables."""
     offsets = offsets_of(args)
     grad = torch.randn(args.batch, args.tables * args.dim)
     earlier = [draw(args, universe, power) for _ in range(args.earlier)]

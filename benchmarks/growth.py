@@ -1,17 +1,18 @@
-"""How long a hash table on a CPU that grows stops training.
+"""How long the growth of a hash table on a CPU interrupts training.
 
     python -m benchmarks.growth --out benchmarks/results/growth.csv
 
-A table is filled until it is about to double. Then it is trained by batches of which a share are
-new ids, until it has doubled and some steps beyond. ``before_ms`` is the median of the last steps
-before, ``growing_ms`` and ``growing_most_ms`` the median and the longest of those that split
-buckets, ``after_ms`` the median of some after; ``growing_steps`` is how many split buckets.
-``at_once_ms`` is how long ``reserve`` takes, which doubles the same table in one call.
-``stop_steps`` is the longest growing step less ``before_ms``, over ``before_ms``: for how many
-steps' time the growth stops training at most.
+A table is filled until it is about to double. Then it is trained with batches that have a share of
+new ids, until some steps after it has doubled. ``before_ms`` is the median time of the last steps
+before it grows; ``growing_ms`` and ``growing_most_ms`` are the median and the longest time of steps
+that split buckets, and ``growing_steps`` is their number; ``after_ms`` is the median of some later
+steps. ``at_once_ms`` is the time of ``reserve``, which doubles an equal table in one call.
+``stop_steps`` is (``growing_most_ms`` - ``before_ms``) / ``before_ms``: the longest interruption in
+units of a step's time.
 
-Right before, four times the memory that the table gets is written and freed: the host of a virtual
-machine may take ten times as long as the steps here to hand out memory for the first time.
+Before the measurement, four times the table's additional memory is written and freed, because the
+host of a virtual machine may need ten times the time of these steps to provide memory for the first
+time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from benchmarks.environment import report
 from benchmarks.ids import hashed
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
 
-#: Ids of a call that fills the table.
+#: Ids per call that fills the table.
 _FILL = 1 << 18
-#: Steps before and after.
+#: Number of steps before and after the growth.
 _STEPS = 7
 
 
 class _Training:
-    """A table that is trained by ids in order of arrival."""
+    """A table that is trained with ids in order of arrival."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         spec = TableSpec("t", 2 * args.rows, args.dim, "lru", initial_capacity=args.rows)
@@ -44,7 +45,7 @@ class _Training:
         self.known = 0
 
     def step(self, new: int, old: int) -> float:
-        """Trains new ids, and others that it has had; returns milliseconds."""
+        """Trains new and old ids; returns milliseconds."""
         order = torch.cat(
             [torch.arange(self.known, self.known + new), torch.randint(max(1, self.known), (old,))]
         )
@@ -65,7 +66,7 @@ class _Training:
 
 
 def _touch_memory(args: argparse.Namespace) -> None:
-    """Writes and frees four times the memory of that many slots, in huge pages as a table's."""
+    """Writes and frees four times the memory of the slots, in huge pages like a table's memory."""
     torch.ops.torchrec_hkv.serving_memory(4 * args.rows * 4 * (args.dim + 4)).fill_(1)
 
 

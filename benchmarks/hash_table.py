@@ -1,14 +1,14 @@
-"""Operations of ``HashTable``, one a row, in 2^30 ids a second.
+"""Operations of ``HashTable``, one per row, in 2^30 ids per second.
 
     python -m benchmarks.hash_table --out benchmarks/results/hash_table.csv
     python -m benchmarks.hash_table --hbm 1.0 0.1 0.0 --power 1.05 --dims 64 --loads 0.75
 
-The axes: dim, load factor, hit rate (``present``: the share of the ids that are in the table), and
-tiers (``hbm_share``: the share of the rows in HBM; all are in pinned host memory then). Ids are
-drawn from random slots, uniformly or by a power law. What a call does to the load factor is undone
-after it, untimed. ``erase_if`` and ``export`` go through the whole table, of which ``ids`` says the
-slots: one finds nothing to forget, the other takes the first batch of entries. Rows are written as
-they come; a run that is stopped keeps those it has.
+The axes are dim, load factor, hit rate (``present``: the share of the ids that are in the table),
+and tiers (``hbm_share``: the share of the rows in HBM; below 1, all rows are also in pinned host
+memory). Ids are drawn from random slots, uniformly or by a power law. Changes of the load factor by
+a call are undone after it, untimed. ``erase_if`` and ``export`` scan the whole table, and ``ids``
+is the number of its slots; ``erase_if`` finds nothing to erase, and ``export`` takes the first
+batch of entries. Rows are written as they arrive, so an interrupted run keeps its finished rows.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from torchrec_hkv import HashTable
 from torchrec_hkv.hash_table import Uniform
 from torchrec_hkv.hash_table.table_memory import table_memory
 
-#: ``insert_and_evict`` without the wait that cutting its result to size takes, where it can.
+#: ``insert_and_evict`` without the wait for the size of its result, if possible.
 _EVICT = (
     {"trim": False} if "trim" in inspect.signature(HashTable.insert_and_evict).parameters else {}
 )
 
-#: A call's ids, and which of them are in the table.
+#: The ids of a call, and whether each is in the table.
 Input = tuple[Tensor, Tensor]
 Call = Callable[[Input], object]
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("operation", "dim", "capacity", "load_factor", "present", "hbm_share", "power", "ids")
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a row measures.
+    """An operation to measure.
 
     Attributes:
-        call: makes the call from a table and rows to write.
-        present: shares of ids that are in the table, by default.
-        adds: new ids of the call are in the table after it.
-        removes: ids of the call are not in the table after it.
-        by_slots: it goes through all slots, whatever the ids.
+        call: creates the call from a table and rows to write.
+        present: default shares of ids that are in the table.
+        adds: whether new ids of the call are in the table after it.
+        removes: whether ids of the call are not in the table after it.
+        by_slots: whether the call scans all slots, independent of the ids.
     """
 
     call: Callable[[HashTable, Tensor], Call]
@@ -95,7 +95,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def make_table(args: argparse.Namespace, dim: int, share: float) -> HashTable:
-    """A table with this share of its rows in HBM."""
+    """Creates a table with this share of its rows in HBM."""
     device = torch.device(args.device)
     hbm_bytes = None
     if share < 1:
@@ -112,7 +112,7 @@ def make_table(args: argparse.Namespace, dim: int, share: float) -> HashTable:
 def _inputs(
     ids: Ids, operation: Operation, present: float, load: float, args: argparse.Namespace
 ) -> Iterator[Input]:
-    """Inputs of the calls, drawn one call after the other."""
+    """Draws the inputs of one call after the other."""
     for _ in range(args.calls + args.warm):
         batch = ids.mixed(args.ids, present)
         yield batch, ids.table.contains(batch)
@@ -123,7 +123,7 @@ def _inputs(
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a dim, share in HBM, load factor, operation and share of ids that are present."""
+    """Yields one row per dim, share in HBM, load factor, operation and share of present ids."""
     device = torch.device(args.device)
     for dim in args.dims:
         rows = torch.randn(args.ids, dim, device=device)

@@ -1,13 +1,13 @@
-"""``HashTable`` on a CPU beside ``std::unordered_map``, in one run on the same ids.
+"""``HashTable`` on a CPU compared with ``std::unordered_map``, in one run on the same ids.
 
     python -m benchmarks.hash_table_cpu --out benchmarks/results/hash_table_cpu.csv
 
-The comparison has a map a thread, ids divided by a hash, from id to the address of a row in a slab
-that exists beforehand; new ids get the same initial rows on both sides. ``HashTable`` gives slots.
-Both start from the same entries. A map evicts nothing: at load factor 1 it grows by what the calls
-add (its buckets and slab are made for that), below 1 both forget each call's new ids after it,
-untimed. The two sides take turns, and the medians are compared: of the time that passed, and of the
-processor time of all threads, which a machine with other work disturbs less.
+The comparison has one map per thread, from id to the address of a row in a preallocated slab; a
+hash assigns ids to threads. New ids get the same initial rows on both sides. ``HashTable`` returns
+slots. Both sides start with the same entries. A map evicts nothing: at load factor 1 it grows by
+the ids that calls add, for which its buckets and slab have room; below 1, both sides erase each
+call's new ids after it, untimed. The sides take turns. Medians are compared: of wall time, and of
+the processor time of all threads, which other load affects less.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchrec_hkv.hash_table import Uniform
 
 NAME, INITIALIZER = "table", Uniform(-0.05, 0.05)
 WARM_UP = 2
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("operation", "dim", "capacity", "load_factor", "present", "ids", "threads")
 
 
 def _timed(call: Callable[[Tensor], Tensor], ids: Tensor) -> tuple[float, float, Tensor]:
-    """Milliseconds that passed, of processor time, and the result."""
+    """Returns (milliseconds of wall time, milliseconds of processor time, result)."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
     result = call(ids)
     end, end_cpu = time.perf_counter(), time.process_time()
@@ -46,7 +46,7 @@ def _timed(call: Callable[[Tensor], Tensor], ids: Tensor) -> tuple[float, float,
 def _check_equal(
     table: HashTable, maps: UnorderedMaps, ids: Tensor, slots: Tensor, addresses: Tensor
 ) -> None:
-    """A hundred ids have the same rows on both sides, and all a place."""
+    """Checks that all ids have a place, and a hundred ids the same rows on both sides."""
     if (slots < 0).any() or (addresses == 0).any():
         raise RuntimeError("an id has no row, but all should have one.")
     some = torch.randint(len(ids), (100,))
@@ -106,7 +106,7 @@ def _measure(
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a load factor and operation."""
+    """Yields one row per load factor and operation."""
     table = HashTable(args.dim, args.capacity, name=NAME, initializer=INITIALIZER)
     ids = Ids(table)
     for load in args.loads:

@@ -1,23 +1,24 @@
-"""Processor time of the host in a sharded step: hash tables beside TorchRec's own, by part.
+"""Processor time of the host in a sharded step, by part: hash tables and TorchRec's tables.
 
     python -m benchmarks host_time
     torchrun --nproc_per_node 2 -m benchmarks.host_time --out benchmarks/results/host_time.csv
 
-``DistributedModelParallel`` with one collection of 26 tables, TorchRec's sharder with ``fused``
-kernels and ours with ``hkv``, on the same ids in one run. Batches and rows are small, so
-that the time is that of Python, the dispatcher and launches. The parts of a step:
+``DistributedModelParallel`` has one collection of 26 tables, once with TorchRec's sharder and
+``fused`` kernels and once with this package's sharder and ``hkv``, on the same ids in one run.
+Batches and rows are small, so the time is mostly that of Python, the dispatcher and launches. The
+parts of a step:
 
 - ``input_dist``: the exchange of ids, until they have arrived;
-- ``lookup``: the forward from there to the pooled output;
+- ``lookup``: the rest of the forward, to the pooled output;
 - ``backward``: the backward with the update;
-- ``step``: all of it, by ``model(batch).values().backward(grad)``.
+- ``step``: the whole step, ``model(batch).values().backward(grad)``.
 
-``*_us`` is processor time of the process (all its threads) per step, and ``*_main_us`` that of the
-thread that calls, both the median over rounds that alternate between the sides, on the slowest
-rank. Waiting for other ranks costs no processor time with gloo; a GPU is synchronized between
-rounds only, outside of the measured time.
-On a CPU the kernels run in the calling thread and are part of the figures: the smaller the batch,
-the less they count, so compare the smallest ``--batches`` with larger ones.
+``*_us`` is the processor time of all threads of the process per step, and ``*_main_us`` that of the
+calling thread. Both are medians over rounds that alternate between the sides, on the slowest rank.
+With gloo, waiting for other ranks costs no processor time. A GPU is only synchronized between
+rounds, outside of the measured time. On a CPU, the kernels run in the calling thread and are part
+of the figures. They matter less for smaller batches, so compare the smallest ``--batches`` with
+larger ones.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ KEYS = ("what", "sharding", "ranks", "tables", "dim", "batch", "bag")
 
 
 class Clocks:
-    """Processor time by part: of the calling thread and of the process."""
+    """Processor time of the calling thread and of the process, by part."""
 
     def __init__(self) -> None:
         self.main = dict.fromkeys(PARTS, 0.0)
@@ -70,7 +71,7 @@ Step = Callable[[DistributedModelParallel, KeyedJaggedTensor, Tensor, Clocks], N
 def parts_of_step(
     model: DistributedModelParallel, batch: KeyedJaggedTensor, grad: Tensor, clocks: Clocks
 ) -> None:
-    """One step, part by part."""
+    """Runs one step, part by part."""
     sharded = model.module
     clocks.start()
     context = sharded.create_context()
@@ -85,7 +86,7 @@ def parts_of_step(
 def whole_step(
     model: DistributedModelParallel, batch: KeyedJaggedTensor, grad: Tensor, clocks: Clocks
 ) -> None:
-    """One step as a user writes it."""
+    """Runs one step as in user code."""
     clocks.start()
     model(batch).values().backward(grad)
     clocks.stop("step")
@@ -97,7 +98,7 @@ def round_of(
     batches: list[KeyedJaggedTensor],
     grad: Tensor,
 ) -> Clocks:
-    """Clocks of a round: so many steps part by part, and as many whole ones."""
+    """Returns the clocks of a round: steps part by part, and as many whole steps."""
     clocks = Clocks()
     steps: tuple[Step, ...] = (parts_of_step, whole_step)
     for step in steps:
@@ -116,7 +117,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def compare(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each part and batch size."""
+    """Yields a row per part and batch size."""
     torch.manual_seed(1 + dist.get_rank())
     models = {side: make_model(args, side, args.sharding) for side in SIDES}
     for batch in args.batches:
@@ -135,7 +136,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def rows_of(
     args: argparse.Namespace, rounds: dict[str, list[Clocks]]
 ) -> Iterator[dict[str, object]]:
-    """The medians of all rounds, on the slowest rank."""
+    """Yields the medians of all rounds, on the slowest rank."""
 
     def median(side: str, which: str, part: str) -> float:
         return statistics.median(

@@ -1,23 +1,24 @@
-"""What an id of a batch costs in tables of 10^6 rows up to the largest that fits, beside FBGEMM's.
+"""Time per id of a batch in tables of 10^6 rows up to the largest that fits, compared with
+FBGEMM's.
 
     python -m benchmarks id_cost --out benchmarks/results/id_cost.csv \\
         --plot docs/performance/id_cost.svg
 
-One table, row-wise Adagrad, bags of one id, ``--batch`` uniform ids a step, eager through torch:
-forward, backward and update. FBGEMM's static table gets the row numbers, the hash table finds or
-inserts them as ids; all are there. Both are measured in one run on the same batches, one after the
-other, each alone in memory.
+A step is forward, backward and update with row-wise Adagrad, eager through torch, for one table,
+bags of one id and ``--batch`` uniform ids. FBGEMM's static table gets row numbers; the hash table
+finds or inserts them as ids, and has all of them. Both are measured in one run on the same batches,
+one after the other, each alone in memory.
 
-``hkv_ms`` and ``fbgemm_ms`` are milliseconds a step, the median of five rounds of ``--steps`` back
-to back; ``ratio`` is the first over the second. ``ordered_ms`` is the hash table's with the same
-ids in the order of their slots: what handling a batch page by page could save at most.
-``create_ms`` is what it takes to create the hash table, and ``fill_mids`` the millions of new ids a
-second at which it is filled, up to a load factor of ``--load``. ``hkv_gb`` and ``fbgemm_gb`` are
-the bytes of the tables.
+``hkv_ms`` and ``fbgemm_ms`` are milliseconds per step, the median of five rounds of ``--steps``
+back-to-back steps; ``ratio`` is ``hkv_ms / fbgemm_ms``. ``ordered_ms`` is the hash table's time
+with the same ids in the order of their slots, which is the most that processing a batch page by
+page could save. ``create_ms`` is the time to create the hash table, and ``fill_mids`` the rate of
+filling it to a load factor of ``--load``, in millions of new ids per second. ``hkv_gb`` and
+``fbgemm_gb`` are the sizes of the tables.
 
-Without ``--rows`` sizes go from 10^6 by tens, and end with the largest 1, 2, … 9 times a power of
-ten of which the hash table and a step fit in free memory (4 GB on a CPU). Sizes that do not fit are
-left out.
+Without ``--rows``, sizes are the powers of ten from 10^6 on, and the largest multiple (1 to 9) of a
+power of ten with which the hash table and a step fit in free memory (4 GB on a CPU). Sizes that do
+not fit are omitted.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ _LEARNING_RATE = 0.01
 _EPS = 1e-8
 _RANGE = 0.05
 _LEAST = 10**6
-#: New ids of a call that fills the table.
+#: New ids per call that fills the table.
 _FILL = 1 << 22
-#: Different batches; their rows do not fit a GPU's cache together.
+#: Number of different batches, whose rows together exceed a GPU's cache.
 _BATCHES = 8
 _CPU_BYTES = 4 * 10**9
-#: What else is in memory: a process's own, and what a step takes of an id besides rows.
+#: Other memory: of the process, and per id of a step besides rows.
 _OTHER_BYTES = 2 * 10**9
 _ID_BYTES = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A table.
+    """The size of a table.
 
     Attributes:
-        rows: ids in it.
-        dim: columns.
+        rows: number of ids in the table.
+        dim: number of columns.
         load: the hash table's load factor.
     """
 
@@ -75,22 +76,22 @@ class Size:
 
     @property
     def capacity(self) -> int:
-        """Rows that the hash table is made for."""
+        """Returns the capacity of the hash table."""
         return int(self.rows / self.load)
 
     @property
     def hkv_bytes(self) -> int:
-        """Bytes of the hash table."""
+        """Returns the bytes of the hash table."""
         return table_memory(self.capacity, self.dim, 1, "lru").bytes
 
     @property
     def fbgemm_bytes(self) -> int:
-        """Bytes of FBGEMM's rows and states."""
+        """Returns the bytes of FBGEMM's rows and states."""
         return self.rows * 4 * (self.dim + 1)
 
     def bytes(self, batch: int) -> int:
-        """Bytes of the larger side with all that a step takes."""
-        # Outputs, their gradients, and as much again for what sums the gradients of equal ids.
+        """Returns the bytes of the larger side, including the memory of a step."""
+        # Outputs, their gradients, and the same again to sum the gradients of equal ids.
         step = batch * (6 * 4 * self.dim + _ID_BYTES + 8 * _BATCHES)
         return max(self.hkv_bytes, self.fbgemm_bytes) + step + _OTHER_BYTES
 
@@ -99,13 +100,13 @@ class HashSide:
     """The hash table, filled.
 
     Args:
-        size: the table.
-        batch: ids of a step.
-        device: where it is.
+        size: size of the table.
+        batch: number of ids per step.
+        device: device of the table.
 
     Attributes:
-        create_ms: milliseconds that it took to create.
-        fill_mids: millions of new ids a second.
+        create_ms: milliseconds to create the table.
+        fill_mids: rate of filling it, in millions of new ids per second.
     """
 
     def __init__(self, size: Size, batch: int, device: torch.device) -> None:
@@ -131,22 +132,22 @@ class HashSide:
         self._rate = torch.full((), _LEARNING_RATE, device=device)
 
     def slots_of(self, ids: Tensor) -> Tensor:
-        """Where ids are, int64 ``[n]``."""
+        """Returns the slots of ids, int64 ``[n]``."""
         ends = torch.arange(2, device=ids.device) * len(ids)
         return self._group.find(ids, ends, 1)
 
     def in_slot_order(self, ids: Tensor) -> Tensor:
-        """The same ids, those of neighbouring slots after each other."""
+        """Sorts ids by their slots."""
         return ids[self.slots_of(ids).argsort()]
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Pooled rows."""
+        """Returns pooled rows."""
         args = (ids, offsets, None, self._batch, False, self._rate)
         return self._group.train_lookup(self._anchor, *args)
 
 
 def make_fbgemm(size: Size, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's static table."""
+    """Creates FBGEMM's static table."""
     on_gpu = device.type == "cuda"
     place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
@@ -163,7 +164,7 @@ def make_fbgemm(size: Size, device: torch.device) -> SplitTableBatchedEmbeddingB
 
 
 def measure(size: Size, batch: int, steps: int, device: torch.device) -> dict[str, object]:
-    """One row."""
+    """Measures one row."""
     ids = [torch.randint(size.rows, (batch,), device=device) for _ in range(_BATCHES)]
     offsets = torch.arange(batch + 1, device=device)
     grad = torch.randn(batch, size.dim, device=device)
@@ -205,13 +206,13 @@ def measure(size: Size, batch: int, steps: int, device: torch.device) -> dict[st
 
 
 def fitting(dim: int, load: float, batch: int, memory: int) -> list[int]:
-    """Rows from 10^6 by tens, and the most, of one digit, that fit.
+    """Returns the powers of ten from 10^6 on, and the largest one-digit multiple of one, that fit.
 
     Args:
-        dim: columns.
+        dim: number of columns.
         load: the hash table's load factor.
-        batch: ids of a step.
-        memory: bytes that there are.
+        batch: number of ids per step.
+        memory: available bytes.
     """
 
     def fits(rows: int) -> bool:
@@ -227,7 +228,7 @@ def fitting(dim: int, load: float, batch: int, memory: int) -> list[int]:
 
 def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, object]]:
     memory = int(args.memory_gb * 1e9) if args.memory_gb else free_bytes(device)
-    # What the first use of a device takes is no table's.
+    # Warms up, so that the memory of the device's first use does not count for a table.
     measure(Size(1000, 8, args.load), 64, 1, device)
     for dim in args.dims:
         sizes = args.rows or fitting(dim, args.load, args.batch, memory)
@@ -241,12 +242,12 @@ def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that tables may take."""
+    """Returns the bytes that tables may take."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _CPU_BYTES
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done all."""
+    """Waits for the device; returns the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -259,11 +260,11 @@ def _free(device: torch.device) -> None:
 
 
 def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Draws milliseconds a step of both sides, and their ratio, over the rows of the table.
+    """Draws milliseconds per step of both sides, and their ratio, over the rows of the table.
 
     Args:
-        rows: of a run.
-        path: its ending tells the format.
+        rows: rows of a run.
+        path: output file; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

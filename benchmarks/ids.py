@@ -1,4 +1,4 @@
-"""Ids for benchmarks of one table: new ones, and ones that the table holds."""
+"""Ids for benchmarks of one table: new ids, and ids in the table."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 from torchrec_hkv import HashTable
 
-_PRIME = 2654435761  # larger than any number of slots here: multiples modulo that are a permutation
+_PRIME = 2654435761  # exceeds all numbers of slots n, so that multiples mod n are a permutation
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """A bijection of int64, so that ids 0, 1, … spread over all of it."""
+    """Maps ids 0, 1, … to ids that are spread over int64, by a bijection."""
     x = numbers * -7046029254386353131
     x = (x ^ (x >> 29)) * -4658895280553007687
     return x ^ (x >> 32)
 
 
 def power_law(n: int, ranks: int, power: float, device: torch.device) -> Tensor:
-    """Ranks 0, 1, … with probabilities in proportion to about ``(rank + 1) ** -power``.
+    """Draws ranks 0, 1, … with probabilities about proportional to ``(rank + 1) ** -power``.
 
     Args:
-        n: how many to draw.
-        ranks: how many there are.
-        power: more than 0, not 1.
-        device: of the result.
+        n: number of draws.
+        ranks: number of ranks.
+        power: exponent, above 0 and not 1.
+        device: device of the result.
 
     Returns:
         int64 ``[n]``.
@@ -40,8 +40,8 @@ class Ids:
 
     Args:
         table: the table.
-        power: 0 draws uniformly from the ids in the table; otherwise they follow a power law, in an
-            order that has nothing to do with where their rows are.
+        power: 0 draws uniformly from the ids in the table; otherwise the exponent of a power law,
+            whose ranks do not depend on the ids' slots.
     """
 
     def __init__(self, table: HashTable, power: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class Ids:
         return hashed(torch.arange(first, self._given, device=self.table.device))
 
     def fill(self, load: float) -> None:
-        """Brings the table to a load factor by new ids; for 1, until old ones have long left."""
+        """Inserts new ids up to a load factor; for 1, until all old ids have left."""
         capacity = self.table.capacity
         missing = int(load * capacity) - self.table.size
         if load >= 1:
@@ -68,7 +68,7 @@ class Ids:
         self._slots = self.table._group.select_slots(0)
 
     def present(self, n: int) -> Tensor:
-        """Ids that are in the table, from slots that were full after :meth:`fill`.
+        """Draws ids in the table, from slots that were occupied after :meth:`fill`.
 
         Returns:
             int64 ``[n]``.
@@ -81,28 +81,28 @@ class Ids:
         return self._ids_in(slots[drawn])
 
     def all(self) -> Tensor:
-        """Ids in all slots that were full after :meth:`fill`, int64."""
+        """Returns the ids of all slots that were occupied after :meth:`fill`, int64."""
         return self._ids_in(self._slots)
 
     def _ids_in(self, slots: Tensor) -> Tensor:
         handle = self.table._group.handle
-        # In parts, since rows come along.
+        # In parts, because the export includes rows.
         parts = slots.split(1 << 17) if slots.numel() else ()
         ids = [torch.ops.torchrec_hkv.export_slots(handle, part)[0] for part in parts]
         return torch.cat([torch.empty(0, dtype=torch.int64, device=slots.device), *ids])
 
     def mixed(self, n: int, present: float) -> Tensor:
-        """A call's ids: this share of them in the table, the others new, shuffled."""
+        """Returns shuffled ids for a call: this share is in the table, the others are new."""
         old = round(present * n)
         self._last_new = self._new(n - old)
         ids = torch.cat([self.present(old), self._last_new])
         return ids[torch.randperm(n, device=ids.device)]
 
     def forget(self) -> Tensor:
-        """Erases what the last :meth:`mixed` call added, so that the load factor stays.
+        """Erases the new ids of the last :meth:`mixed` call, to restore the load factor.
 
         Returns:
-            Those ids.
+            The erased ids.
         """
         new = self._last_new
         if new is None:

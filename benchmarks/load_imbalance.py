@@ -1,21 +1,22 @@
-"""How evenly row-wise sharding of hash tables spreads ids over ranks. Needs neither ranks nor GPUs.
+"""Load balance of row-wise sharded hash tables over ranks. Needs neither ranks nor GPUs.
 
     python -m benchmarks.load_imbalance --data criteo.npz ratings.dat \\
         --out benchmarks/results/load_imbalance.csv
 
 An imbalance is ``(most - mean) / mean`` over ranks, of
 
-- ``rows``: the different ids of each table, which is what a rank keeps;
-- ``rows_a_batch``: the different ids of each table in a batch, which is what a rank reads and
-  updates, summed over batches;
-- ``ids``: ids as they are sent, repetitions and all.
+- ``rows``: the distinct ids of each table, which a rank stores;
+- ``rows_a_batch``: the distinct ids of each table in a batch, which a rank reads and updates,
+summed
+  over batches;
+- ``ids``: the ids that are sent, with repetitions.
 
-Whatever the rule is, an id has one owner: where few ids are most of what is sent, ``ids`` can't be
-even. ``hottest`` is the share of the most frequent id of a table in all ids.
+Each id has one owner, so if few ids are most of the traffic, ``ids`` can't be even under any rule.
+``hottest`` is the share of a table's most frequent id in all ids.
 
-Streams: ids 0, 1, …; multiples of powers of two; hashed ids; ids that follow a power law, by hashed
-names; and the columns of real logs, one table a column: a Criteo file (``.npz`` with ``cat``,
-int64 ``[rows, columns]``) or ``user::movie::rating::seconds`` lines.
+Streams are ids 0, 1, …; multiples of powers of two; hashed ids; hashed ids with a power law; and
+the columns of real logs, one table per column: a Criteo file (``.npz`` with ``cat``, int64
+``[rows, columns]``) or ``user::movie::rating::seconds`` lines.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ POWER = 1.05
 
 
 def imbalance(counts: Tensor) -> float:
-    """``(most - mean) / mean`` of counts by rank."""
+    """Returns ``(most - mean) / mean`` of counts by rank."""
     mean = float(counts.double().mean())
     return (int(counts.max()) - mean) / mean
 
 
 def by_rank(ids: Tensor, ranks: int) -> Tensor:
-    """How many ids each rank owns, int64 ``[ranks]``."""
+    """Returns the number of ids that each rank owns, int64 ``[ranks]``."""
     return torch.bincount(owner_rank(ids, ranks), minlength=ranks)
 
 
 def made_up(count: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Streams of one table, of so many ids."""
+    """Yields synthetic streams of one table, with ``count`` ids."""
     numbers = torch.arange(count)
     yield "sequential", [numbers]
     for exponent in STRIDES:
@@ -61,10 +62,10 @@ def made_up(count: int) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def read(path: Path) -> list[Tensor]:
-    """Ids of a real log in its order, by column.
+    """Reads the ids of a real log in their order, by column.
 
     Raises:
-        ValueError: a file of another kind.
+        ValueError: the file has another format.
     """
     if path.suffix == ".npz":
         with np.load(path) as file:
@@ -79,7 +80,7 @@ def read(path: Path) -> list[Tensor]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a stream and number of ranks."""
+    """Yields one row per stream and number of ranks."""
     streams = [*made_up(args.ids), *((path.stem, read(path)) for path in args.data)]
     for name, tables in streams:
         total = sum(ids.numel() for ids in tables)

@@ -1,4 +1,4 @@
-"""Training steps over many shapes: a ``TableGroup`` beside FBGEMM's static tables, as ratios.
+"""Training steps over many shapes: ratios of a ``TableGroup`` to FBGEMM's static tables.
 
     python -m benchmarks matrix --out benchmarks/results/matrix.csv \\
         --plot docs/performance/matrix.svg
@@ -9,19 +9,19 @@
 
 ``--random`` measures random shapes instead of the sections.
 
-Each cell is one shape: columns of the tables, how ids repeat, the rows' type, the eviction policy,
-and the optimizer. Both sides run in one process on the same batches, eager, 20 steps back to back;
-a step finds or inserts its ids, pools their rows, and updates them in the backward. The group gets
-64-bit hashes as ids, FBGEMM's tables the row numbers. All ids are in the tables before, which have
-a load factor of .8, but for the section ``evicting``, whose tables have room for 70 % of the ids.
-``ratio`` is the group's time over FBGEMM's, ``find_ms`` that of the lookup of ids alone, and
-``find_ratio`` that over the find of an LRU table for the same batches.
+Each cell is one shape: columns of the tables, distribution of ids, dtype of rows, eviction policy,
+and optimizer. Both sides run in one process on the same batches, eager, 20 steps back to back. A
+step finds or inserts ids, pools their rows, and updates them in the backward. The group gets 64-bit
+hashes as ids, FBGEMM's tables row numbers. The tables already hold all ids, at a load factor of .8,
+except in section ``evicting``, whose tables have room for 70 % of the ids. ``ratio`` is the group's
+time divided by FBGEMM's, ``find_ms`` the time of the lookup of ids alone, and ``find_ratio`` this
+time divided by that of an LRU table for the same batches.
 
 On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
-Times are the least of 15 steps, which other work on the machine disturbs least: of what passed, and
-in the columns with ``cpu`` of the processor time of all threads. Kernels count that of a running
-thread only now and then, so that it says little of short steps. FBGEMM has no bf16 rows there, so
-that those are beside its fp16 rows, and no Adam.
+Times are minima over 15 steps, which other load affects least: wall time, and in
+columns with ``cpu`` the processor time of all threads. The operating system updates the processor
+time of running threads only occasionally, so it is not accurate for short steps. On a CPU, FBGEMM
+has no Adam, and no bf16 rows, so bf16 rows are compared with its fp16 rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOAD = 0.8
 STEPS = 20
 EVICTING_BATCHES = 24
 ROUNDS = 3
-#: What a row measures anew is replaced in a file.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = (
     "section", "dims", "skew", "batch", "bag", "rows", "dtype", "policy", "optimizer", "reduction",
 )  # fmt: skip
@@ -71,7 +71,7 @@ class HashTables:
 
     Args:
         cell: the shape.
-        device: of the tables.
+        device: device of the tables.
     """
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
@@ -102,11 +102,11 @@ class HashTables:
             raise RuntimeError("a table has no room for an id; LOAD must be lower.")
 
     def find(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Slots."""
+        """Returns slots."""
         return self.group.find_or_insert(ids, offsets, self.cell.batch)
 
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Pooled rows."""
+        """Returns pooled rows."""
         pin = self.group.pin()
         slots = self.group.find_or_insert(ids, offsets, self.cell.batch, pin)
         mean = self.cell.reduction == "mean"
@@ -124,7 +124,7 @@ class HashTables:
 
 
 def make_fbgemm(cell: Cell, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's side, with fp32 outputs; 16-bit rows are fp16, and fp32 ones are beside int8."""
+    """Creates FBGEMM's side with fp32 outputs: fp16 rows for 16 bits, fp32 rows for int8."""
     narrow = cell.dtype in ("fp16", "bf16")
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
     if device.type == "cpu":
@@ -144,7 +144,7 @@ def make_fbgemm(cell: Cell, device: torch.device) -> SplitTableBatchedEmbeddingB
 
 
 def milliseconds(step: Callable[[int], object]) -> float:
-    """Time of a step in milliseconds; the steps run back to back."""
+    """Returns milliseconds per step of back-to-back steps."""
 
     def timed(steps: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -156,13 +156,13 @@ def milliseconds(step: Callable[[int], object]) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / steps
 
-    timed(4)  # hints of how ids repeat follow those of the last steps
+    timed(4)  # warms up the hints, which depend on the repetitions of ids in the last steps
     return statistics.median(timed(STEPS) for _ in range(ROUNDS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """What both sides are given: batches, which the steps take in turn."""
+    """The batches of both sides, which the steps use in turn."""
 
     numbers: list[Tensor]
     ids: list[Tensor]
@@ -172,13 +172,13 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """Number of batches."""
+        """Returns the number of batches."""
         return len(self.numbers)
 
     @staticmethod
     def of(cell: Cell, device: torch.device) -> Batches:
-        """Those of a cell."""
-        # Of fewer batches, tables that evict would soon hold all ids.
+        """Draws the batches of a cell."""
+        # With fewer batches, tables that evict would soon hold all ids.
         number = 4 if cell.room == 1 else EVICTING_BATCHES
         numbers = [draw(cell, cell.rows, device) for _ in range(number)]
         weights = torch.rand(len(numbers[0]), device=device)
@@ -198,7 +198,7 @@ def _evicted(tables: HashTables) -> int:
 def measure_cell(
     cell: Cell, device: torch.device, with_stock: bool = True
 ) -> dict[str, float | None]:
-    """Milliseconds of both sides."""
+    """Returns milliseconds of both sides."""
     batches = Batches.of(cell, device)
     if OPTIMIZERS[cell.optimizer][1] is None:
         with_stock = False
@@ -243,8 +243,8 @@ def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str,
     samples: dict[str, list[float]] = {}
     for turn in range(CPU_STEPS + 3):
         for side in sides if turn % 2 else reversed(sides):
-            # Forward and backward take turns with the other side's as in a model, and each step
-            # begins with what another one has left in the caches.
+            # Alternates with the other side's forward and backward, as in a model, so that each
+            # step begins with another step's data in the caches.
             clocks = [(time.perf_counter(), time.process_time())]
             output = sides[side](turn % batches.number)
             clocks.append((time.perf_counter(), time.process_time()))
@@ -286,7 +286,7 @@ def _shown(dims: Sequence[int]) -> str:
 def measure(
     device: torch.device, cells: Sequence[Cell], skip_stock: Sequence[str] = ()
 ) -> Iterator[dict[str, object]]:
-    """One row a cell."""
+    """Yields one row per cell."""
     for cell in cells:
         times = measure_cell(cell, device, cell.optimizer not in skip_stock)
         if device.type == "cuda":
@@ -297,7 +297,7 @@ def measure(
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
-    """Geometric mean and highest of the ratios, by section."""
+    """Returns the geometric mean and the maximum of the ratios, by section."""
     lines = []
     for name in (*dict.fromkeys(row["section"] for row in rows), "all"):
         own = [row for row in rows if name in (row["section"], "all") and row["ratio"]]
@@ -312,10 +312,10 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
 
 
 def _bind_threads() -> None:
-    """Starts this command again with each thread bound to a core, where nobody has said otherwise.
+    """Restarts this command with each thread bound to a core, unless the user has set a binding.
 
-    Where other work runs, two threads often end up on one core and wait there for each other, in
-    slices of the scheduler: that makes a step of a millisecond take 60 or 300.
+    Under other load, two threads are often scheduled on one core and wait there for each other for
+    whole time slices, so a step of a millisecond may take 60 or 300.
     """
     if "OMP_PROC_BIND" not in os.environ:  # read when torch is loaded
         os.environ["OMP_PROC_BIND"] = "true"

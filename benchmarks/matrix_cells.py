@@ -1,4 +1,4 @@
-"""The cells of the matrix (``benchmarks/matrix.py``): which shapes are measured on which device."""
+"""The cells of the matrix (``benchmarks/matrix.py``): the shapes to measure on each device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import FTRL, LAMB, SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 
-#: By name: ours, and FBGEMM's where it has the optimizer.
+#: By name: this package's optimizer, and FBGEMM's if it has the optimizer.
 OPTIMIZERS = {
     "sgd": (SGD(), EmbOptimType.EXACT_SGD),
     "rowwise_adagrad": (RowWiseAdagrad(eps=1e-8), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "lamb": (LAMB(eps=1e-8), EmbOptimType.LAMB),
     "ftrl": (FTRL(), None),
 }
-#: Of those, the ones that FBGEMM has on a CPU.
+#: The optimizers that FBGEMM has on a CPU.
 CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 DTYPES = {
     "fp32": torch.float32,
@@ -36,17 +36,17 @@ class Cell:
     """One shape.
 
     Attributes:
-        section: of the matrix.
-        dims: columns, by table.
+        section: section of the matrix.
+        dims: number of columns, by table.
         skew: ``"uniform"``, a power law's exponent, or ``"hot"``: one id in 90 % of the positions.
-        batch: samples.
-        bag: ids of a bag.
-        rows: of each table.
-        dtype: of rows, a key of :data:`DTYPES`.
-        policy: of eviction.
+        batch: number of samples.
+        bag: pooling factor.
+        rows: rows of each table.
+        dtype: dtype of rows, a key of :data:`DTYPES`.
+        policy: eviction policy.
         optimizer: a key of :data:`OPTIMIZERS`.
         reduction: ``"sum"``, ``"mean"`` or ``"weighted"``.
-        room: share of the ids that the group has room for; 1: all of them are in it.
+        room: share of the ids that the group has room for; 1 if it holds all ids.
     """
 
     section: str
@@ -67,7 +67,7 @@ DIMS = (4, 8, 16, 32, 64, 100, 128, 132, 160, 192, 256, 320, 384, 512, 768, 1024
 
 
 def sections(device: str) -> dict[str, list[Cell]]:
-    """The cells for a device, ``"cuda"`` or ``"cpu"``, by section."""
+    """Returns the cells for a device, ``"cuda"`` or ``"cpu"``, by section."""
     return _cpu_sections() if device == "cpu" else _gpu_sections()
 
 
@@ -133,7 +133,7 @@ def _gpu_sections() -> dict[str, list[Cell]]:
 
 
 def _cpu_sections() -> dict[str, list[Cell]]:
-    """Sizes for two cores: a step takes milliseconds, and the largest tables 2 GB."""
+    """Returns cells for two cores: a step takes milliseconds, and the largest tables 2 GB."""
     shape = {"batch": 2048, "bag": 10, "rows": 200_000}
     skews = ("uniform", "1.05", "1.2", "1.5")
 
@@ -205,7 +205,7 @@ def _cpu_sections() -> dict[str, list[Cell]]:
 
 
 def draw(cell: Cell, table_rows: int, device: torch.device) -> Tensor:
-    """Row numbers of one batch, feature-major."""
+    """Draws the row numbers of one batch, feature-major."""
     n = len(cell.dims) * cell.batch * cell.bag
     if cell.skew in ("uniform", "hot"):
         ids = torch.randint(table_rows, (n,), device=device)

@@ -1,4 +1,4 @@
-"""Heat maps of the matrix: a step's time over that of FBGEMM's static tables.
+"""Heat maps of the matrix: time of a step divided by that of FBGEMM's static tables.
 
 python -m benchmarks matrix_plot benchmarks/results/matrix.csv docs/performance/matrix.svg
 """
@@ -10,7 +10,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-#: Of each map: the section, what its rows and its columns are, and its title.
+#: For each map: section, names of the rows' and the columns' axes, and title.
 _MAPS = (
     ("dim", "dims", "skew", "row-wise Adagrad, fp32: tables x columns by skew"),
     ("dim_adam", "dims", "skew", "Adam, fp32"),
@@ -25,12 +25,12 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     """Writes the heat maps of the sections that the rows have.
 
     Args:
-        rows: of the matrix.
-        path: of the picture; its ending says the format.
+        rows: rows of the matrix.
+        path: output file; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: no row is of a section that is drawn and has a ratio.
+        ValueError: no row has a ratio and a section that is drawn.
     """
     import matplotlib
 
@@ -53,7 +53,7 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
         layout="constrained",
         squeeze=False,
     )
-    # White is as fast as static tables, blue is faster, red slower.
+    # White is as fast as static tables, blue is faster, red is slower.
     norm = colors.TwoSlopeNorm(vcenter=1.0, vmin=0.2, vmax=2.0)
     for ax, (section, down, across, title) in zip(axes[:, 0], maps, strict=True):
         names, columns, values = _cells(rows, section, down, across)
@@ -74,7 +74,8 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 def _cells(
     rows: Sequence[Mapping[str, object]], section: str, down: str, across: str
 ) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
-    """Names of a map's rows and columns, and its values: the highest of cells that share both."""
+    """Returns the names of a map's rows and columns, and its values. If several cells share both
+    names, takes the highest."""
     values: dict[tuple[str, str], float] = {}
     for row in rows:
         if row["section"] != section or not row["ratio"]:
@@ -86,7 +87,7 @@ def _cells(
 
 
 def main() -> None:
-    """Draws a file of the matrix."""
+    """Draws the matrix of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, help="CSV file of the matrix")
     parser.add_argument("picture", type=Path, help="SVG or PNG to write")

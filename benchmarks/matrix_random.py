@@ -1,7 +1,6 @@
-"""Random cells for the matrix (``benchmarks/matrix.py``): shapes that nobody chose.
+"""Random cells for the matrix (``benchmarks/matrix.py``).
 
-The sections hold shapes that somebody thought of. The random shapes with the highest ratios show
-what the sections miss.
+The random shapes with the highest ratios show what the hand-picked sections miss.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _LEAST_IDS = 2000
 
 
 def random_cells(device: str, number: int, seed: int) -> list[Cell]:
-    """Different cells. The same arguments give the same cells.
+    """Draws distinct cells. Equal arguments give equal cells.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``. Cells for a CPU are smaller.
-        number: of cells.
-        seed: of the draws.
+        number: number of cells.
+        seed: seed of the draws.
     """
     draws = random.Random(seed)
     cells: dict[Cell, None] = {}
@@ -59,7 +58,7 @@ def _draw(draws: random.Random, device: str) -> Cell:
 
 
 def _fits(cell: Cell, device: str) -> bool:
-    """Whether it takes neither too long nor too much memory, and is not too small to be timed."""
+    """Returns whether a cell is neither too slow, nor too large, nor too small to be timed."""
     on_gpu = device != "cpu"
     columns = sum(cell.dims)
     ids = len(cell.dims) * cell.batch * cell.bag

@@ -1,23 +1,23 @@
-"""What metrics cost: training steps with and without them, in turn, in one process.
+"""Overhead of metrics: training steps with and without them, in turn, in one process.
 
     python -m benchmarks.metrics --out benchmarks/results/metrics.csv
 
-A step looks up ids of several tables, goes backward and updates the rows by Adagrad. ``watch``
-reads the metrics of all tables and hands them to a line of progress; its tables hold all ids. It
-reads in every step, and what that takes is spread over ``--every`` steps, since a reading in a
-hundred steps could not be told from noise. ``remember_evicted`` counts ids that come back, in full
-tables that lack ``--new`` of the ids of a step, beside equal tables that don't remember and are
-asked for the same ids. Half of what they lack is new, half has been there and has left for others.
-These tables are made anew ``--builds`` times, in turn the one and the other first, since where
-tables lie in memory makes a difference, too.
+A step looks up ids of several tables, runs the backward and updates the rows with Adagrad. Case
+``watch`` reads the metrics of all tables and passes them to a progress line; its tables hold all
+ids. It reads in every step, and the cost is divided by ``--every``, because one reading in a
+hundred steps could not be distinguished from noise. Case ``remember_evicted`` counts ids that
+return, in full tables that lack a share ``--new`` of the ids of a step, compared with equal tables
+without this option, on the same ids. Half of the missing ids are new, and half were evicted before.
+These tables are created ``--builds`` times, in alternating order, because their addresses also
+affect times.
 
-A pair is a round of steps with and one without, back to back, the first of them in turn; a round
-is timed from its first step to the end of its last on the device. So what drifts slower than a
-pair is in both. ``without_ms`` and ``with_ms`` are medians over the rounds, milliseconds a step;
-``overhead`` is the median over the pairs of what the steps with took more, as a share;
-``overhead_low`` and ``overhead_high`` bound it with a probability of 95 % by bootstrap. Of
-``watch`` these three are what they are with a reading every ``--every`` steps, and ``with_ms`` is
-with one in each. Pairs are measured for ``--seconds`` a case.
+A pair is a round of steps with metrics and a round without, back to back, in alternating order. A
+round is timed from its first step to the end of its last step on the device. So both rounds contain
+any drift that is slower than a pair. ``without_ms`` and ``with_ms`` are milliseconds per step,
+medians over the rounds. ``overhead`` is the median over the pairs of the additional time of steps
+with metrics, as a share; ``overhead_low`` and ``overhead_high`` are its 95 % bootstrap interval.
+For ``watch``, these three are for a reading every ``--every`` steps, while ``with_ms`` is for a
+reading in each step. Pairs are measured for ``--seconds`` per case.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Step = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Tables of one shape, and what is looked up in a step.
+    """Tables of one shape, and the lookups of a step.
 
     Attributes:
-        tables: how many.
-        rows: distinct ids of each.
-        dim: of a row.
-        ids: of a table in a step.
+        tables: number of tables.
+        rows: number of distinct ids per table.
+        dim: number of columns.
+        ids: number of ids per table and step.
     """
 
     tables: int
@@ -62,7 +62,7 @@ class Workload:
 def make(
     work: Workload, device: torch.device, capacity: int, remember_evicted: int | None = None
 ) -> tuple[MultiTableHKVEmbedding, torch.optim.Optimizer]:
-    """Tables that hold the ids from 0 on, as many as they have room for."""
+    """Creates tables that are filled with the ids from 0 on."""
     module = MultiTableHKVEmbedding(
         work.tables,
         work.dim,
@@ -85,7 +85,7 @@ def step_of(
     trained_by: torch.optim.Optimizer,
     draw: Callable[[], list[Tensor]],
 ) -> Step:
-    """A training step."""
+    """Creates a training step."""
     grads = [torch.randn(work.ids, work.dim, device=module.device)] * work.tables
 
     def step() -> None:
@@ -97,7 +97,7 @@ def step_of(
 
 
 def round_ms(step: Step, steps: int, device: torch.device) -> float:
-    """Milliseconds a step of steps back to back."""
+    """Returns milliseconds per step of back-to-back steps."""
     if device.type != "cuda":
         begin_s = time.perf_counter()
         for _ in range(steps):
@@ -116,12 +116,13 @@ def round_ms(step: Step, steps: int, device: torch.device) -> float:
 def pairs_of(
     without: Step, with_: Step, steps: int, seconds: float, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Milliseconds a step of rounds without and with, after two that do not count; at least two."""
+    """Returns milliseconds per step of at least two pairs (without, with), after two for
+    warm-up."""
     for step in (without, with_) * 2:
         round_ms(step, steps, device)
     pairs: list[tuple[float, float]] = []
     gc.collect()
-    gc.disable()  # a collection would fall into one of the two
+    gc.disable()  # a garbage collection would only affect one of the two
     try:
         begin = time.perf_counter()
         while len(pairs) < 2 or time.perf_counter() - begin < seconds:
@@ -137,7 +138,7 @@ def pairs_of(
 
 
 def compared(pairs: Sequence[tuple[float, float]], spread: int = 1) -> dict[str, float]:
-    """What steps with take more than those without, spread over so many steps."""
+    """Computes the overhead of steps with metrics, divided by ``spread`` steps."""
     overheads = [(with_ms / without_ms - 1) / spread for without_ms, with_ms in pairs]
     low, high = bootstrap_interval(overheads)
     return {
@@ -153,12 +154,12 @@ def compared(pairs: Sequence[tuple[float, float]], spread: int = 1) -> dict[str,
 def bootstrap_interval(
     values: Sequence[float], share: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
-    """Where the median of values lies with a probability of ``share``.
+    """Computes a confidence interval of the median of values.
 
     Args:
-        values: independent of each other.
-        share: between 0 and 1.
-        draws: samples with replacement, as many values each.
+        values: independent values.
+        share: probability of the interval, between 0 and 1.
+        draws: number of resamples with replacement.
     """
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
@@ -167,7 +168,7 @@ def bootstrap_interval(
 
 
 def watch(work: Workload, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Of reading metrics in each step, spread over as many steps as lie between readings."""
+    """Measures reading metrics in each step, divided by the number of steps between readings."""
     module, trained_by = make(work, device, int(work.rows / 0.8))
     batches = [
         [torch.randint(work.rows, (work.ids,), device=device) for _ in range(work.tables)]
@@ -191,7 +192,7 @@ def watch(work: Workload, args: argparse.Namespace, device: torch.device) -> dic
 def remember_evicted(
     work: Workload, args: argparse.Namespace, device: torch.device
 ) -> dict[str, float]:
-    """Of remembering what full tables evict."""
+    """Measures remembering the ids that full tables evict."""
     pairs: list[tuple[float, float]] = []
     for build in range(args.builds):
         steps = {}
@@ -203,9 +204,9 @@ def remember_evicted(
 
 
 def evicting(work: Workload, share: float, entries: int | None, device: torch.device) -> Step:
-    """A step of full tables that lack a share of its ids."""
+    """Creates a step of full tables that lack a share of its ids."""
     half = max(1, int(share * work.ids / 2))
-    # Ids in use are the last ``rows`` ones. Of those before them tables keep some.
+    # The last ``rows`` ids are in use. Tables also keep some of the earlier ids.
     module, trained_by = make(work, device, int(1.25 * work.rows), entries)
     first = iter(range(work.rows, 1 << 60, half))
     generator = torch.Generator(device).manual_seed(0)
@@ -213,7 +214,7 @@ def evicting(work: Workload, share: float, entries: int | None, device: torch.de
     def draw() -> list[Tensor]:
         begin = next(first)
         fresh = begin + torch.arange(half, device=device)
-        # Long gone: after them as many ids have come as tables have rows for twice.
+        # Evicted long ago: twice as many later ids have arrived as the tables have rows.
         back = (fresh - int(3.5 * work.rows)).clamp_(min=0)
         known = torch.randint(work.rows, (work.ids - 2 * half,), device=device, generator=generator)
         return [torch.cat([known + (begin - work.rows), back, fresh])] * work.tables
@@ -225,7 +226,7 @@ CASES = {"watch": watch, "remember_evicted": remember_evicted}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a case."""
+    """Yields one row per case."""
     device = torch.device(args.device)
     work = Workload(args.tables, args.rows, args.dim, args.ids)
     for name in args.cases:

@@ -1,12 +1,12 @@
-"""Steps of ``HierarchicalHashEmbedding`` beside ``torch.nn.Embedding(sparse=True)``.
+"""Steps of ``HierarchicalHashEmbedding`` compared with ``torch.nn.Embedding(sparse=True)``.
 
     python -m benchmarks.nn --out benchmarks/results/nn.csv
 
-One row an optimizer: milliseconds of a step (lookup, backward of a given gradient, ``step()``,
-``zero_grad()``) over steps back to back, for both modules in one process, on the same ids, with
-equal rows at first and as many of them. All ids are in the table when the time begins. ``ratio`` is
-the hash embedding's time over PyTorch's, ``difference`` the largest of any value of 10,000 rows
-after the last step.
+One row per optimizer has milliseconds per step (lookup, backward of a given gradient, ``step()``,
+``zero_grad()``) of back-to-back steps, for both modules in one process, on the same ids, with equal
+initial rows and equally many rows. All ids are already in the table. ``ratio`` is the hash
+embedding's time divided by PyTorch's, ``difference`` the largest difference of a value in 10,000
+rows after the last step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is looked up.
+    """The lookups.
 
     Attributes:
-        rows: distinct ids there are.
-        dim: of a row.
-        ids: of one step.
-        power: of the law that ids follow, 0: uniform.
-        load: factor of the hash table.
+        rows: number of distinct ids.
+        dim: number of columns.
+        ids: number of ids per step.
+        power: exponent of the ids' power law; 0 for uniform ids.
+        load: load factor of the hash table.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class Workload:
     load: float
 
     def draw(self, device: torch.device) -> Tensor:
-        """The ids of one step, int64 ``[ids]``."""
+        """Draws the ids of one step, int64 ``[ids]``."""
         if self.power:
             return power_law(self.ids, self.rows, self.power, device)
         return torch.randint(self.rows, (self.ids,), device=device)
@@ -61,7 +61,7 @@ class Workload:
 def hash_embedding(
     work: Workload, optimizer: str, device: torch.device
 ) -> tuple[HierarchicalHashEmbedding, torch.optim.Optimizer]:
-    """One that holds all ids, and its optimizer."""
+    """Creates an embedding that holds all ids, and its optimizer."""
     capacity = int(work.rows / work.load)
     module = HierarchicalHashEmbedding(
         work.dim, capacity, capacity, grad_buffer_hbm_gb=64, seed=0, device=device
@@ -76,10 +76,10 @@ def hash_embedding(
 
 
 def compare(work: Workload, optimizer: str, steps: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of both sides, and how far their rows are apart."""
+    """Returns milliseconds of both sides, and the largest difference of their rows."""
     batches = [work.draw(device) for _ in range(4)]
-    # Multiples of 1/8: their sums are exact. Adam would make much of one that is 0 but for its
-    # rounding, and SparseAdam adds eps elsewhere, which tells where a gradient is tiny.
+    # Multiples of 1/8, whose sums are exact. Adam would amplify a gradient that is 0 except for
+    # rounding, and SparseAdam adds eps elsewhere, which matters for tiny gradients.
     grad = torch.randn(work.ids, work.dim, device=device).mul_(8).round_().div_(8)
     ours, our_optimizer = hash_embedding(work, optimizer, device)
     theirs = torch.nn.Embedding(work.rows, work.dim, sparse=True, device=device)
@@ -108,7 +108,7 @@ def compare(work: Workload, optimizer: str, steps: int, device: torch.device) ->
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row an optimizer."""
+    """Yields one row per optimizer."""
     device = torch.device(args.device)
     work = Workload(args.rows, args.dim, args.ids, args.power, args.load)
     for optimizer in args.optimizers:

@@ -1,18 +1,18 @@
-"""Saves that don't stop training: how long the call takes, and how much slower steps are meanwhile.
+"""Non-blocking saves: time of the call, and slowdown of the training steps during the save.
 
     python -m benchmarks non_blocking --bytes 20e9 --out benchmarks/results/non_blocking.csv
 
-One process with one table under ``DistributedModelParallel``. Training steps of ``--batch`` random
-ids run for ``--seconds``, then ``checkpoint.save(..., blocking=False)`` is called, and steps go on
-until the save has ended, or for ``--seconds`` more: then it is given up, and ``written_share`` says
-how far it was. With ``--delta SHARE`` it is a :class:`DeltaWriter`'s write; the base is written
-before, and all steps look up ids of this share of the rows. The first of its writes is not counted:
-later ones find memory that it has allocated.
+One process has one table under ``DistributedModelParallel``. Training steps of ``--batch`` random
+ids run for ``--seconds``. Then ``checkpoint.save(..., blocking=False)`` is called, and steps
+continue until the save has ended, or for ``--seconds``, after which the save is cancelled and
+``written_share`` is its progress. With ``--delta SHARE``, a :class:`DeltaWriter` writes a delta
+instead, after a base; all steps look up ids of this share of the rows. Its first write is not
+counted, because later writes reuse the memory that it allocates.
 
-``stop_ms`` is what the call takes, with all that it has the GPU do, in which training waits;
-``blocked_ms`` of it is for the disk, where there was no room for copies. ``step_ms`` and
-``step_meanwhile_ms`` are means, ``slower_percent`` compares them, and ``slower_median_percent``
-their medians.
+``stop_ms`` is the time of the call with its work on the GPU, during which training waits;
+``blocked_ms`` is the part that waits for the disk because there is no memory for copies.
+``step_ms`` and ``step_meanwhile_ms`` are means; ``slower_percent`` compares them, and
+``slower_median_percent`` compares the medians.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ STEPS_TOGETHER = 8
 def steps(
     model: nn.Module, rows: int, batch: int, device: torch.device, goes_on: Callable[[], bool]
 ) -> list[float]:
-    """Milliseconds of training steps on random ids of the table.
+    """Returns milliseconds of training steps on random ids of the table.
 
-    The host waits for the device after some steps, as training does that reads a loss now and then.
+    The host waits for the device after some steps, as in training that sometimes reads the loss.
     """
     lookup = model.module.group_lookups()["t"]
     rate = torch.tensor(0.1, device=device)
@@ -67,7 +67,7 @@ def steps(
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """One row a save."""
+    """Yields one row per save."""
     progress = Progress(float("inf"))
     device = torch.device(args.device)
     payload = 4 * (args.dim + OPTIMIZERS[args.optimizer][2](args.dim))
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
     progress.say(f"a table of {rows:,} rows on {device}")
     warm = make_model(args, 1000, device)
     fill(warm, 900, device)
-    checkpoint.save(folder / "warm", warm, blocking=False).wait()  # imports, pinned memory
+    checkpoint.save(folder / "warm", warm, blocking=False).wait()  # warm-up
     del warm
     staging = {
         "staging_bytes": args.staging_bytes,
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeat", type=AtLeast(1), default=1, help="saves")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    # The disk is that of the folder of temporary files: TMPDIR says which.
+    # Measures the disk of the folder of temporary files; TMPDIR sets it.
     with (
         joined_ranks(device_of_rank(args.device)),
         tempfile.TemporaryDirectory(prefix="torchrec_hkv_") as folder,

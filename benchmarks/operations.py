@@ -1,13 +1,14 @@
-"""Operations of a hash table where one id has 90 % of a batch, beside uniform ids, as ratios.
+"""Operations of a hash table: ratios of batches with one id in 90 % of positions to uniform
+batches.
 
     python -m benchmarks operations --out benchmarks/results/operations.csv
     python -m benchmarks operations --policies lru lfu --capacity 1048576 --ids 65536
 
-One row for each operation and eviction policy: milliseconds of a call with ids drawn uniformly
-from the table, with one id in 90 % of the positions, and the ratio of the two. Operations that
-insert are measured with ids that are in the table, and, as ``... new``, with ids that are not: the
-hot batch then has one new id in 90 % of its positions. ``scores`` marks calls that are given
-scores; ``deterministic`` marks tables in deterministic mode.
+One row per operation and eviction policy has milliseconds of a call with ids drawn uniformly
+from the table, of a call with one id in 90 % of the positions, and their ratio. Operations that
+insert are measured with ids in the table, and, as ``... new``, with ids not in it; the hot batch
+then has one new id in 90 % of its positions. ``scores`` marks calls with scores; ``deterministic``
+marks tables in deterministic mode.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
 TAKE_SCORES = ("lfu", "epoch_lfu", "customized")
 HOT_SHARE = 0.9
 LOAD = 0.75
-#: What a run measures anew is replaced in a file.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("operation", "policy", "scores", "deterministic", "capacity", "dim", "ids")
 
-#: ids, rows, scores or None.
+#: Arguments: table, ids, rows, scores or None.
 Call = Callable[[HashTable, Tensor, Tensor, Tensor | None], object]
 
 
@@ -81,7 +82,7 @@ class Batches:
 
     Args:
         table: the table, which is filled to :data:`LOAD`.
-        n: ids of a call.
+        n: number of ids per call.
     """
 
     def __init__(self, table: HashTable, n: int) -> None:
@@ -100,7 +101,7 @@ class Batches:
         return torch.where(hot, numbers[0], numbers)
 
     def calls(self, operation: str, hot: bool, number: int) -> Iterator[Tensor]:
-        """Ids of so many calls; what a call has changed is undone before the next."""
+        """Yields ids of ``number`` calls; undoes the changes of a call before the next one."""
         for _ in range(number):
             if operation in INSERTING:
                 numbers = torch.arange(self.given, self.given + self.n, device=self.device)
@@ -116,7 +117,7 @@ class Batches:
 
 
 def _variants(operation: str, policy: str) -> tuple[bool, ...]:
-    """Whether calls are given scores: without, with, or both."""
+    """Returns whether to measure calls without scores, with scores, or both."""
     if operation in WITHOUT_SCORES or policy not in TAKE_SCORES:
         return (False,)
     return (True,) if policy == "customized" else (False, True)
@@ -156,7 +157,7 @@ def _times(args: argparse.Namespace, table: HashTable) -> Iterator[dict[str, obj
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row an operation, policy, with and without scores."""
+    """Yields one row per operation and policy, with and without scores."""
     for policy in args.policies:
         table = HashTable(
             args.dim,

@@ -1,4 +1,4 @@
-"""README's picture: steps beside static tables, and the AUC that fewer rows keep.
+"""The README's plot: step times relative to static tables, and AUC with fewer rows.
 
 python -m benchmarks overview_plot docs/performance/overview.svg
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 WORKLOADS = ("S1", "S2", "S2 hot", "S3", "S4")
 STREAM = "MovieTweetings"
-#: Bars of the right half, by AUC: method of ``quality.csv`` and label.
+#: Bars of the right half, sorted by AUC: method of ``quality.csv`` and label.
 METHODS = {
     "unlimited": "a row for each id",
     "hkv, adaptive": "hkv, adaptive",
@@ -26,16 +26,16 @@ METHODS = {
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of a file of results."""
+    """Reads the rows of a results file."""
     with (RESULTS / name).open() as file:
         return list(csv.DictReader(file))
 
 
 def plot(path: Path) -> None:
-    """Writes the picture.
+    """Writes the plot.
 
     Args:
-        path: its ending tells the format.
+        path: output file; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,18 +1,17 @@
-"""What the planner says that a step takes, and what a sharded step then takes.
+"""The planner's predictions of steps and memory, compared with measurements of sharded steps.
 
     torchrec-hkv calibrate && python -m benchmarks.planner --out benchmarks/results/planner.csv
     torchrun --nproc_per_node 2 -m benchmarks.planner --out benchmarks/results/planner_2.csv
 
 Tables of one kernel are planned and sharded, and the parts of their steps are timed: lookup and
-backward, which the planner knows from measured constants, and the exchanges, of which it knows what
-they take without ids and a bandwidth. The backward is timed with the exchange of its gradients.
-All tables are there at once (60 GB by default on one GPU), and all rows take turns of a few steps
-each: much of a step is the host's time, which is faster at some times than at others. Times are of
-rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread on one rank of
-processor time); of whole steps quartiles are there, too. Bytes are the tables' own counts, and on a
-GPU what PyTorch's allocator gave, in all and at the peak of a step. Ratios are of what was
-predicted to what was measured. At the end it says how many steps were within 25 % and how many
-tables' bytes within 5 %.
+backward, which the planner predicts from measured constants, and the exchanges, which it predicts
+from their latency without ids and a bandwidth. The time of the backward includes the exchange of
+its gradients. All tables exist at once (60 GB by default on one GPU), and all cases take turns of a
+few steps, because much of a step is the host's time, whose speed drifts. Times are of rank 0:
+medians of the device's time on a GPU, minima on a CPU (of processor time for one thread on one
+rank), and also quartiles for whole steps. Bytes are the tables' own counts, and on a GPU those of
+PyTorch's allocator, in total and at the peak of a step. Ratios are predicted / measured. The last
+line has the numbers of steps within 25 % and of tables' bytes within 5 %.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from torchrec_hkv.planner.report import ReportedModulePlan
 
 PARTS = ("input_dist", "forward", "output_dist", "backward")
 WARM_UP = 5
-#: Timed steps of a turn, and those before them.
+#: Number of timed steps per turn, and of warm-up steps before them.
 TURN, AGAIN_WARM = 5, 2
-#: Ids of a bag of the batches that fill hash tables.
+#: Pooling factor of the batches that fill hash tables.
 FILL_BAG = 64
-#: Names, ids of a bag, and the power of the law that ids follow (0: all alike).
+#: Name, pooling factor, and exponent of the ids' power law (0: uniform).
 STREAMS = (("uniform_1", 1, 0.0), ("uniform_8", 8, 0.0), ("power_law_8", 8, 1.05))
 HIDING_CYCLES = 10_000_000
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("kernel", "sharding", "ranks", "tables", "rows", "dim", "batch", "stream", "threads")
 
 
 def draw(count: int, rows: int, power: float, device: torch.device) -> Tensor:
-    """Ids of a stream."""
+    """Draws ids of a stream."""
     if power:
         return power_law(count, rows, power, device)
     return torch.randint(rows, (count,), device=device)
@@ -71,18 +70,18 @@ def draw(count: int, rows: int, power: float, device: torch.device) -> Tensor:
 
 @functools.cache
 def frequencies(rows: int, power: float) -> IdFrequencies:
-    """Of a sample of a stream."""
+    """Returns the frequencies in a sample of a stream."""
     return IdFrequencies.of_ids(draw(min(1 << 24, 20 * rows), rows, power, torch.device("cpu")))
 
 
 def make_collection(args: argparse.Namespace, kernel: str, dim: int) -> EmbeddingBagCollection:
-    """Tables that one kernel is to serve."""
+    """Creates tables for one kernel."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{t}",
             feature_names=[f"f{t}"],
             embedding_dim=dim,
-            # Room for all ids in a hash table.
+            # A hash table gets room for all ids.
             num_embeddings=args.rows if kernel != "hkv" else round(args.rows / 0.8),
             weight_init_min=-0.01,
             weight_init_max=0.01,
@@ -100,7 +99,7 @@ def plan_for(
     kernel: str,
     stream: tuple[str, int, float],
 ) -> ShardingPlan:
-    """How they are sharded, and what the planner says of a stream."""
+    """Plans the tables for a stream, with the planner's predictions."""
     _, bag, power = stream
     constraint = ParameterConstraints(
         compute_kernels=[kernel],
@@ -119,7 +118,7 @@ def plan_for(
 
 
 def keyed(args: argparse.Namespace, ids: list[Tensor], bag: int) -> KeyedJaggedTensor:
-    """A batch of bags of equal length."""
+    """Creates a batch of bags of equal length."""
     values = torch.cat(ids)
     return KeyedJaggedTensor(
         keys=[f"f{t}" for t in range(args.tables)],
@@ -134,24 +133,24 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        # Processor time does not see a wait for other ranks.
+        # Processor time does not include waits for other ranks.
         alone = torch.get_num_threads() == 1 and dist.get_world_size() == 1
         self._now = time.process_time if alone else time.perf_counter
 
     def begin(self) -> None:
-        """Waits for the device, and hides what the host does from here on."""
+        """Waits for the device, and hides the host's next work."""
         self._marks = []
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda._sleep(HIDING_CYCLES)
         if dist.get_world_size() > 1:
-            # All ranks begin together, on a GPU as the device sees it: else the one that is ahead
+            # All ranks begin together, on a GPU in device time. Otherwise a rank that is ahead
             # would wait in the exchange.
             dist.all_reduce(torch.ones(1, device=self._device))
         self.mark()
 
     def mark(self) -> None:
-        """The end of a part."""
+        """Marks the end of a part."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -160,7 +159,7 @@ class Clock:
             self._marks.append(self._now())
 
     def between(self) -> list[float]:
-        """Milliseconds of the parts."""
+        """Returns milliseconds of the parts."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if self._device.type == "cuda":
             self._marks[-1].synchronize()
@@ -169,7 +168,7 @@ class Clock:
 
 
 def step(module: Any, features: KeyedJaggedTensor, clock: Clock) -> list[float]:
-    """One step, part by part."""
+    """Runs one step, part by part."""
     context = module.create_context()
     clock.begin()
     received = module.input_dist(context, features).wait().wait()
@@ -186,7 +185,7 @@ def step(module: Any, features: KeyedJaggedTensor, clock: Clock) -> list[float]:
 
 
 def fill(module: Any, args: argparse.Namespace) -> None:
-    """Asks for every id once, each rank for a part of them, so that hash tables hold it."""
+    """Looks up every id once, each rank a part of the ids, so that hash tables hold all ids."""
     count = args.batch * FILL_BAG
     own = dist.get_rank() * count + torch.arange(count, device=args.device)
     for first in range(0, args.rows, count * dist.get_world_size()):
@@ -196,7 +195,7 @@ def fill(module: Any, args: argparse.Namespace) -> None:
 
 
 def table_bytes(module: Any, kernel: str) -> int:
-    """What the tables of this rank say that they take."""
+    """Returns the tables' own counts of their bytes on this rank."""
     if kernel != "fused":
         lookups = module.group_lookups()
         memory = [lookup.memory(key) for key, lookup in lookups.items()]
@@ -211,7 +210,7 @@ def table_bytes(module: Any, kernel: str) -> int:
 
 
 def local_bytes(tensor: Any) -> int:
-    """Of a tensor's part on this rank."""
+    """Returns the bytes of a tensor's part on this rank."""
     parts = tensor.local_shards() if hasattr(tensor, "local_shards") else []
     tensors = [part.tensor for part in parts] if parts else [tensor]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
@@ -219,17 +218,17 @@ def local_bytes(tensor: Any) -> int:
 
 @dataclasses.dataclass
 class Case:
-    """What is a row in the end.
+    """A case, which becomes a row.
 
     Attributes:
-        kernel: that serves the tables.
-        dim: their columns.
-        stream: of ids, one of :data:`STREAMS`.
-        plan: for this stream.
-        module: the tables, sharded.
-        allocated: bytes that PyTorch's allocator gave for them.
-        times: of the parts of each step.
-        peak: bytes that a step took besides, at most.
+        kernel: kernel of the tables.
+        dim: number of their columns.
+        stream: stream of ids, one of :data:`STREAMS`.
+        plan: sharding plan for this stream.
+        module: the sharded tables.
+        allocated: bytes that PyTorch's allocator allocated for the tables.
+        times: times of the parts of each step.
+        peak: peak of the additional bytes of a step.
     """
 
     kernel: str
@@ -243,7 +242,7 @@ class Case:
 
 
 def make_cases(args: argparse.Namespace) -> list[Case]:
-    """Plans all, shards the tables of each kernel and dim, and fills hash tables."""
+    """Plans all cases, shards the tables of each kernel and dim, and fills hash tables."""
     cases = []
     for kernel, dim in itertools.product(args.kernels, args.dims):
         model = make_collection(args, kernel, dim)
@@ -263,7 +262,7 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that PyTorch's allocator has given of a GPU."""
+    """Returns the bytes that PyTorch's allocator has allocated on a GPU."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
@@ -273,13 +272,13 @@ def take_turns(args: argparse.Namespace, cases: list[Case]) -> None:
         run_steps(args, case, WARM_UP, are_timed=False)
     for first in range(0, args.steps, TURN):
         for case in cases:
-            # Another case's ids and code are in caches.
+            # Warms up, because another case's ids and code are in the caches.
             run_steps(args, case, AGAIN_WARM, are_timed=False)
             run_steps(args, case, min(TURN, args.steps - first), are_timed=True)
 
 
 def run_steps(args: argparse.Namespace, case: Case, count: int, are_timed: bool) -> None:
-    """Steps of a case one after the other, on batches of their own."""
+    """Runs steps of a case one after the other, on the case's batches."""
     _, bag, power = case.stream
     on_gpu, clock = args.device.type == "cuda", Clock(args.device)
     for _ in range(count):
@@ -296,7 +295,7 @@ def run_steps(args: argparse.Namespace, case: Case, count: int, are_timed: bool)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a kernel, dim and stream."""
+    """Yields one row per kernel, dim and stream."""
     on_gpu = args.device.type == "cuda"
     cases = make_cases(args)
     take_turns(args, cases)
@@ -307,7 +306,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def row_of(
     args: argparse.Namespace, case: Case, typical: Callable[[list[float]], float]
 ) -> dict[str, object]:
-    """What was predicted of a case, and measured."""
+    """Returns the predictions and measurements of a case."""
     rank, on_gpu = dist.get_rank(), args.device.type == "cuda"
     row: dict[str, object] = {
         "kernel": case.kernel,
@@ -345,7 +344,7 @@ def row_of(
 
 
 def summed_up(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, and at the end, of rank 0, a line that says how many were predicted well."""
+    """Yields the rows. At the end, rank 0 prints how many predictions were close."""
     ratios: list[tuple[float, float]] = []
     for row in rows:
         ratios.append((row["step_ratio"], row["bytes_ratio"]))

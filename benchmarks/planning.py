@@ -1,25 +1,24 @@
-"""How long planning takes for many tables, and how close its plans are to bounds.
+"""Times of planning for many tables, and comparisons of the plans with bounds.
 
     python -m benchmarks planning --out benchmarks/results/planning.csv
 
-Tables have 10^3 to 3 * 10^8 rows by a power law and 16 to 256 columns. Each may be on ``fused``,
-``hkv`` or ``tt``, and sharded in any way; hosts have 8 ranks. ``budget`` is the HBM of all ranks
-over the bytes of the dense rows, ``host`` the same of host memory, and ``frequencies`` the share of
-tables with frequencies from the JSON of a replay of ids by a power law.
+Tables have 10^3 to 3 * 10^8 rows by a power law and 16 to 256 columns. Each may use ``fused``,
+``hkv`` or ``tt``, and any sharding type; hosts have 8 ranks. ``budget`` is the HBM of all ranks
+divided by the bytes of the dense rows, ``host`` the same for host memory, and ``frequencies`` the
+share of tables with frequencies from the JSON of a replay of ids by a power law.
 
-``cpu_seconds`` is processor time, which other processes disturb less than ``seconds``. ``peak_mib``
-is the memory that planning adds to the process, and ``tried`` the number of plans of which it was
-tried whether or how fast they fit. ``missing`` is the error if nothing fits.
+``cpu_seconds`` is processor time, which other processes affect less than ``seconds``. ``peak_mib``
+is the memory that planning adds to the process, and ``tried`` the number of plans whose fit or time
+was computed. ``missing`` is the error if nothing fits.
 
-``lossy`` is the number of tables that lose quality, and ``fewest`` a bound that no plan is below.
-``loss`` is the estimated loss, and ``least_loss`` the bound of a relaxation for as many tables:
-parts of levels may be taken, and memory is that of all ranks together. ``step_ms`` is the time of
-the slowest rank, and ``balanced_ms`` that of all ranks if they shared the load evenly.
-``bytes_ratio`` is the HBM taken on the fullest rank over the mean of ranks.
+``lossy`` is the number of tables that lose quality, and ``fewest`` a lower bound on it for all
+plans. ``loss`` is the estimated loss, and ``least_loss`` the bound of a relaxation for as many
+tables, which allows parts of levels and pools the memory of all ranks. ``step_ms`` is the time of
+the slowest rank, and ``balanced_ms`` the time if all ranks shared the load evenly. ``bytes_ratio``
+is the used HBM of the fullest rank divided by the mean over ranks.
 
-``stock_ms`` is the time of the plan that TorchRec's own planner finds with kernel ``fused``, with
-the same estimates of shards. It gets ``--stock-seconds``, for budgets of at least
-``--stock-budget``.
+``stock_ms`` is the time of the plan of TorchRec's own planner with kernel ``fused``, with the same
+estimates of shards. It gets ``--stock-seconds``, for budgets of at least ``--stock-budget``.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from torchrec_hkv.planner.thinning import Thinning
 from torchrec_hkv.progress import reported
 
 KEYS = ("tables", "ranks", "budget", "host", "frequencies", "batch", "seed")
-#: Columns of a plan; empty if there is none.
+#: Columns of a plan; empty without a plan.
 FIGURES = ("lossy", "fewest", "loss", "least_loss", "step_ms", "balanced_ms", "bytes_ratio", "free")
 T = TypeVar("T")
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each number of tables, ranks and budget, and share of tables with frequencies."""
+    """Yields a row per number of tables and ranks, budget, and share of tables with frequencies."""
     for count, frequencies in itertools.product(args.tables, args.frequencies):
         tables = make_tables(count, args.seed)
         constraints = make_constraints(tables, frequencies, args.seed)
@@ -82,7 +81,7 @@ def planned(
     budget: float,
     host: float,
 ) -> dict[str, object]:
-    """Times a plan, and compares it with bounds and TorchRec's."""
+    """Times a plan, and compares it with bounds and with TorchRec's plan."""
     dense = dense_bytes(tables)
     topology = Topology(
         world_size=ranks,
@@ -111,7 +110,7 @@ def planned(
 
 
 def timed(work: Callable[[], T]) -> tuple[T | str, dict[str, object]]:
-    """The result of ``work``, or what a planner's error says is missing, and the costs."""
+    """Returns the result of ``work``, or the message of a planner's error, and the costs."""
     before = _memory("VmRSS")
     _forget_peak()
     begin, cpu = time.perf_counter(), time.process_time()
@@ -129,7 +128,7 @@ def timed(work: Callable[[], T]) -> tuple[T | str, dict[str, object]]:
 
 
 def _memory(name: str) -> int:
-    """KiB of this process; 0 if the system does not say."""
+    """Returns a memory figure of this process in KiB; 0 if the system does not report it."""
     try:
         found = re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text())
     except OSError:
@@ -138,7 +137,7 @@ def _memory(name: str) -> int:
 
 
 def _forget_peak() -> None:
-    """Resets the peak memory of this process, where the system can."""
+    """Resets the peak memory of this process if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -146,7 +145,7 @@ def _forget_peak() -> None:
 def compared(
     planner: EmbeddingShardingPlanner, reports: list[TableReport], memory: list[RankMemory]
 ) -> dict[str, object]:
-    """What a plan loses and takes beside bounds."""
+    """Compares loss and time of a plan with bounds."""
     options = planner._best_plan or []
     losses = [report.loss.value for report in reports if report.loss is not None]
     space = planner._least_loss
@@ -178,7 +177,7 @@ def compared(
 def times_of(
     options: Sequence[ShardingOption], places: Sequence[Sequence[int | None]], ranks: int
 ) -> list[float]:
-    """Time of a step on each rank."""
+    """Returns the time of a step on each rank."""
     times = [0.0] * ranks
     for option, own in zip(options, places, strict=True):
         for shard, rank in zip(option.shards, own, strict=True):
@@ -195,7 +194,7 @@ def by_stock(
     constraints: dict[str, ParameterConstraints],
     space: Sequence[ShardingOption],
 ) -> dict[str, object]:
-    """What TorchRec's planner takes, and how long a step of its plan takes by our estimates."""
+    """Returns the costs of TorchRec's planner, and the time of its plan by our estimates."""
     planner = StockPlanner(
         topology=topology,
         batch_size=args.batch,

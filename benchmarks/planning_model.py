@@ -1,4 +1,4 @@
-"""Synthetic models of many tables for :mod:`benchmarks.planning`, as click models have them."""
+"""Synthetic models with many tables, like click models, for :mod:`benchmarks.planning`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KERNELS = ("fused", "hkv", "tt")
 #: Rows of the smallest and of the largest possible table, and the exponent of their power law.
 LEAST, LARGEST, POWER = 1_000, 300_000_000, 0.2
 DIMS = (16, 32, 64, 128, 256)
-#: Mean numbers of ids in a bag.
+#: Pooling factors.
 POOLING = (1.0, 1.0, 1.0, 4.0, 20.0)
-#: Exponents of the laws by which ids are looked up, lookups for each id.
+#: Exponents of the power laws of lookups, and lookups per id.
 POWERS, LOOKUPS = (0.8, 1.2), 20
 
 
 def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
-    """Tables in any order, with rows at quantiles of a bounded power law."""
+    """Creates tables in random order, whose rows are quantiles of a bounded power law."""
     draw = random.Random(seed)
     kept = 1 - (LEAST / LARGEST) ** POWER
     rows = [round(LEAST * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
@@ -44,21 +44,21 @@ def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
 
 
 def make_model(tables: list[EmbeddingBagConfig]) -> EmbeddingBagCollection:
-    """A model without memory."""
+    """Creates a model on the meta device."""
     model = EmbeddingBagCollection(tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 1e-3})
     return model
 
 
 def dense_bytes(tables: Sequence[EmbeddingBagConfig]) -> int:
-    """Bytes of all rows."""
+    """Returns the bytes of all rows."""
     return sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
 
 
 def replayed(table: EmbeddingBagConfig, power: float) -> Replayed:
-    """What a replay finds of ids by a power law."""
+    """Computes the result of a replay of ids by a power law."""
     ids = table.num_embeddings
-    # Ranks of ids: one by one, then together where counts differ by less than 1 %.
+    # Ranks of ids: first one by one, then in groups whose counts differ by less than 1 %.
     bounds, at = [], 1
     while at <= ids:
         bounds.append(at)
@@ -81,12 +81,12 @@ def replayed(table: EmbeddingBagConfig, power: float) -> Replayed:
 def make_constraints(
     tables: Sequence[EmbeddingBagConfig], frequencies: float, seed: int
 ) -> dict[str, ParameterConstraints]:
-    """Constraints that leave the kernel and the sharding open.
+    """Creates constraints that leave the kernel and the sharding type open.
 
     Args:
         tables: the tables.
         frequencies: share of the tables with frequencies from the JSON of a replay.
-        seed: of what is drawn.
+        seed: seed of the random choices.
     """
     draw = random.Random(seed)
     seen = [table for table in tables if draw.random() < frequencies]

@@ -3,15 +3,16 @@
     python -m benchmarks quality --data movietweetings.dat --data recbole-1.2.1-py3-none-any.whl \\
         --out benchmarks/results/quality.csv --plot docs/performance/quality.svg
 
-Streams: MovieTweetings and MovieLens-100K by --data, and two that are made: `turnover`, where a
-fifth of the ids is replaced in each tenth of the time, and `all replaced`. Tables have a share of
-each feature's distinct ids as rows. Compared are the policies of `hkv`, TorchRec's MCH (an eviction
-in every step), static tables of as many rows with ids modulo the rows, and a row for each id.
-TorchRec's HashZch is not among them: it takes new ids on GPUs only.
+Streams are MovieTweetings and MovieLens-100K by --data, and two synthetic streams: `turnover`, in
+which a fifth of the ids is replaced in each tenth of the time, and `all replaced`. The number of
+rows of a table is a share of its feature's distinct ids. The benchmark compares the policies of
+`hkv`, TorchRec's MCH (with an eviction in every step), static tables of as many rows with ids
+modulo the rows, and a row per id. TorchRec's HashZch is not included, because it takes new ids
+on GPUs only.
 
-The model is a DLRM (16 columns, dense 32-16, over 64-32-1; row-wise Adagrad on the rows, Adam on
+The model is a DLRM (16 columns, dense 32-16, over 64-32-1; row-wise Adagrad for the rows, Adam for
 the rest), which predicts each batch of 256 and is then trained on it. Reported are the AUC over the
-last 80 %, the mean over seeds, and its difference to --baseline with a 95 % interval: paired, and
+last 80 % as a mean over seeds, and its difference to --baseline with a 95 % interval, paired and
 bootstrapped by user.
 """
 
@@ -42,7 +43,7 @@ MADE = {how.name: how for how in (TURNOVER, REPLACED)}
 
 
 class Model(nn.Module):
-    """DLRM, over tables of any kind."""
+    """A DLRM over tables of any kind."""
 
     def __init__(self, dense: int, features: int) -> None:
         super().__init__()
@@ -56,13 +57,13 @@ class Model(nn.Module):
 
 
 def predicted(stream: Stream, method: str, share: float, seed: int) -> tuple[Tensor, float]:
-    """Logits of all rows, each before it was trained on, and the hit rate.
+    """Returns logits of all rows, each predicted before training on it, and the hit rate.
 
     Args:
         stream: rows in order of time.
         method: one of :func:`benchmarks.quality_rows.methods`.
-        share: rows of a table, of the different ids of its feature.
-        seed: of the model and its tables.
+        share: rows of a table, as a share of its feature's distinct ids.
+        seed: seed of the model and its tables.
     """
     torch.manual_seed(seed)
     model = Model(stream.dense.shape[1], len(stream.ids))
@@ -82,12 +83,12 @@ def predicted(stream: Stream, method: str, share: float, seed: int) -> tuple[Ten
 
 
 class Bootstrap:
-    """AUCs under resamples of users, the same ones for all that are compared.
+    """Computes AUCs under resamples of users, which are the same for all methods.
 
     Args:
         users: int64 ``[n]``, the user of each row.
         labels: ``[n]``, 0 or 1.
-        resamples: to draw.
+        resamples: number of resamples.
     """
 
     def __init__(self, users: Tensor, labels: Tensor, resamples: int) -> None:
@@ -101,10 +102,10 @@ class Bootstrap:
         self._weights, self._labels = torch.stack(weights), labels.double()
 
     def aucs(self, scores: Tensor) -> Tensor:
-        """AUC of all rows, and that under each resample; equal scores count half.
+        """Returns the AUC of all rows, and the AUC of each resample. Equal scores count half.
 
         Args:
-            scores: ``[n]``.
+            scores: predictions, ``[n]``.
         """
         distinct, of = torch.unique(scores, return_inverse=True)
         aucs = []
@@ -125,14 +126,14 @@ def compared(
     baseline: str,
     resamples: int,
 ) -> Iterator[dict[str, object]]:
-    """Rows of the table: what each method reaches on a stream.
+    """Yields the result of each method on a stream.
 
     Args:
-        streams: one a seed; that of data is the same for all.
-        share: rows over different ids.
-        names: methods, the baseline among them.
-        baseline: what the others are compared with.
-        resamples: of users.
+        streams: one stream per seed; a stream of real data is the same for all seeds.
+        share: rows divided by distinct ids.
+        names: methods, including the baseline.
+        baseline: the method that the others are compared with.
+        resamples: number of resamples of users.
     """
     cut = int(_FIRST_SHARE * len(streams[0]))
     all_aucs: dict[str, Tensor] = {}
@@ -174,7 +175,8 @@ def compared(
 
 
 def text_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """AUC by method and column, with the difference to the baseline and its interval."""
+    """Formats the AUC by method and column, with the difference to the baseline and its
+    interval."""
     columns = list(dict.fromkeys((row["stream"], row["share"]) for row in rows))
     names = list(dict.fromkeys(row["method"] for row in rows))
     cells = [["method", *(f"{stream} {100 * share:g} %" for stream, share in columns)]]
@@ -199,7 +201,7 @@ def text_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Differences to the baseline with their intervals, one part a column.
+    """Plots differences to the baseline with their intervals, one panel per column.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

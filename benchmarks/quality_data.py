@@ -16,15 +16,15 @@ _TRAIN_SHARE = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Ratings:
-    """Rows in order of time; the first are trained on, the others are the test.
+    """Rows in order of time. The first rows are for training, the others are the test.
 
     Attributes:
-        ids: int64 ``[rows]`` of each column, 0 to the column's ``sizes`` - 1.
-        sizes: ids of each column.
+        ids: int64 ``[rows]`` for each column, from 0 to the column's ``sizes`` - 1.
+        sizes: number of ids of each column.
         dense: float32 ``[rows, 4]``, hour of day and day of week as points on circles.
         labels: float32 ``[rows]``, 0 or 1.
-        train: rows that are trained on.
-        end: rows in all.
+        train: number of training rows.
+        end: number of all rows.
     """
 
     ids: dict[str, Tensor]
@@ -35,12 +35,12 @@ class Ratings:
     end: int
 
     def for_validation(self) -> Ratings:
-        """What is trained on, split anew: its last fifth is the test."""
+        """Splits the training rows again: their last fifth is the test."""
         return dataclasses.replace(self, train=int(_TRAIN_SHARE * self.train), end=self.train)
 
     @property
     def test_labels(self) -> Tensor:
-        """Of the test's rows."""
+        """Returns the labels of the test rows."""
         return self.labels[self.train : self.end]
 
 
@@ -48,11 +48,11 @@ def read_ratings(path: Path, limit: int | None = None) -> Ratings:
     """Reads ``user::movie::rating::seconds`` lines.
 
     Args:
-        path: of the file.
-        limit: earliest rows to keep.
+        path: path of the file.
+        limit: number of earliest rows to keep; all by default.
 
     Raises:
-        ValueError: a line that has not four numbers.
+        ValueError: a line does not have four numbers.
     """
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -81,12 +81,12 @@ def read_ratings(path: Path, limit: int | None = None) -> Ratings:
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Area under the ROC curve; equal scores count half. NaN where all labels are equal.
+    """Computes the area under the ROC curve. Equal scores count half. NaN if all labels are equal.
 
     Args:
-        scores: ``[n]``.
+        scores: predictions, ``[n]``.
         labels: ``[n]``, 0 or 1.
-        weights: ``[n]``, how often each row counts; once by default.
+        weights: ``[n]``, how often each row counts; 1 by default.
     """
     weights = torch.ones(scores.numel(), dtype=torch.float64) if weights is None else weights
     distinct, of = torch.unique(scores, return_inverse=True)
@@ -100,14 +100,14 @@ def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
 def bootstrap(
     log: Ratings, runs: Sequence[Tensor], resamples: int
 ) -> tuple[float, float, float, float]:
-    """AUC on the test: the mean over runs, its standard deviation, and a 95 % interval of the mean.
+    """Returns the test AUC: mean over runs, standard deviation, and 95 % interval of the mean.
 
-    Users are drawn with replacement, with all of their rows: rows of a user depend on each other.
+    Users are drawn with replacement together with all of their rows, which depend on each other.
 
     Args:
-        log: whose test the runs predicted.
-        runs: scores ``[rows of the test]`` of each.
-        resamples: to draw.
+        log: the log of the test rows.
+        runs: scores ``[test rows]`` of each run.
+        resamples: number of resamples.
     """
     labels = log.test_labels.double()
     aucs = torch.tensor([auc(scores, labels) for scores in runs], dtype=torch.float64)

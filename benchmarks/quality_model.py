@@ -30,7 +30,7 @@ BATCH = 1024
 #: The columns whose tables are compressed.
 COMPRESSED = ("user", "movie")
 _ROW_BYTES = 4 * DIM
-#: A hot row with what finds it, its id in int64.
+#: Bytes of a hot row with its id in int64.
 _HOT_ROW_BYTES = _ROW_BYTES + 8
 _POPULATE_EVERY = 40
 _DENSE_RATE, _STOCK_RATE = 1e-3, 0.05
@@ -38,15 +38,15 @@ _DENSE_RATE, _STOCK_RATE = 1e-3, 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is done besides plain Tensor-Train tables.
+    """A variant of Tensor-Train tables.
 
     Attributes:
-        name: of the rows in the CSV file.
-        order: of the ids, from what is trained on: ``"frequency"``, ``"label"`` (the mean label),
+        name: name of the variant in the CSV file.
+        order: order of the ids by the training rows: ``"frequency"``, ``"label"`` (the mean label),
             or None for the order of the raw ids.
-        order_share: of the bytes, for an order that lists as many ids as fit. None: an order of all
-            ids, which lies in a vocabulary and is not counted.
-        hot_share: of the bytes, for hot rows.
+        order_share: share of the bytes for an order, which lists as many ids as fit. None: an order
+            of all ids, which is part of a vocabulary and is not counted.
+        hot_share: share of the bytes for hot rows.
         hot_columns: the columns that have hot rows.
     """
 
@@ -59,11 +59,11 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What validation chooses, besides epochs.
+    """Hyperparameters that validation chooses, besides epochs.
 
     Attributes:
-        learning_rate: of the tables' optimizer.
-        cores: of the compressed tables; 0 for stock tables.
+        learning_rate: learning rate of the tables' optimizer.
+        cores: number of cores of the compressed tables; 0 for stock tables.
     """
 
     learning_rate: float
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """After an epoch: scores of the test's rows, and their AUC."""
+    """Scores of the test rows after an epoch, and their AUC."""
 
     scores: Tensor
     auc: float
@@ -81,7 +81,8 @@ class Outcome:
 def options_of(
     log: Ratings, column: str, variant: Variant, ratio: float, cores: int, seed: int = 0
 ) -> TTOptions:
-    """Hot rows and the order take their shares of the bytes, cores what is left."""
+    """Returns options in which hot rows and the order get their shares of the bytes, and cores the
+    rest."""
     budget = _budget(log, column, ratio)
     share = variant.hot_share if column in variant.hot_columns else 0.0
     hot = int(share * budget / _HOT_ROW_BYTES)
@@ -97,9 +98,8 @@ def options_of(
 
 
 def bytes_of(log: Ratings, variant: Variant | None, ratio: float, choice: Choice) -> int:
-    """Of the tables of users and movies: rows, cores, hot rows and what finds these, and orders
-    that list some ids. Optimizer states are left out on all sides, and so is what counts
-    frequencies."""
+    """Returns the bytes of the tables of users and movies: rows, cores, hot rows with their ids,
+    and orders that list some ids. Optimizer states and counts of frequencies are not included."""
     if variant is None:
         return sum(log.sizes[column] * _ROW_BYTES for column in COMPRESSED)
     count = 0
@@ -112,8 +112,8 @@ def bytes_of(log: Ratings, variant: Variant | None, ratio: float, choice: Choice
 
 
 def order_of(log: Ratings, column: str, variant: Variant, ratio: float) -> IdOrder | None:
-    """The order of a column's ids; None: that of the raw ids. Only rows that are trained on say
-    where ids go."""
+    """Returns the order of a column's ids, computed from the training rows; None for the order of
+    the raw ids."""
     if variant.order is None:
         return None
     means, counts = smoothed_means(
@@ -125,7 +125,7 @@ def order_of(log: Ratings, column: str, variant: Variant, ratio: float) -> IdOrd
 
 
 def ordered_ids(log: Ratings, variant: Variant | None, ratio: float = 1.0) -> dict[str, Tensor]:
-    """The ids as the tables take them."""
+    """Returns the ids for the tables, in the variant's order."""
     ids = dict(log.ids)
     for column in () if variant is None else COMPRESSED:
         order = order_of(log, column, variant, ratio)
@@ -152,12 +152,12 @@ def train(
     """Trains a model and tests it after every epoch.
 
     Args:
-        log: with what is trained on and tested on.
-        variant: of the compressed tables; None for stock ones.
-        ratio: dense bytes over the compressed tables' bytes.
-        choice: learning rate and cores.
-        seed: of the model, its tables and the order of rows.
-        epochs: over what is trained on.
+        log: training and test rows.
+        variant: variant of the compressed tables; None for stock tables.
+        ratio: dense bytes divided by the compressed tables' bytes.
+        choice: learning rate and number of cores.
+        seed: seed of the model, its tables and the order of rows.
+        epochs: number of epochs.
     """
     model = _sharded(log, variant, ratio, choice, seed)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -210,7 +210,7 @@ def _sharded(
         parameters = collection.embedding_bags[name].parameters()
         compressed = variant is not None and name in COMPRESSED
         if compressed:
-            # Slices of cores and hot rows.
+            # Trains slices of cores, and hot rows.
             apply_optimizer_in_backward(torch.optim.Adam, parameters, {"lr": choice.learning_rate})
             options = options_of(log, name, variant, ratio, choice.cores, seed)
             constraints[name] = ParameterConstraints(

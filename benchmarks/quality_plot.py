@@ -16,8 +16,8 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     """Writes the plot; the dense table is a line.
 
     Args:
-        rows: of the benchmark.
-        path: of the picture; its ending says the format.
+        rows: rows of the benchmark.
+        path: output file; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

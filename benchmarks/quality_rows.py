@@ -1,6 +1,6 @@
-"""Rows of ids for the quality benchmark: hash tables, TorchRec's managed collisions, static tables.
+"""Tables for the quality benchmark: hash tables, TorchRec's managed collisions, static tables.
 
-All have the same columns, initial rows of one distribution and row-wise Adagrad in the backward.
+All have the same columns, distribution of initial rows, and row-wise Adagrad in the backward.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ INT8 = ", int8"
 
 
 def methods() -> list[str]:
-    """What is compared, by name: each policy that ``HKVOptions`` takes and that needs no more than
-    ids, one with rows of int8, TorchRec's, ids modulo the rows, and a row for each id."""
+    """Returns the names of the methods: each policy of ``HKVOptions`` that only needs ids, one
+    policy with int8 rows, TorchRec's MCH, ids modulo the rows, and a row per id."""
     hkv = [f"hkv, {name}" for name in evictions() if not name.startswith("epoch")]
     return [*hkv, f"hkv, lfu{INT8}", *_MCH, HASHED, UNLIMITED]
 
 
 class Rows(nn.Module):
-    """Looks ids up, ``[batch]`` of each feature to ``[batch, features, DIM]``; trains the rows."""
+    """Looks up ids, ``[batch]`` for each feature, to ``[batch, features, DIM]``; trains the
+    rows."""
 
     def forward(self, ids: Mapping[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
     def hit_rate(self) -> float:
-        """The share of lookups whose id was in the hash table; NaN for other tables."""
+        """Returns the share of lookups whose id was in the hash table; NaN for other tables."""
         return float("nan")
 
 
 class HashRows(Rows):
-    """Hash tables, as the backend ``hkv`` trains them."""
+    """Hash tables that are trained like in the backend ``hkv``."""
 
     def __init__(self, rows: Mapping[str, int], options: HKVOptions, seed: int) -> None:
         super().__init__()
@@ -99,12 +100,12 @@ class HashRows(Rows):
 
 
 class StaticRows(Rows):
-    """FBGEMM's fused tables, whose rows ids are mapped to.
+    """FBGEMM's fused tables, with a mapping of ids to rows.
 
     Args:
-        rows: of each feature's table.
-        mapped: makes row numbers of a feature's ids, and names rows that start anew.
-        seed: of the initial rows.
+        rows: number of rows of each feature's table.
+        mapped: maps a feature's ids to row numbers, and returns rows to reset.
+        seed: seed of the initial rows.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class StaticRows(Rows):
 
 
 def _managed(module: ManagedCollisionModule, values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of ids by one of TorchRec's modules, as its sharded collections call them."""
+    """Maps ids to rows by one of TorchRec's modules, called like in its sharded collections."""
     lengths = torch.ones(values.numel(), dtype=torch.int64)
     features = module.preprocess({"feature": JaggedTensor(values=values, lengths=lengths)})
     features = module.remap(module.profile(features))
@@ -163,13 +164,13 @@ def _quiet() -> Iterator[None]:
 
 
 def rows_of(method: str, rows: Mapping[str, int], ids: Mapping[str, Tensor], seed: int) -> Rows:
-    """The tables of a method.
+    """Creates the tables of a method.
 
     Args:
         method: one of :func:`methods`.
-        rows: of each feature's table; a method with a row for each id has more.
-        ids: of the whole stream, by feature.
-        seed: of the initial rows.
+        rows: number of rows of each feature's table; a method with a row per id has more.
+        ids: ids of the whole stream, by feature.
+        seed: seed of the initial rows.
     """
     if method.startswith("hkv, "):
         policy = method.removeprefix("hkv, ").removesuffix(INT8)

@@ -22,8 +22,8 @@ class Stream:
     """Rows in order of time.
 
     Attributes:
-        name: of the stream.
-        ids: int64 ``[rows]`` of each feature, any values.
+        name: name of the stream.
+        ids: int64 ``[rows]`` for each feature, any values.
         dense: float32 ``[rows, features]``.
         labels: float32 ``[rows]``, 0 or 1.
     """
@@ -37,21 +37,22 @@ class Stream:
         return self.labels.numel()
 
     def first(self, rows: int | None) -> Stream:
-        """The stream up to that many rows."""
+        """Returns the first rows of the stream."""
         ids = {name: values[:rows] for name, values in self.ids.items()}
         return Stream(self.name, ids, self.dense[:rows], self.labels[:rows])
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """How a stream is made: ids at positions of a fixed popularity, some replaced in each tenth.
+    """Parameters of a synthetic stream: positions have a fixed popularity, and in each tenth of the
+    stream some positions get a new id.
 
     Attributes:
-        name: of the stream.
-        positions: of each of the two features.
-        power: popularity of position r is ``(r + 1) ** -power``.
-        replaced: chance that a position has a new id in the next tenth.
-        bias: standard deviation of what an id adds to the logit.
+        name: name of the stream.
+        positions: number of positions of each of the two features.
+        power: the popularity of position r is ``(r + 1) ** -power``.
+        replaced: probability that a position gets a new id in the next tenth.
+        bias: standard deviation of an id's contribution to the logit.
     """
 
     name: str
@@ -66,12 +67,12 @@ REPLACED = Made("all replaced", 1500, 0.8, 1.0, 1.2)
 
 
 def made(how: Made, seed: int, rows: int = _ROWS) -> Stream:
-    """A stream whose clicks follow from a bias of each id and from how two ids fit.
+    """Creates a stream whose clicks depend on a bias of each id and the interaction of two ids.
 
     Args:
-        how: it is made.
-        seed: of all that is drawn.
-        rows: of the stream.
+        how: parameters of the stream.
+        seed: seed of all random numbers.
+        rows: number of rows of the stream.
     """
     generator = torch.Generator().manual_seed(seed)
     tenth = torch.arange(rows) * _TENTHS // rows
@@ -93,10 +94,10 @@ def made(how: Made, seed: int, rows: int = _ROWS) -> Stream:
 
 
 def read(path: Path) -> Stream:
-    """MovieTweetings (``.dat``), or MovieLens-100K (``.inter``, or the ``recbole`` wheel).
+    """Reads MovieTweetings (``.dat``) or MovieLens-100K (``.inter``, or the ``recbole`` wheel).
 
     Raises:
-        ValueError: the file is none of these.
+        ValueError: the file has another format.
     """
     if path.suffix == ".dat":
         return _ratings("MovieTweetings", read_ratings(path))

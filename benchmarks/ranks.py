@@ -1,4 +1,4 @@
-"""The ranks that a benchmark runs on: those that torchrun started, or one alone."""
+"""The ranks that a benchmark runs on: those of torchrun, or a single rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from benchmarks.environment import report
 
 
 def device_of_rank(kind: str | None = None) -> torch.device:
-    """This rank's device, which is made the current one where it is a GPU.
+    """Returns this rank's device. A GPU becomes the current device.
 
     Args:
-        kind: ``"cpu"`` or ``"cuda"``; None: a GPU where there is one. An index that comes with it
-            is kept.
+        kind: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one. A given index is kept.
     """
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
@@ -32,11 +31,11 @@ def device_of_rank(kind: str | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def joined_ranks(device: torch.device, minutes: float | None = None) -> Iterator[None]:
-    """The process group of all ranks: NCCL on GPUs, else gloo.
+    """A context with the process group of all ranks: NCCL on GPUs, otherwise gloo.
 
     Args:
-        device: this rank's.
-        minutes: that ranks wait for each other at most; by default as long as PyTorch has it.
+        device: this rank's device.
+        minutes: timeout of waits for other ranks; PyTorch's default if None.
     """
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
@@ -47,7 +46,7 @@ def joined_ranks(device: torch.device, minutes: float | None = None) -> Iterator
     try:
         yield
     finally:
-        # What is in reference cycles holds process groups beyond their end here.
+        # Objects in reference cycles would keep process groups after their end here.
         gc.collect()
         dist.destroy_process_group()
 
@@ -55,12 +54,12 @@ def joined_ranks(device: torch.device, minutes: float | None = None) -> Iterator
 def report_once(
     rows: Iterable[Mapping[str, object]], path: Path | None, keys: Sequence[str] | None = None
 ) -> None:
-    """Has rank 0 report what all ranks measure together; returns when all have.
+    """Reports the rows of all ranks on rank 0; returns when all ranks have measured.
 
     Args:
-        rows: as :func:`benchmarks.environment.report` takes them, equally many on each rank.
-        path: likewise.
-        keys: likewise.
+        rows: see :func:`benchmarks.environment.report`; each rank must have the same number.
+        path: see :func:`benchmarks.environment.report`.
+        keys: see :func:`benchmarks.environment.report`.
     """
     if dist.get_rank() == 0:
         report(rows, path, keys)

@@ -1,18 +1,17 @@
-"""Replays of id logs: speed by format and sample, and errors of hit rates predicted by a sample.
+"""Replays of id logs: speed by format and sample, and errors of hit rates predicted from samples.
 
     python -m benchmarks replay --what speed --out benchmarks/results/replay_speed.csv
     python -m benchmarks replay --what error --out benchmarks/results/replay_error.csv
 
-speed: one column of int64 ids of the first stream; ``m_lookups_s`` counts the lookups of the whole
-log. Reading is included, writing the log is not. ``cpu_seconds`` is the processor time of all
-threads, which a machine with other work disturbs less.
+speed: replays one column of int64 ids of the first stream; ``m_lookups_s`` counts the lookups of
+the whole log. Times include reading, but not writing the log. ``cpu_seconds`` is the processor time
+of all threads, which other load affects less.
 
-error: a replay of all ids beside replays of samples, for each stream. Each draw renames the ids,
-so that other ids are in the sample; all ids are replayed for each draw, as the hit rate of
-``adaptive`` depends on the ids that its miniature tables see. An error is the hit rate by the
-sample minus that by all ids:
-``rms`` and ``worst`` are those of all draws, ``told`` is the mean of what the samples say (two
-standard errors).
+error: compares a replay of all ids with replays of samples, for each stream. Each draw renames the
+ids, so that other ids are in the sample. All ids are replayed for each draw, because the hit rate
+of ``adaptive`` depends on the ids in its miniature tables. An error is the hit rate of the sample
+minus that of all ids: ``rms`` and ``worst`` are over all draws, and ``told`` is the mean of the
+errors that the samples report (two standard errors).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from torchrec_hkv.replay.arrays import ArrayLog
 
 SPEED_KEYS = ("format", "lookups", "sample", "policies", "rows", "batch", "threads")
 ERROR_KEYS = ("stream", "lookups", "sample", "policy", "rows", "batch", "draws")
-#: Share of a stream in which its ids stay the same.
+#: Number of parts of a stream, in each of which the ids stay the same.
 _PHASES = 10
 
 
 def fixed(power: float) -> Callable[[int, int], Tensor]:
-    """Ids of a power law, one for each five lookups."""
+    """Creates ids with a power law, one distinct id per five lookups."""
 
     def draw(lookups: int, seed: int) -> Tensor:
         generator_seed(seed)
@@ -54,7 +53,7 @@ def fixed(power: float) -> Callable[[int, int], Tensor]:
 
 
 def drifting(power: float) -> Callable[[int, int], Tensor]:
-    """The same, but each position of the law gets a new id once, at another time."""
+    """Like :func:`fixed`, but each position of the law gets a new id once, at different times."""
 
     def draw(lookups: int, seed: int) -> Tensor:
         generator_seed(seed)
@@ -69,8 +68,8 @@ def drifting(power: float) -> Callable[[int, int], Tensor]:
 
 
 def returning(lookups: int, seed: int) -> Tensor:
-    """Ids that come four times soon after each other and then no more, as in sessions, beside a
-    power law."""
+    """Creates ids that occur four times in quick succession and never again, as in sessions, mixed
+    with a power law."""
     generator_seed(seed)
     count = lookups // 2
     begins = torch.arange(count // 4).repeat_interleave(4)
@@ -101,7 +100,7 @@ STREAMS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 def settings(args: argparse.Namespace, columns: tuple[str, ...]) -> dict[str, TableSettings]:
-    """One table."""
+    """Returns the settings of one table."""
     policies = tuple(map(Policy, args.policies))
     return {"ids": TableSettings(columns, tuple(args.rows), policies)}
 
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace, log: Log, sample: float) -> tuple[Replayed, fl
 
 
 def write_log(ids: Callable[[], Tensor], name: str, kind: str, folder: Path) -> Path:
-    """Writes ids in a format: npy, npy32 (int32), parquet or csv. A file that is there is kept."""
+    """Writes ids in a format: npy, npy32 (int32), parquet or csv. Keeps an existing file."""
     path = folder / f"{name}_{kind}.{kind.removesuffix('32')}"
     if path.exists():
         return path
@@ -143,7 +142,7 @@ def write_log(ids: Callable[[], Tensor], name: str, kind: str, folder: Path) -> 
 
 
 def speed(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row for each format and sample."""
+    """Yields one row per format and sample."""
     draw = functools.cache(lambda: next(iter(STREAMS.values()))(args.lookups, args.seed))
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.formats:
@@ -172,7 +171,7 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def streams(args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
-    """Name and ids of each stream."""
+    """Yields name and ids of each stream."""
     for name in args.streams:
         yield name, STREAMS[name](args.lookups, args.seed)
     if args.data is not None:
@@ -182,11 +181,11 @@ def streams(args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
 
 
 def errors(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row for each stream, sample, policy and number of rows."""
+    """Yields one row per stream, sample, policy and number of rows."""
     for name, ids in streams(args):
         renamed = [hashed(hashed(ids) + draw).numpy() for draw in range(args.draws)]
         logs = [ArrayLog(name, {"ids": values}) for values in renamed]
-        # The samples first: one that leaves too few rows is refused at once.
+        # Samples first, so that a sample with too few rows is refused early.
         samples = {sample: [run(args, log, sample) for log in logs] for sample in args.samples}
         fulls = [run(args, log, 1.0) for log in logs]
         full, full_seconds = fulls[0][0], statistics.median(time for _, time in fulls)

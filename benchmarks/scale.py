@@ -1,25 +1,30 @@
-"""Simulates a training step on 8 to 1,024 ranks: imbalance, bytes and time. Needs no ranks.
+"""Simulates training steps on 8 to 1,024 ranks: imbalance, bytes and time. Runs on one process.
 
     python -m benchmarks scale --out benchmarks/results/scale.csv --plot docs/performance/scale.svg
 
-One table of ``--rows`` ids is looked up by ``--batch`` bags of ``--bag`` ids on each rank, ids by a
-power law; ``--tables`` such tables make a step. Counted, not modelled, is what each rank is asked
-for: ids are drawn for all ranks and sent to their owners by the hash that training uses.
-``ids_imbalance`` is the most loaded rank's ids over the mean, ``distinct_imbalance`` the same of
-different ids; ``dedup_imbalance`` is that of ids where each rank sends an id once a batch.
+On each rank, ``--batch`` bags look up ``--bag`` ids each, by a power law, in a table of ``--rows``
+ids; a step has ``--tables`` such tables. The load of each rank is counted, not modelled: ids are
+drawn for all ranks and sent to their owners by the hash of training. ``ids_imbalance`` is the
+number of ids of the most loaded rank divided by the mean, ``distinct_imbalance`` the same for
+distinct ids, and ``dedup_imbalance`` the same for ids if each rank sends an id once per batch.
 
-Bytes are the planner's (:mod:`torchrec_hkv.planner.traffic`). Times follow from them and from
-bandwidths in GB/s of a rank, to its host, to others, and of rows at random in HBM: nominal ones of
-hosts with NVLink and a 400 Gb/s card a rank, or what ``--bandwidths`` names, a JSON file
-``{"intra": …, "inter": …, "hbm": …}``. An id has its row and state read twice and written once.
-Parts of a step add up, and the most loaded rank decides. A plan is one of
+Bytes are those of the planner (:mod:`torchrec_hkv.planner.traffic`). Times are computed from bytes
+and a rank's bandwidths in GB/s within its host, to other hosts, and for random rows in HBM. By
+default, these are nominal values for hosts with NVLink and a 400 Gb/s card per rank;
+``--bandwidths`` sets a JSON file ``{"intra": …, "inter": …, "hbm": …}``. For an id, row and state
+are read twice and written once. The time of a step is the sum of its parts on the most loaded rank.
+A plan is one of
 
 - ``row_wise``: tables over all ranks;
-- ``table_row_wise``: each table over the ranks of one host; hosts have as many, or one more;
-- ``groups``: ``DMPCollection`` with a replica a host, row-wise within it, a sync every
-  ``--sync-every`` steps; syncs cross hosts.
+- ``table_row_wise``: each table over the ranks of one host; the numbers of tables of two hosts
+differ
+  by at most one;
+- ``groups``: ``DMPCollection`` with one replica per host, row-wise within the host, and a sync
+every
+  ``--sync-every`` steps across hosts.
 
-``efficiency`` is samples a second and rank over those of the same plan on the fewest ranks.
+``efficiency`` is the number of samples per second and rank, divided by that of the same plan on the
+fewest ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, step_traffic
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PLANS = ("row_wise", "table_row_wise", "groups")
 KEYS = ("plan", "power", "ranks", "rows", "dim", "tables", "batch", "bag")
-#: GB/s of a rank: NVLink of an H100 host as reached, one 400 Gb/s card a rank, random rows of HBM.
+#: GB/s per rank: achieved NVLink of an H100 host, one 400 Gb/s card per rank, random rows in HBM.
 BANDWIDTHS = {"intra": 300.0, "inter": 40.0, "hbm": 1500.0}
-#: Ids that are drawn at most; more ranks draw fewer each, and counts are scaled up.
+#: Largest number of drawn ids. With more ranks, each draws fewer, and counts are scaled up.
 _MOST_DRAWN = 1 << 23
 
 
@@ -77,19 +82,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def imbalance(counts: Tensor) -> float:
-    """The most over the mean."""
+    """Returns the maximum divided by the mean."""
     return float(counts.max() / counts.double().mean())
 
 
 class Load:
-    """Ids that ranks draw together, and what their owners are asked for.
+    """The ids that all ranks draw, and the resulting load of their owners.
 
     Args:
-        ranks: that draw, and that own.
-        each: ids that a rank draws.
-        rows: ids that there are.
-        power: of the law.
-        ranks_of_host: the first ranks of which are a host.
+        ranks: number of ranks, which draw and own ids.
+        each: number of ids that a rank draws.
+        rows: number of existing ids.
+        power: exponent of the power law.
+        ranks_of_host: number of ranks of the first host.
     """
 
     def __init__(self, ranks: int, each: int, rows: int, power: float, ranks_of_host: int) -> None:
@@ -101,7 +106,7 @@ class Load:
         self.distinct_of_host = drawn[: ranks_of_host * each].unique().numel()
         self.ids = torch.bincount(owner_rank(hashed(drawn), ranks), minlength=ranks)
         self.distinct = torch.bincount(owner_rank(hashed(distinct), ranks), minlength=ranks)
-        # An id that a rank draws several times, once.
+        # Keeps one occurrence of each id that a rank draws.
         once = drawn[_first_places((senders * 1_000_003) ^ hashed(drawn))]
         self.once = torch.bincount(owner_rank(hashed(once), ranks), minlength=ranks)
 
@@ -137,12 +142,12 @@ def _step(
     load: Load,
     scale: float,
 ) -> dict:
-    """A row: one plan at one number of ranks."""
+    """Returns a row: one plan with one number of ranks."""
     local = args.ranks_of_host
     hosts = ranks // local
     ids, dims = float(args.batch * args.bag), [args.dim]
     sync_ms = sync_bytes = 0.0
-    # Who owns an id: all ranks, those of a table's host, or those of the replica's.
+    # The owners of ids are all ranks, the ranks of a table's host, or those of the replica's host.
     owners = load.ids.view(ranks // local, local).sum(dim=0) if plan != "row_wise" else load.ids
     uneven = imbalance(owners)
     if plan == "row_wise":
@@ -154,13 +159,13 @@ def _step(
     traffic = step_traffic(Asked(kind, dims, ids, float(args.batch), True), where) * args.tables
     ids_part = step_traffic(Asked(kind, [0] * len(dims), ids, float(args.batch), True), where)
     ids_part = ids_part * args.tables
-    # Ids come in where they are owned; rows and gradients are even.
+    # Ids arrive at their owners; the exchange of rows and gradients is even.
     exchange = _ms(traffic, bandwidths) + (uneven - 1) * _ms(ids_part, bandwidths)
-    # A row is read; it is read again and written with its state by the update.
+    # The lookup reads a row; the update reads it again, and writes it with its state.
     row_bytes = 3 * 4 * (args.dim + 1)
     rows_ms = 1e-6 * args.tables * ids * uneven * row_bytes / bandwidths["hbm"]
     if plan == "groups" and hosts > 1:
-        # Different ids of all steps since the last sync, at most, of the part that a rank owns.
+        # Upper bound on the distinct ids since the last sync in the part that a rank owns.
         steps = scale * args.sync_every
         most = args.rows / local
         here = min(load.distinct_of_host / local * steps, most) * args.tables
@@ -168,7 +173,7 @@ def _step(
         sync_bytes = id_sync_bytes(here, anywhere, args.dim, 1, "lru", hosts)
         sync_ms = 1e-6 * sync_bytes / bandwidths["inter"] / args.sync_every
     if plan == "table_row_wise":
-        # Of the host with the most tables, over the mean.
+        # Number of tables of the host with the most tables, divided by the mean.
         crowded = -(-args.tables // hosts) * hosts / args.tables
         exchange, rows_ms = exchange * crowded, rows_ms * crowded
     step = exchange + rows_ms + sync_ms
@@ -196,7 +201,7 @@ def _step(
 
 
 def _ms(traffic: Traffic, bandwidths: Mapping[str, float]) -> float:
-    """Within the host and to others at the same time."""
+    """Returns the time of transfers within the host and to other hosts, which are concurrent."""
     return 1e-6 * max(
         traffic.intra_host / bandwidths["intra"], traffic.inter_host / bandwidths["inter"]
     )
@@ -206,8 +211,8 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     """Draws step times and imbalances over ranks.
 
     Args:
-        rows: of a run.
-        path: its ending tells the format.
+        rows: rows of a run.
+        path: output file; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,22 +1,22 @@
-"""Lookups in read-only tables beside FBGEMM's inference tables, in one process.
+"""Lookups in read-only tables compared with FBGEMM's inference tables, in one process.
 
     python -m benchmarks serving --threads 1 --out benchmarks/results/serving_cpu.csv
     python -m benchmarks serving --device cuda --ids 1048576 --uniform --rows 4000000
     python -m benchmarks serving --device cuda --ids 1048576 --rows 20000000 --hbm-share .1 \
         --exponent 1.05 --skip-stock rows pooled
 
-A request looks up ``--ids`` ids, by a power law or uniformly, of a table of ``--rows`` rows:
-``rows`` writes out a row for each, ``pooled`` sums 20 at a time, and ``model, rows`` and ``model,
-pooled`` do so by a model that was exported and loaded. The peer is
-``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and on a GPU for
-float rows that are written out also ``torch.nn.functional.embedding``. The two are timed in turn,
-``--rounds`` times over ``--requests`` requests each, which on a GPU run back to back; ``us``,
-``p99_us``, ``peer_us`` and ``peer_p99_us`` are microseconds a request, ``ratio`` is the quotient of
+A request looks up ``--ids`` ids, with a power law or uniform, in a table of ``--rows`` rows.
+``rows`` returns a row per id, ``pooled`` sums bags of 20 ids, and ``model, rows`` and ``model,
+pooled`` do the same in an exported and loaded model. The peer is
+``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and also
+``torch.nn.functional.embedding`` for unpooled float rows on a GPU. The two are timed in turn,
+``--rounds`` times over ``--requests`` requests each, which on a GPU run back to back. ``us``,
+``p99_us``, ``peer_us`` and ``peer_p99_us`` are microseconds per request; ``ratio`` is the ratio of
 the medians.
 
-With ``--hbm-share``, a GPU's memory holds only this share of the rows, chosen by as many requests
-as are timed, but others. ``hit_rate`` is the share of the timed lookups whose row was there. The
-peer then is FBGEMM's table in managed memory behind a cache of that share of the rows.
+With ``--hbm-share``, only this share of the rows is in a GPU's memory, chosen by other requests of
+the same number. ``hit_rate`` is the share of the timed lookups whose row is in the GPU's memory.
+The peer is then FBGEMM's table in managed memory with a cache for that share of the rows.
 """
 
 from __future__ import annotations
@@ -94,20 +94,21 @@ class Pooled(nn.Module):
 
 
 def served(args: argparse.Namespace, kind: type[nn.Module], row_format: str) -> ServingModel:
-    """A model of random rows, exported and loaded. Its files are gone."""
+    """Exports and loads a model with random rows, and deletes its files."""
     lengths = torch.tensor([2, 2])
     inputs = (KeyedJaggedTensor(keys=["ids"], values=torch.arange(4), lengths=lengths),)
     with tempfile.TemporaryDirectory() as name:
         export(kind(args.rows, args.dim), f"{name}/model", row_format, inputs=inputs)
         model = load(f"{name}/model", args.device, mapped=not args.resident)
         for thread in threading.enumerate():
-            if thread.name == "warm":  # reads the tables
+            if thread.name == "warm":  # waits for the thread that reads the tables
                 thread.join()
         return model
 
 
 def requests_of(args: argparse.Namespace, warm_up: bool = False) -> Iterator[Tensor]:
-    """Row numbers of each request. warm_up: other requests by the same law."""
+    """Yields row numbers of each request. warm_up: draws other requests of the same
+    distribution."""
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(args.rows, generator=generator)
     if warm_up:
@@ -125,7 +126,7 @@ def requests_of(args: argparse.Namespace, warm_up: bool = False) -> Iterator[Ten
 
 
 def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnlyTables:
-    """A table of random rows."""
+    """Creates a table with random rows."""
     generator = torch.Generator().manual_seed(2)
     with tempfile.TemporaryDirectory() as folder:
         builder = TableBuilder(args.dim, row_format, Path(folder), args.memory_bytes)
@@ -151,7 +152,7 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
 
 
 def hit_rate(tables: ReadOnlyTables, requests: Sequence[Tensor]) -> float | None:
-    """The share of the lookups whose row is in HBM; None if all are."""
+    """Returns the share of the lookups whose row is in HBM; None if all rows are."""
     hot = tables.tables[0].hot
     if hot is None:
         return None
@@ -162,7 +163,7 @@ def hit_rate(tables: ReadOnlyTables, requests: Sequence[Tensor]) -> float | None
 
 
 def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output: torch.dtype):
-    """FBGEMM's table of as many rows."""
+    """Creates FBGEMM's table with the same number of rows."""
     on_gpu = args.device != "cpu"
     place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     if args.hbm_share is not None:
@@ -172,7 +173,7 @@ def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output:
         device=args.device,
         pooling_mode=mode,
         output_dtype=SparseType.FP32 if output == torch.float32 else SparseType.FP16,
-        cache_load_factor=args.hbm_share or 0.2,  # without a cache, any
+        cache_load_factor=args.hbm_share or 0.2,  # any value without a cache
     )
     made.initialize_weights()
     made.fill_random_weights()
@@ -180,7 +181,7 @@ def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output:
 
 
 def times_us(call: Request, args: argparse.Namespace) -> list[float]:
-    """Microseconds of each request, called once."""
+    """Returns microseconds of each request, called once."""
     if args.device != "cpu":
         events = []
         for number in range(args.requests):
@@ -202,7 +203,7 @@ def times_us(call: Request, args: argparse.Namespace) -> list[float]:
 def measure(
     ours: Request, peer: Request | None, args: argparse.Namespace
 ) -> dict[str, float | None]:
-    """Times of both, in turn, after a round that does not count; peer: None if it is skipped."""
+    """Times both sides in turn, after a round for warm-up; peer: None if it is skipped."""
     taken: dict[Request, list[float]] = {call: [] for call in (ours, peer) if call is not None}
     for number in range(args.rounds + 1):
         for call, times in taken.items():
@@ -224,7 +225,7 @@ def measure(
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """All rows of the benchmark."""
+    """Yields all rows of the benchmark."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(-(1 << 63), (1 << 63) - 1, (args.rows,), generator=generator)
     numbers = list(requests_of(args))

@@ -1,14 +1,14 @@
-"""Time of requests to a served model while it applies deltas, beside the time while it is idle.
+"""Time of requests to a served model while it applies deltas, compared with the time without.
 
     python -m benchmarks serving_deltas --out benchmarks/results/serving_deltas.csv
 
-A hash table of ``--rows`` rows of ``--dim`` columns is trained under ``DistributedModelParallel``,
-exported, and served in this process. One thread on one core calls the model with ``--ids`` ids by a
-power law, pooled by 20, again and again; the other core applies ``--deltas`` deltas, each with
-``--share`` of the rows, one at a time: by a thread of this process, or by another process
-(``follow(process=True)``). Requests that began while a delta was applied, from the poll that finds
-it to its end, are compared with as many before and after it. Times are microseconds of a request,
-``apply_ms`` is the median time of a poll, ``ratio`` the quotient of the 99th percentiles.
+A hash table with ``--rows`` rows of ``--dim`` columns is trained under
+``DistributedModelParallel``, exported, and served in this process. One thread on one core
+repeatedly calls the model with ``--ids`` ids, drawn by a power law, in bags of 20. The other core
+applies ``--deltas`` deltas, each with ``--share`` of the rows, one at a time, in a thread of this
+process or in another process (``follow(process=True)``). Requests that begin during a poll that
+applies a delta are compared with as many requests before and after it. Times are microseconds per
+request, ``apply_ms`` is the median time of a poll, and ``ratio`` the ratio of the 99th percentiles.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def sharded(args: argparse.Namespace) -> nn.Module:
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:
-    """Writes an exported model, and a chain of deltas after it. ``newest`` has the chain's file
-    ``deltas.json`` as it was after each."""
+    """Writes an exported model, and a chain of deltas after it. Folder ``newest`` gets the chain's
+    file ``deltas.json`` after each delta."""
     model = sharded(args)
     optimizer = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
     writer = checkpoint.DeltaWriter(model, folder / "written", states=False)
@@ -111,7 +111,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
 
 
 def show(folder: Path, chain: Path, number: int) -> None:
-    """Adds a checkpoint of the written chain to another folder, as its writer would."""
+    """Adds a checkpoint of the written chain to another folder, like its writer."""
     name = f"delta-{number:06d}" if number else "base-000000"
     (chain / name).symlink_to(folder / "written" / name)
     shutil.copy(folder / "newest" / str(number), chain / "part")
@@ -119,7 +119,7 @@ def show(folder: Path, chain: Path, number: int) -> None:
 
 
 def requests_of(args: argparse.Namespace) -> list[serving.KeyedIds]:
-    """Requests with ids of the table."""
+    """Creates requests with ids of the table."""
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(args.rows, generator=generator)
     lengths = torch.full((1, args.ids // _BAG), _BAG)
@@ -132,13 +132,13 @@ def requests_of(args: argparse.Namespace) -> list[serving.KeyedIds]:
 
 
 class Applier:
-    """Polls on another core whenever it is asked to.
+    """Polls on another core on request.
 
     Args:
-        model: that follows.
+        model: the model that follows the chain.
         chain: folder of the chain.
-        process: as ``serving.follow`` takes it.
-        cores: that it may use, or None for any.
+        process: see ``serving.follow``.
+        cores: cores that it may use, or None for any.
     """
 
     def __init__(
@@ -170,20 +170,20 @@ class Applier:
         self._done.wait()
 
     def poll(self) -> Callable[[], bool]:
-        """Begins a poll; returns what tells whether it has ended."""
+        """Begins a poll; returns a function that returns whether the poll has ended."""
         self._done.clear()
         self._asked.set()
         return lambda: self._done.is_set() or not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends its thread."""
+        """Ends the thread."""
         self._is_over = True
         self._asked.set()
         self._thread.join()
 
 
 def measured(args: argparse.Namespace, folder: Path, process: bool) -> dict[str, object]:
-    """Times of requests, idle and while deltas are applied."""
+    """Times requests without and during polls that apply deltas."""
     chain = folder / f"chain-{process}"
     chain.mkdir()
     show(folder, chain, 0)
@@ -234,7 +234,7 @@ def measured(args: argparse.Namespace, folder: Path, process: bool) -> dict[str,
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """The rows of the benchmark."""
+    """Yields the rows of the benchmark."""
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         with joined_ranks(torch.device("cpu")):

@@ -1,11 +1,12 @@
-"""Load on ``examples/serving/serve_http.py`` by wrk: a model behind HTTP, on the client's cores.
+"""Load test of ``examples/serving/serve_http.py`` with wrk, on the same cores as the server.
 
     apt install wrk; pip install fastapi orjson 'uvicorn[standard]'
     python -m benchmarks serving_http --rate 500
 
-A request is one sample with ``--ids`` ids by a power law of a table of ``--rows`` rows of ``--dim``
-columns, which are pooled; 64 different ones are sent in turn. ``--rate`` is of all connections;
-0 sends each as soon as the answer before it is there. Latencies are wrk's, in milliseconds.
+A request is one sample with ``--ids`` pooled ids, drawn by a power law, of a table with ``--rows``
+rows of ``--dim`` columns; 64 different requests are sent in turn. ``--rate`` is the total rate of
+all connections; with 0, a connection sends a request as soon as it has the previous answer.
+Latencies are measured by wrk, in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from torchrec_hkv import serving
 EXAMPLE = Path(__file__).parents[1] / "examples" / "serving" / "serve_http.py"
 KEYS = ("case", "rows", "dim", "ids", "rate", "connections")
 PORT = 8613
-#: Sends the bodies of a file in turn; each connection waits, some time around the mean, so that all
-#: together have about the rate and do not send at the same moments.
+#: Sends the bodies of a file in turn. Each connection waits for random times around the mean, so
+#: that all connections together have about the rate and do not send at the same moments.
 SCRIPT = """
 local bodies, at = {}, 0
 function init(args)
@@ -70,7 +71,7 @@ class Model(nn.Module):
 
 
 def bodies(args: argparse.Namespace) -> list[str]:
-    """Requests."""
+    """Creates the bodies of the requests."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(64):
@@ -81,7 +82,7 @@ def bodies(args: argparse.Namespace) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen) -> None:
-    """Until the server answers."""
+    """Waits until the server answers."""
     ends = time.monotonic() + 120
     while True:
         try:
@@ -94,7 +95,7 @@ def wait_for(process: subprocess.Popen) -> None:
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """The one row of the benchmark."""
+    """Yields the only row of the benchmark."""
     lengths = torch.tensor([2, 2])
     features = KeyedJaggedTensor(keys=["ids"], values=torch.arange(4), lengths=lengths)
     with tempfile.TemporaryDirectory() as name:

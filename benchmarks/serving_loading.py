@@ -1,17 +1,17 @@
-"""Building of a table for serving, and how soon it is ready, beside the rate of the disk.
+"""Times to build a table for serving and to load it, compared with the rate of the disk.
 
     python -m benchmarks serving_loading --out benchmarks/results/serving_loading.csv
     python -m benchmarks serving_loading --checkpoint --out benchmarks/results/serving_loading.csv
 
-Random float32 rows with ids of 64 bits are added to a table in batches, as an export does it, with
-``--memory`` bytes of memory; with ``--checkpoint`` they come from a checkpoint of a hash table.
-``build_s`` is the time until the file is on the disk, less the time that the rows took to make.
-``build_ratio`` is the time that the disk takes to read the checkpoint and to write as many bytes as
-the table has, in sequence and synced, in the same run, over ``build_s``. The file is then dropped
-from the page cache and mapped: ``ready_s`` is the time until the first request of 2,000 ids is
-answered, ``map_ms`` the part of it before the request, ``read_s`` the time until the whole file is
-in the page cache. ``resident_s`` is the time to read the file into memory instead. ``read_ratio``
-and ``resident_ratio`` are these rates over that of reading in sequence.
+Random float32 rows with ids of 64 bits are added to a table in batches, like in an export, with
+``--memory`` bytes of memory; with ``--checkpoint``, they are read from a checkpoint of a hash
+table. ``build_s`` is the time until the file is on the disk, without the time to create the rows.
+``build_ratio`` is the time of the disk, in the same run, to sequentially read the checkpoint and
+write and sync the table's bytes, divided by ``build_s``. Then the file is dropped from the page
+cache and mapped. ``ready_s`` is the time until the first request of 2,000 ids is answered,
+``map_ms`` its part before the request, and ``read_s`` the time until the whole file is in the page
+cache. ``resident_s`` is the time to read the file into memory instead. ``read_ratio`` and
+``resident_ratio`` are these rates divided by the disk's rate of sequential reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TABLE = "ebc.embedding_bags.t"
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and rows of the table."""
+    """Yields ids and rows of the table."""
     generator = torch.Generator().manual_seed(1)
     for first in range(0, args.rows, _BATCH):
         ids = hashed(torch.arange(first, min(first + _BATCH, args.rows)))
@@ -82,7 +82,7 @@ def save(args: argparse.Namespace, folder: Path) -> int:
 
 
 def build_from_checkpoint(args: argparse.Namespace, folder: Path) -> tuple[TableFile, float]:
-    """As :func:`build`, from what :func:`save` wrote."""
+    """Like :func:`build`, from the checkpoint of :func:`save`."""
     began = time.perf_counter()
     saved = Checkpoint(folder / "checkpoint")
     made = build_table(
@@ -97,7 +97,7 @@ def build_from_checkpoint(args: argparse.Namespace, folder: Path) -> tuple[Table
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """The row of the benchmark."""
+    """Yields the row of the benchmark."""
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         saved = save(args, folder) if args.checkpoint else 0

@@ -1,14 +1,14 @@
-"""Quality of exported models by their row format: AUC and bytes beside float32.
+"""Quality of exported models by row format: AUC and bytes compared with float32.
 
     python -m benchmarks serving_quality --data movietweetings.dat \\
         --data recbole-1.2.1-py3-none-any.whl --out benchmarks/results/serving_quality.csv
 
-A DLRM (dense 32-DIM, over 64-32-1) with two hash tables, users and items, of ``--dim`` columns is
-trained under ``DistributedModelParallel`` on the first 80 % of a stream of clicks, in order of
-time, and exported by ``serving.export`` once for each row format. Each exported model is loaded,
-and scores the last 20 %. ``difference`` is the AUC less that of the float32 export of the same
-seed, its mean over seeds, and ``worst`` its least value. ``bytes_ratio`` is the size of the files
-of the tables, index included, over those of float32.
+A DLRM (dense 32-DIM, over 64-32-1) with two hash tables for users and items, with ``--dim``
+columns, is trained under ``DistributedModelParallel`` on the first 80 % of a click stream, in order
+of time, and exported by ``serving.export`` once per row format. Each exported model is loaded and
+scores the last 20 %. ``difference`` is the AUC minus that of the float32 export of the same seed,
+as a mean over seeds, and ``worst`` is the lowest difference. ``bytes_ratio`` is the size of the
+tables' files, including the index, divided by that of float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ROW_RATE, _DENSE_RATE = 0.05, 1e-3
 
 
 def features_of(stream: Stream, part: slice) -> KeyedJaggedTensor:
-    """The ids of some rows, one of each feature."""
+    """Returns the ids of a slice of rows, one id per feature."""
     values = torch.cat([ids[part] for ids in stream.ids.values()])
     return KeyedJaggedTensor(
         keys=list(stream.ids), values=values, lengths=torch.ones(values.numel(), dtype=torch.int64)
@@ -57,13 +57,13 @@ def features_of(stream: Stream, part: slice) -> KeyedJaggedTensor:
 
 
 def parts(begin: int, end: int, size: int) -> Iterator[slice]:
-    """Batches of rows."""
+    """Yields slices of rows for batches."""
     for first in range(begin, end, size):
         yield slice(first, min(first + size, end))
 
 
 def trained(stream: Stream, dim: int, train: int, seed: int) -> nn.Module:
-    """The model after one pass over the first rows of a stream."""
+    """Trains the model for one pass over the first rows of a stream."""
     torch.manual_seed(seed)
     configs = [
         EmbeddingBagConfig(
@@ -100,7 +100,7 @@ def trained(stream: Stream, dim: int, train: int, seed: int) -> nn.Module:
 
 
 def served_scores(model: serving.ServingModel, stream: Stream, train: int) -> Tensor:
-    """Scores of the test's rows."""
+    """Returns the scores of the test rows."""
     scores = []
     for part in parts(train, len(stream), 8 * _BATCH):
         values = torch.cat([ids[part] for ids in stream.ids.values()])
@@ -113,7 +113,7 @@ def served_scores(model: serving.ServingModel, stream: Stream, train: int) -> Te
 def measured(
     stream: Stream, formats: Sequence[str], dim: int, seeds: int
 ) -> Iterator[dict[str, object]]:
-    """The row of each format."""
+    """Yields the row of each format."""
     train = int(_TRAIN_SHARE * len(stream))
     labels = stream.labels[train:].double()
     aucs: dict[str, list[float]] = {name: [] for name in formats}

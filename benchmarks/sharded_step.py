@@ -1,18 +1,18 @@
-"""A step of sharded tables on several ranks: hash tables beside TorchRec's own, row-wise.
+"""A step of row-wise sharded tables on several ranks: hash tables and TorchRec's tables.
 
     torchrun --nproc_per_node 2 -m benchmarks.sharded_step --out benchmarks/results/sharded_step.csv
 
-``DistributedModelParallel`` with one collection of the tables S1: TorchRec's sharder with ``fused``
-kernels, and ours with ``hkv``, row-wise, row-wise Adagrad, in one run on the same ids, all of which
-the hash tables hold at a load factor of ``--load`` and exchange in ``--num-groups`` groups. What is
-timed, in rows of their own:
+``DistributedModelParallel`` has one collection of the tables S1, once with TorchRec's sharder and
+``fused`` kernels and once with this package's sharder and ``hkv``, row-wise sharded, with row-wise
+Adagrad, in one run on the same ids. The hash tables hold all ids at a load factor of ``--load``,
+and exchange them in ``--num-groups`` groups. There are separate rows for
 
 - ``step``: exchange of ids, lookup, exchange of pooled rows, and the backward with the update;
-- ``input_dist``: the exchange of ids alone, until they are there.
+- ``input_dist``: only the exchange of ids, until they have arrived.
 
-Both sides run by turns, in rounds back to back. ``stock_ms`` and ``hkv_ms`` are the median over all
-calls of all rounds, of the slowest rank: on a GPU between events of the device, on a CPU by the
-clock. ``ratio`` is ``hkv`` over stock. Samples are those of all ranks.
+Both sides run in turn, in rounds of back-to-back calls. ``stock_ms`` and ``hkv_ms`` are medians
+over all calls of all rounds, on the slowest rank: between events on a GPU, wall time on a CPU.
+``ratio`` is ``hkv_ms / stock_ms``. Samples are those of all ranks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.sharding import table_counters
 
-#: Names, and the power of the law that ids follow (0: all alike).
+#: Name, and exponent of the ids' power law (0: uniform).
 STREAMS = {"uniform": 0.0, "power_law": 1.05}
 SIDES = ("stock", "hkv")
 BATCHES = 4
-#: Coprime to numbers of rows here: frequent ids lie all over the table, not in its first block.
+#: Coprime to the numbers of rows, so that frequent ids are spread over the table.
 _PRIME = 2654435761
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = (
     "what",
     "stream",
@@ -75,7 +75,7 @@ KEYS = (
 
 
 def stock_sharder(wire_dtype: str) -> EmbeddingBagCollectionSharder:
-    """TorchRec's sharder, whose pooled rows travel as this type."""
+    """Creates TorchRec's sharder, which exchanges pooled rows in this dtype."""
     precision = CommType(wire_dtype)
     config = QCommsConfig(forward_precision=precision, backward_precision=precision)
     return EmbeddingBagCollectionSharder(
@@ -86,7 +86,7 @@ def stock_sharder(wire_dtype: str) -> EmbeddingBagCollectionSharder:
 def make_model(
     args: argparse.Namespace, side: str, sharding: str = "row_wise"
 ) -> DistributedModelParallel:
-    """One side's sharded tables."""
+    """Creates the sharded tables of one side."""
     kernel = "fused" if side == "stock" else "hkv"
     tables = [
         EmbeddingBagConfig(
@@ -106,7 +106,7 @@ def make_model(
         world_size=world_size,
         local_world_size=world_size,
         compute_device=args.device.type,
-        hbm_cap=1 << 40,  # whether it fits is not asked here
+        hbm_cap=1 << 40,  # the planner must not check memory
         ddr_cap=1 << 42,
     )
     constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=[sharding])
@@ -124,7 +124,7 @@ def make_model(
 
 
 def keyed(args: argparse.Namespace, ids: Tensor) -> KeyedJaggedTensor:
-    """A batch of bags of equal length, from ids of its tables one after the other."""
+    """Creates a batch of bags of equal length, from the ids of one table after the other."""
     return KeyedJaggedTensor(
         keys=[f"f{t}" for t in range(args.tables)],
         values=ids,
@@ -133,18 +133,18 @@ def keyed(args: argparse.Namespace, ids: Tensor) -> KeyedJaggedTensor:
 
 
 def draw(args: argparse.Namespace, power: float) -> KeyedJaggedTensor:
-    """A batch of a stream."""
+    """Draws a batch of a stream."""
     count = args.tables * args.batch * args.bag
     if not power:
         return keyed(args, torch.randint(args.rows, (count,), device=args.device))
     ranked = power_law(count, args.rows, power, args.device).view(args.tables, -1)
-    # Each table has frequent ids of its own, so that which rank has them is no single toss.
+    # Each table has different frequent ids, so that they are distributed over the ranks.
     first = torch.arange(args.tables, device=args.device)[:, None] * (args.rows // args.tables)
     return keyed(args, ((ranked * _PRIME + first) % args.rows).flatten())
 
 
 def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
-    """Looks every id up once, each rank a part of them, so that the hash tables hold it."""
+    """Looks up every id once, each rank a part of the ids, so that the hash tables hold all ids."""
     world_size, count = dist.get_world_size(), args.batch * args.bag
     for first in range(0, args.rows, count * world_size):
         ids = (
@@ -159,7 +159,7 @@ def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
 
 
 def round_ms(call: Callable[[int], object], steps: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of so many calls, back to back, from when all ranks are ready."""
+    """Waits for all ranks; returns milliseconds of each of ``steps`` back-to-back calls."""
 
     def now() -> float | torch.cuda.Event:
         if device.type != "cuda":
@@ -185,14 +185,14 @@ def round_ms(call: Callable[[int], object], steps: int, device: torch.device) ->
 def step_of(
     model: DistributedModelParallel, batches: list[KeyedJaggedTensor], grad: Tensor
 ) -> Callable[[int], object]:
-    """A whole step."""
+    """Creates a call for a whole step."""
     return lambda at: model(batches[at % BATCHES]).values().backward(grad)
 
 
 def exchange_of(
     model: DistributedModelParallel, batches: list[KeyedJaggedTensor]
 ) -> Callable[[int], object]:
-    """The exchange of ids."""
+    """Creates a call for the exchange of ids."""
     sharded = model.module
     return lambda at: (
         sharded.input_dist(sharded.create_context(), batches[at % BATCHES]).wait().wait()
@@ -202,7 +202,7 @@ def exchange_of(
 def compare(
     args: argparse.Namespace, calls: dict[str, Callable[[int], object]]
 ) -> dict[str, float]:
-    """The median milliseconds of a call of both sides, on the slowest rank."""
+    """Returns the median milliseconds of a call for both sides, on the slowest rank."""
     for call in calls.values():
         round_ms(call, args.warm_up, args.device)
     times: dict[str, list[float]] = {side: [] for side in calls}
@@ -217,7 +217,7 @@ def compare(
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Two rows a stream."""
+    """Yields two rows per stream."""
     torch.manual_seed(1 + dist.get_rank())
     models = {side: make_model(args, side) for side in SIDES}
     fill(args, models["hkv"])
@@ -257,7 +257,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def profile(path: Path, call: Callable[[int], object], device: torch.device) -> None:
-    """Writes what the device did in five calls, kernel by kernel, on rank 0."""
+    """Writes a profile of the device's kernels in five calls, on rank 0."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

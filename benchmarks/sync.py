@@ -1,22 +1,23 @@
-"""A sync of replicas of a hash table, a share of whose rows changed, beside its all-reduce.
+"""A sync of replicas of a hash table with a share of changed rows, compared with an all-reduce.
 
     torchrun --nproc_per_node 2 -m benchmarks.sync --out benchmarks/results/sync.csv
 
-Each rank holds a replica of one table. Between two syncs each looks up and trains ``--changed`` of
-the rows, other ones in each replica, by one batch. Timed are, on the slowest rank, by the clock
-(``…_ms``) and by what the process takes of its CPU (``…_cpu_ms``), which others disturb less:
+Each rank has a replica of one table. Between two syncs, each replica looks up and trains a share
+``--changed`` of the rows in one batch, with different rows in each replica. The benchmark measures
+wall time (``…_ms``) and the processor time of the process (``…_cpu_ms``), which other load affects
+less, on the slowest rank, of
 
-- ``sync``: a sync: looking for what changed, the exchange, and writing what came;
-- ``look``: of that, looking through all slots;
-- ``all_reduce``: an all-reduce of rows and states of a table of that many rows, as
-  ``DMPCollection`` does with stock tables, without the division.
+- ``sync``: a whole sync: finding changes, the exchange, and writing the merged rows;
+- ``look``: the part of the sync that scans all slots;
+- ``all_reduce``: an all-reduce of rows and states of a table with the same number of rows, as in
+  ``DMPCollection`` for stock tables, without the division.
 
-``sync_bytes`` and ``all_reduce_bytes`` are what a rank sends, an all-reduce of n bytes counted as
-``2 n (replicas - 1) / replicas``. ``bytes_ratio``, ``time_ratio`` and ``cpu_ratio`` are the sync's
-over the all-reduce's. ``--rows-beyond`` adds rows of larger tables that are computed (``source``
-says which): all is in proportion to the rows.
+``sync_bytes`` and ``all_reduce_bytes`` are the bytes that a rank sends; an all-reduce of n bytes
+counts as ``2 n (replicas - 1) / replicas``. ``bytes_ratio``, ``time_ratio`` and ``cpu_ratio`` are
+ratios of the sync to the all-reduce. ``--rows-beyond`` adds computed rows for larger tables, marked
+in ``source``, in which all figures are proportional to the number of rows.
 
-``--backend gloo`` on a GPU lets two replicas share one card: NCCL refuses that.
+With ``--backend gloo``, two replicas can share one GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from torchrec_hkv.hash_table.replicas.changes import ReplicaChanges
 KEYS = ("source", "replicas", "rows", "dim", "changed", "eviction", "backend")
 _TIMED = ("look", "sync", "all_reduce")
 _LOAD = 0.85
-#: Ids of a call that fills the table.
+#: Ids per call that fills the table.
 _FILL = 1 << 18
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures one table at several shares of changed rows."""
+    """Measures one table with several shares of changed rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=AtLeast(1), default=1 << 20, help="ids in the table")
     parser.add_argument("--dim", type=AtLeast(1), default=64)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         report_once(_rows(args, device, backend), args.out, KEYS)
     finally:
-        gc.collect()  # what is in reference cycles holds process groups beyond their end here
+        gc.collect()  # objects in reference cycles would keep process groups after their end here
         dist.destroy_process_group()
 
 
@@ -140,7 +141,7 @@ def _train(group: TableGroup, ids: torch.Tensor) -> None:
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Milliseconds by the clock and of the process's CPU, of the slowest rank."""
+    """Returns milliseconds of wall time and processor time, on the slowest rank."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,10 +1,10 @@
-"""Operations of a ``TableGroup``: one call for all tables, beside a call a table.
+"""Operations of a ``TableGroup``: one call for all tables, compared with one call per table.
 
     python -m benchmarks.table_group --out benchmarks/results/table_group.csv
 
-The axes: number of tables, load factor and hit rate. All tables together have ``--capacity`` rows
-and are given ``--ids`` ids a call, whatever their number; their dims go through ``--dims``. Ids are
-drawn uniformly. New ids of a call are erased after it, untimed.
+The axes are number of tables, load factor and hit rate. All tables together have ``--capacity``
+rows and get ``--ids`` ids per call, for any number of tables; their dims cycle through ``--dims``.
+Ids are drawn uniformly. New ids of a call are erased after it, untimed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmarks.timing import median_ms
 from torchrec_hkv import HashTable
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("operation", "tables", "dims", "capacity", "load_factor", "present", "ids")
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A call's ids, for the group and by table.
+    """The ids of a call, for the group and by table.
 
     Attributes:
-        ids: int64 ``[n]``, table after table.
+        ids: int64 ``[n]``, one table after the other.
         offsets: int64 ``[tables + 1]``.
-        parts: of each table.
+        parts: ids of each table.
     """
 
     ids: Tensor
@@ -44,12 +44,12 @@ class Batch:
 
 
 class Tables:
-    """A group, and tables by themselves that hold the same; only one of the two is filled.
+    """A group, or separate tables with equal contents; only one of the two is filled.
 
     Args:
-        args: of the command.
-        number: of tables.
-        grouped: whether it is the group.
+        args: arguments of the command.
+        number: number of tables.
+        grouped: whether to use the group.
     """
 
     def __init__(self, args: argparse.Namespace, number: int, grouped: bool) -> None:
@@ -74,13 +74,13 @@ class Tables:
         self.filled = self.given = 0
 
     def batch(self, numbers: list[Tensor]) -> Batch:
-        """Ids by table from their numbers."""
+        """Creates a batch from the ids' numbers by table."""
         parts = [hashed(part * self.number + table) for table, part in enumerate(numbers)]
         lengths = torch.tensor([0] + [len(part) for part in parts])
         return Batch(torch.cat(parts), lengths.cumsum(0).to(self.device), tuple(parts))
 
     def fill(self, load: float, capacity: int) -> None:
-        """Each table's numbers 0, 1, …, up to the load factor."""
+        """Inserts each table's ids with numbers 0, 1, …, up to the load factor."""
         wanted = int(load * capacity / self.number)
         while self.filled < wanted:
             n = min(self.n, wanted - self.filled)
@@ -90,7 +90,7 @@ class Tables:
         self.given = max(self.given, 1 << 40)
 
     def mixed(self, present: float) -> tuple[Batch, Batch]:
-        """A call's ids, this share of them there, and those of them that are new."""
+        """Returns ids for a call, with this share in the tables, and their new ids."""
         old = round(present * self.n)
         new = torch.arange(self.given, self.given + self.n - old, device=self.device)
         self.given += self.n - old
@@ -100,7 +100,7 @@ class Tables:
         return batch, self.batch([new] * self.number)
 
     def _do(self, group: Callable[..., object], table: Callable[..., object]) -> None:
-        """One call, or a call a table."""
+        """Makes one call, or one call per table."""
         if self.group is not None:
             group(self.group)
         for index, one in enumerate(self.tables):
@@ -137,7 +137,7 @@ class Tables:
         )
 
 
-#: By name: the call, and the shares of ids that are present.
+#: By name: the call, and shares of present ids.
 OPERATIONS: dict[str, tuple[Callable[[Tables, Batch], None], tuple[float, ...]]] = {
     "find": (Tables.find, (1.0, 0.5)),
     "find_or_insert_slots": (Tables.insert, (1.0, 0.6)),
@@ -154,7 +154,7 @@ def _inputs(tables: Tables, present: float, args: argparse.Namespace) -> Iterato
 
 
 def _times(args: argparse.Namespace, number: int, grouped: bool) -> dict[tuple[object, ...], float]:
-    """Milliseconds by load factor, operation and share of ids that are present."""
+    """Returns milliseconds by load factor, operation and share of present ids."""
     tables, times = Tables(args, number, grouped), {}
     for load in args.loads:
         tables.fill(load, args.capacity)
@@ -168,7 +168,7 @@ def _times(args: argparse.Namespace, number: int, grouped: bool) -> dict[tuple[o
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a number of tables, load factor, operation and share of ids that are present."""
+    """Yields one row per number of tables, load factor, operation and share of present ids."""
     for number in args.tables:
         apart = _times(args, number, grouped=False)
         for key, ms in _times(args, number, grouped=True).items():

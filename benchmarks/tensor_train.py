@@ -1,15 +1,15 @@
-"""A training step of Tensor-Train tables on a GPU, beside a dense table of FBGEMM's.
+"""A training step of Tensor-Train tables on a GPU, compared with a dense table of FBGEMM.
 
     python -m benchmarks.tensor_train --out benchmarks/results/tensor_train.csv
 
-Forward, backward and SGD through the torch op, in nanoseconds an id: of steps back to back
-(``eager``), the same with autograd's backward on the calling thread (``eager_one_thread``:
-``torch.autograd.set_multithreading_enabled(False)``), of steps that begin when the device is idle
-(``single``), and of a step replayed from a CUDA graph, back to back (``graph``); each in tf32 and
-as accurate as float32. Where FBGEMM is installed, the workloads that name it are run by its table
-of the same rows, columns and ids too; ``ratio`` is eager Tensor-Train over it. All steps take turns
-on four batches. Each workload is run by a lookup in float64 first, whose distance is in ``error``
-(relative, in the norm).
+A step is forward, backward and SGD through the torch op. Times are nanoseconds per id, each in tf32
+and in fp32 precision: of back-to-back steps (``eager``), the same with autograd's backward on the
+calling thread (``eager_one_thread``: ``torch.autograd.set_multithreading_enabled(False)``), of
+steps that begin when the device is idle (``single``), and of back-to-back replays of a CUDA graph
+(``graph``). If FBGEMM is installed, workloads that name it also run with its table of the same
+rows, columns and ids; ``ratio`` is the eager time divided by FBGEMM's. Steps use four batches in
+turn. Each workload is first compared with a lookup in float64; ``error`` is the relative error in
+the norm.
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ try:
     HAS_FBGEMM = True
 except ImportError:
     HAS_FBGEMM = False
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("workload", "ids", "rank", "precision")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Tables, and bags of one length for each of them."""
+    """Tables, and bags of one length for each table."""
 
     p: tuple[tuple[int, ...], ...]
     rank: int
     batch: int
     bag: int
-    power: float = 0.0  # 0: uniform
+    power: float = 0.0  # exponent of the power law; 0 for uniform ids
     beside_fbgemm: bool = False
 
     def scaled(self, divisor: int) -> Workload:
-        """Fewer bags, and row factors that are smaller."""
+        """Returns a workload with fewer bags and smaller row factors."""
         p = tuple(tuple(max(2, factor // divisor) for factor in own) for own in self.p)
         return dataclasses.replace(self, p=p, batch=max(1, self.batch // divisor))
 
     @property
     def shapes(self) -> list[TTShape]:
-        """Of the tables."""
+        """Returns the shapes of the tables."""
         q, shapes = (4, 4, 4), []
         for p in self.p:
             ranks = tuple(min(self.rank, most) for most in max_ranks(p, q))
@@ -90,13 +90,13 @@ class Workload:
         return shapes
 
     def draw(self) -> Tensor:
-        """Ids of one batch, feature-major."""
+        """Draws the ids of one batch, feature-major."""
         device, n = torch.device("cuda"), self.batch * self.bag
         ids = []
         for shape in self.shapes:
             rows = shape.num_embeddings
             if self.power:
-                # Ranks spread over the table, as ids in order of arrival would not be.
+                # Spreads ranks over the table; ids in order of arrival would be clustered.
                 drawn = power_law(n, rows, self.power, device) * 7_368_787 % rows
             else:
                 drawn = torch.randint(rows, (n,), device=device)
@@ -120,7 +120,7 @@ WORKLOADS = {
 
 
 class TensorTrain:
-    """Ours."""
+    """The package's tables."""
 
     def __init__(self, work: Workload, precision: str) -> None:
         self.work = work
@@ -134,14 +134,14 @@ class TensorTrain:
         self.anchor = torch.zeros(0, device="cuda", requires_grad=True)
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Pooled rows, whose backward trains."""
+        """Returns pooled rows, whose backward trains the cores."""
         return self.group.lookup_fused(
             self.anchor, self.cores, self.states, self.counter, ids, offsets, self.work.batch,
             self.rate,
         )  # fmt: skip
 
     def error(self, ids: Tensor, offsets: Tensor) -> float:
-        """Of the rows of the first table's first bags, relative to those in float64."""
+        """Returns the relative error of the first table's first bags compared with float64."""
         shape, bags = self.work.shapes[0], min(self.work.batch, 200)
         digits, rest = [], ids[: bags * self.work.bag]
         for p in reversed(shape.p):
@@ -161,7 +161,7 @@ class TensorTrain:
 
 
 def make_fbgemm(work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
-    """FBGEMM's dense tables."""
+    """Creates FBGEMM's dense tables."""
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [
             (shape.num_embeddings, 64, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
@@ -177,7 +177,7 @@ def make_fbgemm(work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def nanoseconds(step: Callable[[int], None], steps: int, ids: int) -> tuple[float, float]:
-    """An id, of steps back to back and of single ones; medians."""
+    """Returns median nanoseconds per id, of back-to-back steps and of single steps."""
 
     def timed(first: int, last: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -196,7 +196,7 @@ def nanoseconds(step: Callable[[int], None], steps: int, ids: int) -> tuple[floa
 
 
 def captured(step: Callable[[Tensor], None], ids: Tensor) -> torch.cuda.CUDAGraph:
-    """The step on these ids."""
+    """Captures the step on these ids."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -209,7 +209,7 @@ def captured(step: Callable[[Tensor], None], ids: Tensor) -> torch.cuda.CUDAGrap
 
 
 def measure(work: Workload, precision: str, steps: int) -> dict[str, object]:
-    """A row's figures."""
+    """Measures the figures of a row."""
     batches = [work.draw() for _ in range(BATCHES)]
     n = batches[0].numel()
     offsets = torch.arange(n // work.bag + 1, device="cuda") * work.bag

@@ -1,12 +1,12 @@
-"""A training step of a Tensor-Train table on a CPU beside the same contraction by torch.einsum.
+"""A training step of a Tensor-Train table on a CPU, compared with torch.einsum.
 
     python -m benchmarks.tensor_train_cpu --out benchmarks/results/tensor_train_cpu.csv
 
-Forward, backward and SGD. The comparison gathers the slices of each id, contracts them by
-torch.einsum from left to right, pools by index_add, and leaves the backward to autograd. Both
-sides take turns on the same ids and bags from the same cores, and their cores are compared after
-the first step. The least of the processor times of all threads is reported, which a machine with
-other work disturbs least, and the least of the times that passed.
+A step is forward, backward and SGD. The comparison gathers the slices of each id, contracts them
+with torch.einsum from left to right, pools with index_add, and uses autograd for the backward. Both
+sides take turns on the same ids and bags, from the same cores, which are compared after the first
+step. Reported are minima of the processor time of all threads, which other load on the machine
+affects least, and of wall time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Batch:
 
     ids: Tensor
     offsets: Tensor
-    bags: Tensor  # of each id
+    bags: Tensor  # bag of each id
     size: int
 
 
 class TensorTrain:
-    """Ours."""
+    """The package's table."""
 
     def __init__(self, shape: TTShape, cores: list[Tensor]) -> None:
         self.cores = cores
@@ -66,7 +66,7 @@ class TensorTrain:
 
 
 class Einsum:
-    """The comparison."""
+    """The comparison with torch.einsum."""
 
     def __init__(self, shape: TTShape, cores: list[Tensor]) -> None:
         self.shape = shape
@@ -93,14 +93,14 @@ class Einsum:
 def _ids(stream: str, n: int, rows: int) -> Tensor:
     if stream == "uniform":
         return torch.randint(0, rows, (n,))
-    # Ranks spread over the table, as ids in order of arrival would not be.
+    # Spreads ranks over the table; ids in order of arrival would be clustered.
     return power_law(n, rows, 1.2, torch.device("cpu")) * 7_368_787 % rows
 
 
 def _least(
     sides: dict[str, TensorTrain | Einsum], batch: Batch, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Of each side, nanoseconds an id: those that passed, and those of all threads."""
+    """Returns (wall time, processor time of all threads) of each side, in nanoseconds per id."""
     least = {name: (float("inf"), float("inf")) for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():

@@ -1,20 +1,20 @@
-"""Whether rows of the most frequent ids beside a Tensor-Train table gain at equal bytes, and why.
+"""Quality of Tensor-Train tables with additional rows for the most frequent ids, at equal bytes.
 
     python -m benchmarks tensor_train_hot_rows --data movietweetings_100k.dat \\
         --out benchmarks/results/tensor_train_hot_rows.csv
 
-A click model (DLRM, dim 16, dense 32-16, over 64-32-1) over users and items on Tensor-Train tables
-of three cores (Adam, .015), their ids in the order of frequency. Streams: MovieTweetings, and two
-that are made, of 100,000 rows and 20,000 ids of each column, popularity 1/rank^.8 and 1/rank^1.2.
-The first 80 % are trained on, the others are the test. The most frequent ids are known from the
-first step on, which is more than a cache can know. Variants, of the same bytes but the first:
+A click model (DLRM, dim 16, dense 32-16, over 64-32-1) has Tensor-Train tables of three cores
+(Adam, .015) for users and items, with ids in the order of frequency. Streams are MovieTweetings,
+and two synthetic streams with 100,000 rows, 20,000 ids per column, and popularity 1/rank^.8 and
+1/rank^1.2. The first 80 % are for training, the others are the test. The most frequent ids are
+known from the first step on, which a cache can't know. All variants but the first have equal bytes:
 
-    smaller cores  the bytes of the hot rows are left out: what these bytes are worth as ranks
-    replace        a hot id has a row of its own, which starts from that of the cores, as in
-                   TTOptions(cache_size=...); it trains the cores no more
-    add            a hot id has the row of the cores plus a row of its own, which starts from zeros
+    smaller cores  without the bytes of the hot rows; shows what these bytes are worth as ranks
+    replace        a hot id has a separate row, which starts from the row of the cores, as in
+                   TTOptions(cache_size=...), and no longer trains the cores
+    add            a hot id has the row of the cores plus a separate row, which starts from zeros
 
-Reported is the AUC of the best epoch, its mean over seeds, and the difference to the table without
+Reported are the AUC of the best epoch as a mean over seeds, and the difference to the table without
 hot rows with its standard error, paired by seed.
 """
 
@@ -44,12 +44,12 @@ _ROWS, _IDS, _BIAS, _LATENT, _LATENT_SD, _TRAIN_SHARE = 100_000, 20_000, 0.8, 4,
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What hot ids have.
+    """A variant of hot rows.
 
     Attributes:
         name: ``"plain"``, ``"smaller cores"``, ``"replace"`` or ``"add"``.
-        share: of the bytes.
-        columns: that have hot rows.
+        share: share of the bytes for hot rows.
+        columns: columns that have hot rows.
     """
 
     name: str
@@ -65,13 +65,13 @@ VARIANTS = (
 
 
 def power_law(power: float, rows: int = _ROWS, ids: int = _IDS, seed: int = 0) -> Ratings:
-    """Clicks that follow from a bias of each id and from how two ids fit.
+    """Creates clicks that depend on a bias of each id and the interaction of two ids.
 
     Args:
-        power: the id of rank r has popularity ``r ** -power``.
-        rows: of the stream.
-        ids: of each column.
-        seed: of all that is drawn.
+        power: the popularity of the id with rank r is ``r ** -power``.
+        rows: number of rows of the stream.
+        ids: number of ids of each column.
+        seed: seed of all random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = (torch.arange(ids) + 1.0).pow(-power).double()
@@ -94,14 +94,14 @@ def power_law(power: float, rows: int = _ROWS, ids: int = _IDS, seed: int = 0) -
 
 
 class Table:
-    """A Tensor-Train table with rows of its most frequent ids beside it.
+    """A Tensor-Train table with additional rows for its most frequent ids.
 
     Args:
-        log: whose column it is of.
-        column: of the log.
-        ratio: bytes of a dense table over its own.
-        variant: what hot ids have.
-        generator: of the initial cores.
+        log: the log.
+        column: column of the log.
+        ratio: bytes of a dense table divided by the table's bytes.
+        variant: variant of hot rows.
+        generator: generator of the initial cores.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Table:
         self.hot = int(share * budget / _HOT_ROW_BYTES)
         self.mode = variant.name if self.hot else "plain"
         counts = torch.bincount(log.ids[column][: log.train], minlength=size)
-        # Row i is that of the id with the i-th highest count; the first ones are hot.
+        # Row i belongs to the id with the i-th highest count; the first rows are hot.
         self.ids = IdOrder.by_value(counts).rows_of(log.ids[column])
         left = budget - self.hot * _HOT_ROW_BYTES
         self.shape = make_shape(size, DIM, num_cores=CORES, max_bytes=left)
@@ -131,7 +131,7 @@ class Table:
             self.rows.weight.copy_(torch.zeros(len(first), DIM) + start)
 
     def look_up(self, positions: Tensor, training: bool) -> Tensor:
-        """Rows of the ids at positions of the log, ``[n, DIM]``."""
+        """Looks up the ids at positions of the log. Returns rows, ``[n, DIM]``."""
         ids = self.ids[positions]
         hot = ids < self.hot
         if self.mode in ("plain", "smaller cores"):
@@ -153,14 +153,14 @@ class Table:
 
 
 def train(log: Ratings, ratio: float, variant: Variant, seed: int, epochs: int) -> list[float]:
-    """The AUC on the test after each epoch.
+    """Returns the test AUC after each epoch.
 
     Args:
-        log: to train on and to test.
-        ratio: dense bytes over the tables' bytes.
-        variant: what hot ids have.
-        seed: of the model, its tables and the order of rows.
-        epochs: over what is trained on.
+        log: training and test rows.
+        ratio: dense bytes divided by the tables' bytes.
+        variant: variant of hot rows.
+        seed: seed of the model, its tables and the order of rows.
+        epochs: number of epochs.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -199,7 +199,7 @@ def train(log: Ratings, ratio: float, variant: Variant, seed: int, epochs: int) 
 def measured(
     log: Ratings, ratio: float, variant: Variant, seeds: int, epochs: int, plain: Tensor | None
 ) -> tuple[dict[str, object], Tensor]:
-    """A row of the result, and the AUC of each seed; ``plain`` is that of the plain table."""
+    """Returns a row, and the AUC of each seed. plain: the AUCs of the plain table."""
     runs = torch.tensor([train(log, ratio, variant, seed, epochs) for seed in range(seeds)])
     best = runs.max(dim=1).values
     difference = best - (best if plain is None else plain)

@@ -4,13 +4,13 @@
         --out benchmarks/results/tensor_train_quality.csv \\
         --plot docs/performance/tensor_train_quality.svg
 
-A DLRM (dim 16, dense 32-16, over 64-32-1) on the columns user, movie and hour of day; a rating of 8
-or more is a click. The first 80 % of the rows in time are trained on, the others are the test.
-Users and movies are on stock `fused` tables (row-wise Adagrad), or on the backend `tt` (Adam) at so
-many times fewer bytes. An order of all ids lies in the vocabulary and is not counted. Learning
-rate, number of cores and epochs are chosen on the last fifth of what is trained on, with other
-seeds; the test is used once. Reported is the AUC on the test, the mean over seeds, with a 95 %
-interval bootstrapped by user.
+A DLRM (dim 16, dense 32-16, over 64-32-1) uses the columns user, movie and hour of day; a rating of
+8 or more is a click. The first 80 % of the rows in time are for training, the others are the test.
+Users and movies are in stock `fused` tables (row-wise Adagrad), or on the backend `tt` (Adam) with
+several ratios of bytes. An order of all ids is part of the vocabulary and is not counted. Learning
+rate, number of cores and epochs are chosen on the last fifth of the training rows, with other
+seeds; the test is used once. Reported is the test AUC as a mean over seeds, with a 95 % interval
+bootstrapped by user.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ VARIANTS = (
     Variant("order by mean label", order="label"),
     Variant("order by mean label, hot rows", order="label", hot_share=0.5),
 )
-#: Of seeds that choose, so that they are others than those that are reported.
+#: Added to seeds for the choice, so that they differ from the reported seeds.
 _CHOOSING_SEED = 1000
 
 
 def choices(variant: Variant | None) -> Iterator[Choice]:
-    """What validation chooses from: learning rates of the rows, and numbers of cores."""
+    """Yields the candidates for validation: learning rates of the rows, and numbers of cores."""
     if variant is None:
         yield from (Choice(rate, 0) for rate in (0.02, 0.05, 0.1))
         return
@@ -61,7 +61,7 @@ def chosen(
     ratio: float,
     args: argparse.Namespace,
 ) -> tuple[Choice, int, float]:
-    """The best choice and number of epochs on the validation part, and its AUC there."""
+    """Returns the best choice, number of epochs, and AUC on the validation part."""
     best: tuple[Choice, int, float] | None = None
     for choice in choices(variant):
         runs = [
@@ -79,7 +79,7 @@ def chosen(
 def measured(
     log: Ratings, variant: Variant | None, ratio: float, args: argparse.Namespace
 ) -> dict[str, object]:
-    """A row: chooses on the validation part, trains with all seeds, and tests."""
+    """Chooses on the validation part, trains with all seeds, and tests. Returns a row."""
     choice, epochs, validation = chosen(log.for_validation(), variant, ratio, args)
     runs = [
         train(log, variant, ratio, choice, seed, epochs)[-1].scores for seed in range(args.seeds)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.tensor_train_rows --out benchmarks/results/tensor_train_rows.csv
 
-All tables have the same ranks and columns; ids are uniform, or follow a power law. A step is a
-forward, a backward and SGD. ``rows_per_prefix`` is how many distinct ids share the first two of
-three slices, whose product is computed once. The tables take turns. The least of the processor
-times of all threads is reported, which a machine with other work disturbs least, and the least of
-the times that passed; ``over_first`` is the former over that of the first table.
+All tables have the same ranks and columns; ids are uniform, or follow a power law. A step is
+forward, backward and SGD. ``rows_per_prefix`` is the number of distinct ids that share the first
+two of three slices, whose product is computed once. The tables take turns. Reported are minima of
+the processor time of all threads, which other load affects least, and of wall time;
+``over_first`` is the processor time divided by that of the first table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _batch(rows: int, n: int, bag: int, stream: str) -> Batch:
     if stream == "uniform":
         ids = torch.randint(0, rows, (n,))
     else:
-        # Ranks spread over the table, as ids in order of arrival would not be.
+        # Spreads ranks over the table; ids in order of arrival would be clustered.
         ids = power_law(n, rows, 1.05, torch.device("cpu")) * 7_368_787 % rows
     offsets = torch.arange(0, n + 1, bag)
     return Batch(ids, offsets, torch.arange(n) // bag, n // bag)

@@ -2,9 +2,9 @@
 
     python -m benchmarks tensor_train_shapes --out benchmarks/results/tensor_train_shapes.csv
 
-Forward, backward and SGD through the torch op, of steps back to back, on four batches of uniform
-ids in turn. Tables have 11 million rows. ``over_first`` is the time over that of the first table:
-64 columns, three cores of q = 4, 4, 4, ranks 32.
+Times are of back-to-back steps with forward, backward and SGD through the torch op, on four batches
+of uniform ids in turn. Tables have 11 million rows. ``over_first`` is the time divided by that of
+the first table: 64 columns, three cores with q = 4, 4, 4, ranks 32.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ BATCHES = 4
 RATE = 0.01
 #: Row factors by number of cores.
 P = {2: (3300, 3400), 3: (200, 220, 250), 4: (58, 58, 58, 57)}
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("section", "q", "rank", "precision", "ids", "device")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A table by its column factors and ranks."""
+    """A table, given by its column factors and ranks."""
 
     section: str
     q: tuple[int, ...]
     rank: int
 
     def shape(self, divisor: int) -> TTShape:
-        """Of row factors that are smaller by ``divisor``."""
+        """Returns the shape with row factors divided by ``divisor``."""
         p = tuple(max(2, factor // divisor) for factor in P[len(self.q)])
         ranks = tuple(min(self.rank, most) for most in max_ranks(p, self.q))
         return TTShape(math.prod(p), math.prod(self.q), p, self.q, ranks)
@@ -66,7 +66,7 @@ CASES = (
 def nanoseconds(
     shape: TTShape, precision: str, device: torch.device, args: argparse.Namespace
 ) -> float:
-    """An id of a step."""
+    """Returns nanoseconds per id of a step."""
     group = TTGroup([shape], optimizer=SGD(), precision=precision)
     cores = list(initial_cores(shape, std=0.1, device=device))
     states = group.make_states(device)

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU (by events) or a CPU."""
+"""Times calls on a GPU (with events) or a CPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 def median_ms(
     call: Callable[[T], object], inputs: Iterable[T], device: torch.device, warm: int = 2
 ) -> float:
-    """Median milliseconds of ``call(input)`` over the inputs but the first ``warm``."""
+    """Returns median milliseconds of ``call(input)`` over all inputs except the first ``warm``."""
     times = []
     for item in inputs:
         if device.type == "cuda":
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
-            # Work that hides the host's part: the events then enclose the device's alone.
+            # Hides the host's work, so that the events only enclose the device's work.
             torch.cuda._sleep(1_000_000)
             begin.record()
             call(item)
@@ -36,12 +36,13 @@ def median_ms(
 
 
 def steps_ms(step: Callable[[int], object], steps: int, device: torch.device) -> float:
-    """Median milliseconds a step of five rounds of ``steps`` steps back to back, after three more.
+    """Returns median milliseconds per step of five rounds of ``steps`` back-to-back steps, after
+    three warm-up steps.
 
     Args:
-        step: is given its number.
-        steps: of a round.
-        device: where they run.
+        step: runs the step with a given number.
+        steps: number of steps per round.
+        device: device of the steps.
     """
 
     def wait() -> None:

@@ -1,20 +1,20 @@
-"""Forward, backward and optimizer on a GPU: a ``TableGroup`` beside FBGEMM's static tables.
+"""Training steps on a GPU: a ``TableGroup`` compared with FBGEMM's static tables.
 
     python -m benchmarks.training_step --out benchmarks/results/training_step.csv
 
-Both sides run in one process on the same ids, eager through torch, FBGEMM's on the row numbers, the
-group finding or inserting them as ids in every step; all are there. ``ms`` are milliseconds a step
-of 20 steps back to back, ``single_ms`` those of a step that begins when the device is idle, and
-``replayed_ms`` those of the group's step as a CUDA graph, back to back. ``ratio`` is the group's
-over FBGEMM's back to back. ``peak_bytes`` are bytes an id that torch is asked for in a step, at
-most, beside the output and what is there before. The group's tables are filled to a load factor of
-``--load``.
+A step is forward, backward and optimizer. Both sides run in one process on the same ids, eager
+through torch. FBGEMM gets row numbers; the group finds or inserts them as ids in every step, and
+already has all of them. ``ms`` are milliseconds per step of 20 back-to-back steps, ``single_ms``
+those of a step that begins when the device is idle, and ``replayed_ms`` those of back-to-back
+replays of the group's step as a CUDA graph. ``ratio`` is the group's ``ms`` divided by FBGEMM's.
+``peak_bytes`` is the peak of the additional bytes per id that a step requests from torch, without
+the output. The group's tables are filled to a load factor of ``--load``.
 
     python -m benchmarks.training_step --deterministic \\
         --out benchmarks/results/training_step_deterministic.csv
 
-Two groups instead, one of them in deterministic mode, one after the other on the same ids;
-``ratio`` is what that takes of the other back to back. All ids are there in these, too.
+compares two groups instead, one after the other on the same ids, the second in deterministic mode;
+``ratio`` is the ratio of their ``ms``, deterministic / default. They also have all ids.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ OPTIMIZERS = {
     "rowwise_adagrad": (RowWiseAdagrad(eps=1e-8), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
     "adam": (AdamW(eps=1e-8), EmbOptimType.ADAM),
 }
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("workload", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Tables of one shape and how their ids are drawn."""
+    """Tables of one shape, and the distribution of their ids."""
 
     tables: int
     rows: int
     dim: int
     batch: int
     bag: int
-    power: float = 0.0  # 0: uniform
-    hot: float = 0.0  # share of the ids that are one id
+    power: float = 0.0  # exponent of the power law; 0 for uniform ids
+    hot: float = 0.0  # share of positions that have the same id
 
     def draw(self, device: torch.device) -> Tensor:
-        """Row numbers of one batch, feature-major."""
+        """Draws the row numbers of one batch, feature-major."""
         n = self.tables * self.batch * self.bag
         if self.power:
             ids = power_law(n, self.rows, self.power, device)
@@ -92,10 +92,10 @@ class HashTables:
     Args:
         work: the tables, all of whose rows are inserted.
         optimizer: a key of :data:`OPTIMIZERS`.
-        load: load factor of the tables then.
+        load: load factor of the filled tables.
         device: a GPU.
         hbm_share: share of the rows that fit in HBM.
-        deterministic: whether results must follow from the calls alone.
+        deterministic: whether tables are in deterministic mode.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HashTables:
             width = OPTIMIZERS[optimizer][0].state_width(work.dim)
             memory = table_memory(capacity, work.dim, width, "lru")
             rows = int(hbm_share * work.rows)
-            # As FBGEMM does, the row-wise states of all rows besides.
+            # Like in FBGEMM, HBM also holds the row-wise states of all rows.
             states = memory.num_slots * memory.state_bytes if width == 1 else 0
             hbm_bytes = memory.index_bytes + rows * (memory.row_bytes + 3) + states
         specs = [
@@ -141,7 +141,7 @@ class HashTables:
             raise RuntimeError("a table has no room for an id; --load must be lower.")
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Pooled rows."""
+        """Returns pooled rows."""
         return self.group.train_lookup(
             self.anchor, ids, offsets, None, self.batch, False, self.learning_rate
         )
@@ -150,7 +150,8 @@ class HashTables:
 def make_fbgemm(
     work: Workload, optimizer: str, device: torch.device, cached_share: float | None = None
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's side; with a cached share, rows in host memory behind a cache of so many."""
+    """Creates FBGEMM's side. With a cached share, rows are in host memory, and this share is
+    cached."""
     place = EmbeddingLocation.DEVICE if cached_share is None else EmbeddingLocation.MANAGED_CACHING
     shape = (work.rows, work.dim, place, ComputeDevice.CUDA)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
@@ -167,7 +168,7 @@ def make_fbgemm(
 
 
 def milliseconds(step: Callable[[int], None], steps: int, rounds: int = 5) -> tuple[float, float]:
-    """Of a step: back to back, and single."""
+    """Returns milliseconds per step: back to back, and single."""
 
     def timed(first: int, last: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -186,7 +187,7 @@ def milliseconds(step: Callable[[int], None], steps: int, rounds: int = 5) -> tu
 
 
 def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tensor) -> float:
-    """Milliseconds of the group's step as a CUDA graph, back to back."""
+    """Returns milliseconds of back-to-back replays of the group's step as a CUDA graph."""
     static = ids[0].clone()
 
     def run() -> None:
@@ -204,7 +205,7 @@ def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tenso
 
 
 class Steps:
-    """The steps of a workload, on the same ids for whoever takes them.
+    """The steps of a workload, with the same ids for all sides.
 
     Args:
         work: the workload.
@@ -217,7 +218,7 @@ class Steps:
         self._grad = torch.randn(work.batch, work.tables * work.dim, device=device)
 
     def times(self, side: str, forward: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
-        """Milliseconds of a step and its memory, as columns of this side."""
+        """Returns milliseconds and memory of a step, as columns of this side."""
 
         def step(at: int) -> None:
             forward(self._batches[at % 4], self._offsets).backward(self._grad)
@@ -230,10 +231,10 @@ class Steps:
         }
 
     def _peak_bytes(self, forward: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Bytes an id at most that a step, which is not the first, takes beside its output."""
+        """Returns the peak bytes per id of a step after the first, without its output."""
 
         def requested(what: str) -> int:
-            # Not the allocator's blocks, which may be larger by up to 1 MiB each.
+            # Not the bytes of the allocator's blocks, which may be larger by up to 1 MiB each.
             return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
 
         torch.cuda.synchronize()
@@ -245,14 +246,14 @@ class Steps:
         return taken / self._batches[0].numel()
 
     def times_of_tables(self, side: str, tables: HashTables) -> dict[str, float]:
-        """The same of a group of hash tables, and as a CUDA graph."""
+        """Like :meth:`times`, for a group of hash tables, and also as a CUDA graph."""
         times = self.times(side, tables.forward)
         as_graph = replayed(tables, self._batches, self._offsets, self._grad)
         return times | {f"{side}_replayed_ms": as_graph}
 
 
 def compare(work: Workload, optimizer: str, load: float) -> dict[str, float]:
-    """Milliseconds of both sides."""
+    """Returns milliseconds of both sides."""
     device = torch.device("cuda")
     steps = Steps(work)
     result = steps.times("fbgemm", make_fbgemm(work, optimizer, device))
@@ -261,7 +262,7 @@ def compare(work: Workload, optimizer: str, load: float) -> dict[str, float]:
 
 
 def compare_modes(work: Workload, optimizer: str, load: float) -> dict[str, float]:
-    """Milliseconds without and with deterministic mode."""
+    """Returns milliseconds without and with deterministic mode."""
     device = torch.device("cuda")
     steps = Steps(work)
     result: dict[str, float] = {}
@@ -269,13 +270,13 @@ def compare_modes(work: Workload, optimizer: str, load: float) -> dict[str, floa
         ordered = side == "deterministic"
         tables = HashTables(work, optimizer, load, device, deterministic=ordered)
         result |= steps.times_of_tables(side, tables)
-        del tables  # there may be no room for two
+        del tables  # there may be no memory for two groups
         torch.cuda.empty_cache()
     return result | {"ratio": result["deterministic_ms"] / result["plain_ms"]}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a workload and optimizer."""
+    """Yields one row per workload and optimizer."""
     for name in args.workloads:
         for optimizer in args.optimizers:
             sides = compare_modes if args.deterministic else compare
@@ -287,7 +288,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def parser_of_workloads(description: str) -> argparse.ArgumentParser:
-    """A parser that asks for workloads, optimizers and a load factor."""
+    """Creates a parser with options for workloads, optimizers and a load factor."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(

@@ -1,12 +1,12 @@
-"""Forward, backward and optimizer on a CPU: a ``TableGroup`` beside FBGEMM's table-batched kernel.
+"""Training steps on a CPU: a ``TableGroup`` compared with FBGEMM's table-batched kernel.
 
     python -m benchmarks.training_step_cpu --out benchmarks/results/training_step_cpu.csv
 
-Eight tables on the same row numbers as ids, from the same rows, which are compared after the run.
-The group finds or inserts its ids in every step; all are there, as all of FBGEMM's rows are. The
-two sides take turns; medians of the time that passed, and of the processor time of all threads,
-which a machine with other work disturbs less. ``hkv_find`` is a part of ``hkv_forward`` that
-FBGEMM's rows, being numbered, do not need.
+A step is forward, backward and optimizer. Eight tables have the same row numbers as ids, and start
+from equal rows, which are compared after the run. The group finds or inserts its ids in every step,
+and already has all of them. The sides take turns. Reported are medians of wall time, and of the
+processor time of all threads, which other load affects less. ``hkv_find`` is the
+part of ``hkv_forward`` that finds slots, which FBGEMM does not need.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ OPTIMIZERS = {
     "sgd": (SGD(), EmbOptimType.EXACT_SGD),
     "rowwise_adagrad": (RowWiseAdagrad(eps=EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
 }
-#: Name, ids a bag, power of their law (0: uniform).
+#: Name, pooling factor, exponent of the power law (0: uniform).
 STREAMS = [("uniform", 10, 0.0), ("power law", 10, 1.05), ("one id a bag", 1, 0.0)]
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("optimizer", "stream", "tables", "rows", "dim", "batch", "ids_per_bag", "threads")
 
 
 def make_fbgemm(args: argparse.Namespace, optimizer: str) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's tables."""
+    """Creates FBGEMM's tables."""
     shape = (args.rows, args.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
     return SplitTableBatchedEmbeddingBagsCodegen(
         [shape] * args.tables,
@@ -60,7 +60,7 @@ def make_fbgemm(args: argparse.Namespace, optimizer: str) -> SplitTableBatchedEm
 
 
 def make_group(args: argparse.Namespace, optimizer: str) -> TableGroup:
-    """Hash tables that hold ids 0 to rows - 1, with some room more."""
+    """Creates hash tables that hold ids 0 to rows - 1, with some free slots."""
     spec = {"capacity": int(args.rows / args.load), "dim": args.dim}
     tables = [
         TableSpec(name=f"t{t}", initializer=Uniform(-0.05, 0.05), **spec)
@@ -75,7 +75,7 @@ def make_group(args: argparse.Namespace, optimizer: str) -> TableGroup:
 
 
 def rows_of(group: TableGroup, args: argparse.Namespace) -> Tensor:
-    """``[tables, rows, dim]`` by id."""
+    """Returns the rows by id, ``[tables, rows, dim]``."""
     rows = torch.empty(args.tables, args.rows, args.dim)
     for t in range(args.tables):
         state = group.export_table(t)
@@ -87,12 +87,12 @@ Clock = tuple[float, float]
 
 
 def now() -> Clock:
-    """Milliseconds: that have passed, and of processor time."""
+    """Returns the current (wall time, processor time) in milliseconds."""
     return 1e3 * time.perf_counter(), 1e3 * time.process_time()
 
 
 def between(begin: Clock, end: Clock) -> Clock:
-    """What the clocks ran from one moment to another."""
+    """Returns the differences of two readings of the clocks."""
     return end[0] - begin[0], end[1] - begin[1]
 
 
@@ -100,7 +100,7 @@ class HashTables:
     """The group's side of a step.
 
     Attributes:
-        found: when the ids had slots.
+        found: reading of the clocks after the ids were found.
     """
 
     def __init__(self, group: TableGroup, batch: int) -> None:
@@ -120,7 +120,7 @@ class HashTables:
 
 
 def draw(args: argparse.Namespace, bag: int, power: float) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of one batch."""
+    """Draws ids and offsets of one batch."""
     n = args.tables * args.batch * bag
     if power:
         ids = power_law(n, args.rows, power, torch.device("cpu"))
@@ -130,7 +130,7 @@ def draw(args: argparse.Namespace, bag: int, power: float) -> tuple[Tensor, Tens
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row an optimizer and stream."""
+    """Yields one row per optimizer and stream."""
     for optimizer in args.optimizers:
         for name, bag, power in STREAMS:
             fbgemm, group = make_fbgemm(args, optimizer), make_group(args, optimizer)
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     if turn >= WARM_UP:
                         for what, its in took.items():
                             times.setdefault(f"{side}_{what}", []).append(its)
-            # FBGEMM adds up the thousands of gradients of the hottest rows in float32.
+            # FBGEMM sums the thousands of gradients of the most frequent rows in float32.
             torch.testing.assert_close(
                 rows_of(group, args),
                 torch.stack([w.detach() for w in weights]),

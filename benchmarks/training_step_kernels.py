@@ -1,17 +1,20 @@
-"""What the kernels of a training step move, by Nsight Compute, beside what a step has to move.
+"""Memory traffic of the kernels of a training step, by Nsight Compute, and its lower bound.
 
     python -m benchmarks.training_step_kernels --out benchmarks/results/training_step_kernels.csv
 
-One step of a ``TableGroup`` on each workload of ``benchmarks.training_step``, after steps that warm
-it up. ``ncu``, which must be on the ``PATH``, measures its kernels one after the other, with the
-caches and clocks as they are; in a step that is not measured some of them run beside each other.
+Measures one step of a ``TableGroup`` on each workload of ``benchmarks.training_step``, after
+warm-up steps. ``ncu``, which must be on the ``PATH``, measures the kernels one after the other,
+without changing caches and clocks; in a normal step, some of them run concurrently.
 
-- ``stage``: ``lookup`` finds or inserts; ``pooling`` is the forward with the grouping of positions
-  beside it; ``update`` the backward with the optimizer.
-- ``kernel``: its function; or ``least`` for what the stage has to move, see :func:`least_bytes`,
-  and what that takes at the rate of a copy in HBM, measured in the same process.
-- ``launches``, ``us``, ``read_mb``, ``written_mb``: of all its launches in the stage, microseconds
-  and millions of bytes of DRAM.
+- ``stage``: ``lookup`` finds or inserts ids; ``pooling`` is the forward with the concurrent
+grouping
+  of positions; ``update`` is the backward with the optimizer.
+- ``kernel``: name of the kernel's function; or ``least`` for the lower bound of the stage's
+traffic,
+  see :func:`least_bytes`, and its time at the rate of a copy in HBM, measured in the same process.
+- ``launches``, ``us``, ``read_mb``, ``written_mb``: number, microseconds and millions of bytes of
+DRAM
+  of all launches of the kernel in the stage.
 """
 
 from __future__ import annotations
@@ -44,27 +47,27 @@ METRICS = {
     "read_mb": ("dram__bytes_read.sum", 1e-6),
     "written_mb": ("dram__bytes_write.sum", 1e-6),
 }
-#: Between two stages: the kernel of ``torch.cuda._sleep``.
+#: The kernel of ``torch.cuda._sleep``, which separates stages.
 MARK = "spin_kernel"
 WARM_STEPS = 8
-SECTOR = 32  # bytes: what DRAM is read and written by, at least
+SECTOR = 32  # bytes: smallest access to DRAM
 LINE = 128  # bytes of a bucket's digests
 BUCKET_SLOTS = 64
 COPY_BYTES = 2 << 30
 
 
 def least_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tuple[int, int]]:
-    """Bytes that each stage has to read and to write, each once, if no cache had any before.
+    """Returns the bytes that each stage must read and write, each once, starting with empty caches.
 
-    Ids and slots are 8 bytes of a position. A lookup reads a line of digests of each bucket, and
-    the sectors in which ids stand, and reads and writes those of last steps. Pooling reads rows and
-    writes outputs. The update reads gradients, and reads and writes rows and states, a state of
-    four bytes by its sector.
+    Ids and slots take 8 bytes per position. A lookup reads a line of digests of each bucket and the
+    sectors of ids, and reads and writes the sectors of last steps. Pooling reads rows and writes
+    outputs. The update reads gradients, and reads and writes rows and states; a state of four bytes
+    counts as a sector.
 
     Args:
-        slots: [positions], numbered through all tables.
-        work: whose they are.
-        state_width: floats of a row's state.
+        slots: slots of the positions, [positions], numbered over all tables.
+        work: the workload.
+        state_width: number of floats of a row's state.
     """
 
     def distinct(of_one: int) -> int:
@@ -72,7 +75,7 @@ def least_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tu
 
     positions = 8 * slots.numel()
     rows = 4 * work.dim * distinct(1)
-    columns = 4 * work.dim * work.tables * work.batch  # of outputs, or their gradients
+    columns = 4 * work.dim * work.tables * work.batch  # bytes of outputs, or of their gradients
     steps = SECTOR * distinct(SECTOR // 4)
     states = steps if state_width == 1 else 4 * state_width * distinct(1)
     found = LINE * distinct(BUCKET_SLOTS) + SECTOR * distinct(SECTOR // 8)
@@ -84,7 +87,7 @@ def least_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tu
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy in HBM reads and writes, both counted."""
+    """Returns the rate of a copy in HBM in bytes per second; counts reads and writes."""
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = []
     for _ in range(5):
@@ -98,7 +101,7 @@ def copy_rate() -> float:
 
 
 def run_step(name: str, optimizer: str, load: float) -> None:
-    """Takes the step that ``ncu`` measures, and prints its least bytes and the rate of a copy."""
+    """Runs the step that ``ncu`` measures, and prints its least bytes and the rate of a copy."""
     device = torch.device("cuda")
     work = WORKLOADS[name]
     tables = HashTables(work, optimizer, load, device)
@@ -107,7 +110,7 @@ def run_step(name: str, optimizer: str, load: float) -> None:
     grad = torch.randn(work.batch, work.tables * work.dim, device=device)
     for ids in batches[:-1]:
         tables.forward(ids, offsets).backward(grad)
-        torch.cuda.synchronize()  # what a batch was like is known when the next begins
+        torch.cuda.synchronize()  # hints from a batch must arrive before the next begins
     rate = copy_rate()
     ids = batches[-1]
     group = tables.group
@@ -128,16 +131,16 @@ def run_step(name: str, optimizer: str, load: float) -> None:
 
 
 def parse_kernels(lines: Iterable[str]) -> list[dict[str, object]]:
-    """Rows of a step's kernels from ``ncu --csv --page raw``, those of one name in a stage as one.
+    """Parses the output of ``ncu --csv --page raw``. Returns a row per kernel name and stage.
 
     Raises:
-        ValueError: the lines have not the marks between the stages.
+        ValueError: the marks between the stages are missing.
     """
     table = csv.DictReader(line for line in lines if line.startswith('"'))
     rows: dict[tuple[int, str], dict[str, object]] = {}
     stage = 0
     for kernel in table:
-        if not kernel["ID"]:  # the units
+        if not kernel["ID"]:  # the line of units
             continue
         name = kernel["Kernel Name"]
         if MARK in name:
@@ -158,7 +161,7 @@ def parse_kernels(lines: Iterable[str]) -> list[dict[str, object]]:
 
 
 def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[dict[str, object]]:
-    """Rows of one step: of each stage what it has to move, then its kernels."""
+    """Yields the rows of one step: for each stage the lower bound, then its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [ncu, "--profile-from-start", "off", "--cache-control", "none"]
@@ -184,7 +187,7 @@ def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[d
 
 
 def measure(args: argparse.Namespace, ncu: str) -> Iterator[dict[str, object]]:
-    """The rows of all workloads and optimizers."""
+    """Yields the rows of all workloads and optimizers."""
     for name in args.workloads:
         for optimizer in args.optimizers:
             for row in measure_step(ncu, name, optimizer, args.load):

@@ -1,12 +1,12 @@
-"""Forward, backward and optimizer on a GPU with new ids in each batch, into full tables.
+"""Training steps on a GPU with new ids in each batch, in full tables.
 
     python -m benchmarks.training_step_new_ids --out benchmarks/results/training_step_new_ids.csv
 
-The tables are full, so that each new id takes the place of the one that was longest not looked up:
-of ids that nobody asks for any more, unless ``--load`` leaves none of these.
-``ms`` are milliseconds a step back to back, ``missing`` the share of ids that were not in their
-table, and ``ratio`` what the step takes of the one without new ids, in the same run.
-``--deterministic`` measures the tables' deterministic mode.
+A step is forward, backward and optimizer. The tables are full, so each new id replaces the least
+recently used id. These are ids that are no longer looked up, unless ``--load`` leaves none of them.
+``ms`` are milliseconds per back-to-back step, ``missing`` is the share of ids that were not in
+their table, and ``ratio`` is the time divided by that without new ids in the same run.
+``--deterministic`` measures the deterministic mode.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from benchmarks.environment import report
 from benchmarks.training_step import OPTIMIZERS, WORKLOADS, HashTables, Workload, milliseconds
 
 STEPS = 20
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("workload", "optimizer", "deterministic", "load", "new")
 
 
 def full_tables(
     work: Workload, optimizer: str, load: float, device: torch.device, deterministic: bool
 ) -> HashTables:
-    """Tables with all rows of a workload, and other ids, asked for before, in the rest."""
+    """Creates tables with all rows of a workload, and older ids in the other slots."""
     tables = HashTables(work, optimizer, load, device, deterministic=deterministic)
     known = torch.arange(work.rows, device=device)
     others = torch.arange(int(work.rows / load) - work.rows * 7 // 8, device=device) - (1 << 40)
-    # Others take the places of ids that were asked for longest ago, which come back.
+    # Other ids may replace some known ids, which are inserted again.
     for ids in (others, known, known):
         for part in ids.split(1 << 16):
             ends = torch.arange(work.tables + 1, device=device) * len(part)
@@ -42,13 +42,13 @@ def full_tables(
 
 
 def with_new(ids: Tensor, share: float, first: int) -> Tensor:
-    """Ids a share of which, at random positions, are numbers from ``first`` on."""
+    """Replaces a share of ids, at random positions, by numbers from ``first`` on."""
     new = torch.rand(len(ids), device=ids.device) < share
     return torch.where(new, torch.arange(len(ids), device=ids.device) + first, ids)
 
 
 def counted(tables: HashTables) -> tuple[int, int]:
-    """Ids asked for so far, and those that were there."""
+    """Returns the numbers of looked-up ids and of hits so far."""
     counters = tables.group.counters()
     return sum(t["lookups"] for t in counters), sum(t["hits"] for t in counters)
 
@@ -56,12 +56,12 @@ def counted(tables: HashTables) -> tuple[int, int]:
 def measure_share(
     tables: HashTables, work: Workload, share: float, first: int
 ) -> tuple[float, float, int]:
-    """Milliseconds a step, the share of ids that were missing, and the next new id."""
+    """Returns milliseconds per step, the share of missing ids, and the next new id."""
     device = torch.device("cuda")
     offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
     grad = torch.randn(work.batch, work.tables * work.dim, device=device)
     batches = []
-    for _ in range(7 * STEPS + 3):  # more than milliseconds() runs: none comes twice
+    for _ in range(7 * STEPS + 3):  # more than milliseconds() runs, so that no batch repeats
         batches.append(with_new(work.draw(device), share, first))
         first += len(batches[-1])
     order = iter(batches)
@@ -72,7 +72,7 @@ def measure_share(
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row a workload, optimizer and share of new ids."""
+    """Yields one row per workload, optimizer and share of new ids."""
     device = torch.device("cuda")
     for name in args.workloads:
         work = WORKLOADS[name]

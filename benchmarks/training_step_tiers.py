@@ -1,21 +1,24 @@
-"""Forward, backward and optimizer with most rows in host memory, beside FBGEMM's cached tables.
+"""Training steps with most rows in host memory, compared with FBGEMM's cached tables.
 
     python -m benchmarks.training_step_tiers --out benchmarks/results/training_step_tiers.csv
 
-All sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all, and train on the same
-ids, drawn before, other ones each step. ``hkv`` and ``fbgemm`` do one thing after the other.
-``hkv_prefetch`` calls ``find_or_insert`` for the next batch, which has its rows come, on one of two
-streams of high priority in turn, before the batch itself is pooled and updated on another.
+A step is forward, backward and optimizer. All sides keep a share ``--hbm`` of the rows, and the
+row-wise states of all rows, in HBM, and train on the same predrawn ids, different in each step.
+``hkv`` and ``fbgemm`` run the parts of a step one after the other. ``hkv_prefetch`` calls
+``find_or_insert`` for the next batch, which fetches its rows, on one of two high-priority streams
+in turn, before it pools and updates the current batch on another stream.
 
-- ``ms`` are milliseconds a step of many steps back to back, without a wait of the host's between
-  them, and ``single_ms`` those of a step that begins when the device is idle (not of a prefetch,
-  half of which would be missing).
-- ``fetched`` and ``written_back`` are the group's rows a step that came from host memory and went
+- ``ms`` are milliseconds per step of many back-to-back steps, without waits of the host, and
+  ``single_ms`` those of a step that begins when the device is idle (not for prefetches, half of
+  which would be missing).
+- ``fetched`` and ``written_back`` are the group's rows per step that are copied from host memory
+and
   back.
-- ``link_gb_s`` is what the link to host memory gives each way where bulk copies between pinned
-  memory and HBM go both ways at once, measured in the same run.
-- ``link_ms`` is ``fetched`` rows, in bytes, over ``link_gb_s``: what the link takes at the least
-  for them, while as many go back. ``over_link`` is ``ms`` over ``link_ms``.
+- ``link_gb_s`` is the rate per direction of the link to host memory, for simultaneous bulk copies
+  between pinned memory and HBM in both directions, measured in the same run.
+- ``link_ms`` is the bytes of ``fetched`` rows divided by ``link_gb_s``: the least time of the link
+for
+  these rows while the same number is written back. ``over_link`` is ``ms / link_ms``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from benchmarks.environment import report
 from benchmarks.training_step import HashTables, Workload, make_fbgemm
 
 SIDES = ("hkv", "hkv_prefetch", "fbgemm")
-#: Of the rows of a file: what a run measures anew is replaced.
+#: Key columns: a new run replaces rows with the same key in the file.
 KEYS = ("side", "rows", "hbm_share", "power")
 WARM_STEPS = 60
 STEPS = 20
@@ -44,13 +47,13 @@ LINK_BYTES = 256 << 20
 
 
 def draw_batches(work: Workload, device: torch.device) -> list[Tensor]:
-    """Ids of all steps of a side: the same for each."""
+    """Draws the ids of all steps, the same for each side."""
     torch.manual_seed(1)
     return [work.draw(device) for _ in range(WARM_STEPS + ROUNDS * STEPS + STEPS + 1)]
 
 
 def link_gb_s() -> float:
-    """What bulk copies both ways at once move a second each way."""
+    """Returns the rate per direction of simultaneous bulk copies in both directions, in GB/s."""
     device = torch.device("cuda")
     on_host = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     in_hbm = [torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -72,24 +75,25 @@ def link_gb_s() -> float:
 
 
 class Prefetched:
-    """Steps whose ids are found, and whose rows come, one step ahead on other streams.
+    """Steps whose ids are found, and whose rows are fetched, one step ahead on other streams.
 
-    There are two in turn, so that a batch is found while the rows of the one before still come.
+    Two streams are used in turn, so that a batch is found while the last batch's rows are fetched.
 
     Args:
         tables: the tables.
-        offsets: of every batch.
+        offsets: offsets of every batch.
     """
 
     def __init__(self, tables: HashTables, offsets: Tensor) -> None:
         self._tables = tables
         self._offsets = offsets
-        # First: blocks that move rows would wait for all of another kernel's to begin.
+        # High priority: otherwise blocks that move rows wait until all blocks of another kernel
+        # run.
         self._streams = itertools.cycle([torch.cuda.Stream(priority=-1) for _ in range(2)])
         self._ahead = None
 
     def find(self, ids: Tensor) -> None:
-        """Begins with a batch."""
+        """Finds the ids of the first batch."""
         group = self._tables.group
         stream = next(self._streams)
         with torch.cuda.stream(stream):
@@ -98,7 +102,7 @@ class Prefetched:
             self._ahead = (ids, slots, pin, stream.record_event())
 
     def step(self, following: Tensor, grad: Tensor) -> None:
-        """Trains on the batch that was found last, while the following one is found."""
+        """Trains on the last found batch while the following batch is found."""
         ids, slots, pin, found = self._ahead
         self.find(following)
         stream = torch.cuda.current_stream()
@@ -113,7 +117,7 @@ class Prefetched:
 
 
 def step_ms(step: Callable[[], None]) -> float:
-    """Milliseconds of a step in rounds back to back: the median of the rounds."""
+    """Returns milliseconds per step: the median over rounds of back-to-back steps."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -126,7 +130,7 @@ def step_ms(step: Callable[[], None]) -> float:
 
 
 def single_ms(step: Callable[[], None]) -> float:
-    """Milliseconds of a step that begins when the device is idle."""
+    """Returns milliseconds of a step that begins when the device is idle."""
     times = []
     for _ in range(STEPS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -140,13 +144,13 @@ def single_ms(step: Callable[[], None]) -> float:
 
 
 def moved(tables: HashTables) -> dict[str, int]:
-    """Rows that moved so far, both ways."""
+    """Returns the numbers of rows moved so far, in both directions."""
     counters = tables.group.counters()
     return {name: sum(t[name] for t in counters) for name in ("fetched", "written_back")}
 
 
 def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
-    """Milliseconds of one side, and what its rows moved."""
+    """Returns milliseconds of one side, and its moved rows."""
     device = torch.device("cuda")
     offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
     grad = torch.randn(work.batch, work.tables * work.dim, device=device)
@@ -190,7 +194,7 @@ def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row for each of the sides."""
+    """Yields one row per side."""
     work = Workload(26, args.rows // 26, 128, 8192, 10, power=args.power)
     for side in args.sides:
         common = {"side": side, "rows": args.rows, "hbm_share": args.hbm, "power": args.power}

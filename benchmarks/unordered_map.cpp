@@ -1,6 +1,6 @@
-// The comparison of benchmarks/hash_table_cpu.py: std::unordered_map from id to row, ids divided
-// among threads by a hash, each thread with a map and a slab of rows of its own. New ids get the
-// initial rows that a HashTable gives them.
+// The comparison for benchmarks/hash_table_cpu.py: std::unordered_map from id to row. A hash
+// assigns ids to threads, and each thread has its own map and slab of rows. New ids get the same
+// initial rows as in a HashTable.
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace {
 
 constexpr size_t kHugePage = size_t{1} << 21;
 
-// A thread's share.
+// The part of one thread.
 struct Part {
   std::unordered_map<int64_t, float*> rows;
   float* slab = nullptr;
   int64_t used = 0;
-  std::vector<float*> free;  // rows of erased ids
+  std::vector<float*> free;  // free rows, of erased ids
 };
 
 struct Maps {
@@ -34,7 +34,7 @@ struct Maps {
   Maps(int threads, int64_t entries, int64_t most, int64_t dim, uint64_t seed, float low,
        float high)
       : parts(threads), dim(dim), init(torchrec_hkv::uniform_rows(seed, low, high)) {
-    slab_rows = most / threads + most / (16 * threads) + 1024;  // shares are nearly equal
+    slab_rows = most / threads + most / (16 * threads) + 1024;  // parts are nearly equal
     for (Part& part : parts) {
       part.rows.reserve(entries / threads);
       const size_t bytes =
@@ -119,7 +119,7 @@ struct Maps {
 
 extern "C" {
 
-// entries: of which the buckets are made at once. most: rows there is room for.
+// entries: number of entries for which buckets are allocated. most: largest number of rows.
 void* maps_make(int threads, int64_t entries, int64_t most, int64_t dim, uint64_t seed, float low,
                 float high) {
   return new Maps(threads, entries, most, dim, seed, low, high);
@@ -133,8 +133,7 @@ int64_t maps_size(const void* maps) {
   return size;
 }
 
-// out[i]: the row of ids[i], null where there is none. find_or_insert returns 0 where a slab is
-// full.
+// out[i]: the row of ids[i], or null if it is missing. find_or_insert returns 0 if a slab is full.
 int maps_find_or_insert(void* maps, const int64_t* ids, int64_t n, const float** out) {
   return static_cast<Maps*>(maps)->find_or_insert(ids, n, out);
 }

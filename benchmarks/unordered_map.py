@@ -1,4 +1,4 @@
-"""``std::unordered_map`` from id to row on several threads, compiled when it is asked for."""
+"""``std::unordered_map`` from id to row on several threads, compiled at first use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrec_hkv.hash_table.initial_rows import table_seed
 
 
 def compiler() -> str:
-    """The C++ compiler: ``CXX``, or ``c++``."""
+    """Returns the C++ compiler: ``CXX``, or ``c++``."""
     return os.environ.get("CXX", "c++")
 
 
 def compiler_version() -> str:
-    """Its first line about itself."""
+    """Returns the first line of the compiler's version."""
     done = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[0]
 
@@ -52,15 +52,15 @@ def _library() -> ctypes.CDLL:
 
 
 class UnorderedMaps:
-    """One map a thread.
+    """One map per thread.
 
     Args:
-        threads: how many.
-        entries: for which the maps have buckets from the start.
-        most: rows there is room for.
-        dim: columns of a row.
-        name: of the table whose initial rows new ids get.
-        initializer: the distribution of these.
+        threads: number of threads.
+        entries: number of entries for which the maps have buckets from the start.
+        most: largest number of rows.
+        dim: number of columns.
+        name: name of the table whose initial rows new ids get.
+        initializer: distribution of the initial rows.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class UnorderedMaps:
         return self._library.maps_size(self._maps)
 
     def find(self, ids: Tensor) -> Tensor:
-        """Addresses of rows, int64 ``[n]``, 0 where there is none."""
+        """Returns addresses of rows, int64 ``[n]``; 0 for missing ids."""
         out = torch.empty_like(ids)
         self._library.maps_find(self._maps, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
-        """Addresses of rows, int64 ``[n]``; new ids get initial rows."""
+        """Returns addresses of rows, int64 ``[n]``; new ids get initial rows."""
         out = torch.empty_like(ids)
         if not self._library.maps_find_or_insert(
             self._maps, ids.data_ptr(), len(ids), out.data_ptr()
@@ -96,9 +96,9 @@ class UnorderedMaps:
         return out
 
     def erase(self, ids: Tensor) -> None:
-        """Forgets ids."""
+        """Erases ids."""
         self._library.maps_erase(self._maps, ids.data_ptr(), len(ids))
 
     def row(self, address: int) -> Tensor:
-        """A copy of the row at an address, float32 ``[dim]``."""
+        """Returns a copy of the row at an address, float32 ``[dim]``."""
         return torch.tensor((ctypes.c_float * self.dim).from_address(address)[:])

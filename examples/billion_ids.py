@@ -1,16 +1,16 @@
-"""A billion ids in one embedding on one GPU, within bytes that are stated before.
+"""Trains a billion ids in one embedding on one GPU, within a memory bound that is stated first.
 
     python examples/billion_ids.py                       # an H200: 10^9 ids, rows of 16
     python examples/billion_ids.py --optimizer adagrad --max-hbm-gb 110
     python examples/billion_ids.py --ids 1000000 --device cpu
-    torchrun --nproc_per_node 2 examples/billion_ids.py  # each process has its part of the ids
+    torchrun --nproc_per_node 2 examples/billion_ids.py  # each process has a part of the ids
     python examples/billion_ids.py --ids 1000000 --device cpu --save table
     python examples/billion_ids.py --ids 2000000 --device cpu --resume table  # the other million
 
-Every id is looked up and trained once. The ids are spread over all int64. Then the example checks
-that the table holds all of them, that each row equals its initial row after one step of the
-optimizer, and that the table took no more bytes than stated. The exit code is 1 if a check fails,
-and 2 for bad input.
+The ids are spread over all int64. Each is looked up and trained once. Then the example checks that
+the table holds all ids, that each row equals its initial row after one step of the optimizer, and
+that the table took no more bytes than stated. The exit code is 1 if a check fails, and 2 for bad
+input.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from torchrec_hkv.planner.report import format_bytes
 
 # Nothing is evicted before a table is 95 % full.
 LOAD = 0.9
-# float32 values of state in each column, by optimizer.
+# Number of float32 state values per column, by optimizer.
 STATES = {"sgd": 0, "adagrad": 1}
 LEARNING_RATE = 0.5
-# GiB for gradients and whatever else a step needs beside the table.
+# GiB for everything except the table, such as gradients.
 GRADIENTS_GB = 8
 # Rank of this process under torchrun.
 RANK = int(os.environ.get("RANK", "0"))
-# Multiplication by an odd number permutes the int64.
+# Multiplication by an odd number is a permutation of int64.
 MULTIPLIER = -7046029254386353131
 
 
@@ -102,7 +102,7 @@ class Taken:
 
 
 def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
-    """The bytes that the table will take."""
+    """Computes the bytes that the table will take."""
     states = STATES[arguments.optimizer] * arguments.dim
     memory = table_memory(capacity, arguments.dim, states, "lru", initial_capacity=capacity)
     if arguments.device == "cpu":
@@ -114,7 +114,7 @@ def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
 def make(
     arguments: argparse.Namespace, capacity: int
 ) -> tuple[HierarchicalHashEmbedding, torch.optim.Optimizer]:
-    """Creates the embedding, with memory for all ids from the start, and its optimizer.
+    """Creates the embedding, with memory for all ids, and its optimizer.
 
     Raises:
         DataError: there is too little memory.
@@ -153,8 +153,7 @@ def train(
     """Trains each id once.
 
     Returns:
-        Seconds, and pairs for a plot: million ids, and million ids in a second since the pair
-        before.
+        Seconds, and pairs for a plot: (million ids, million ids per second since the last pair).
     """
     steps = -(-len(part) // batch_size)
     every = max(1, steps // 20)
@@ -185,7 +184,10 @@ def train(
 
 
 def resume(embedding: HierarchicalHashEmbedding, folder: Path, part: range) -> int:
-    """Loads the table of this process; returns how many of its ids are trained.
+    """Loads the table of this process.
+
+    Returns:
+        The number of its ids that are already trained.
 
     Raises:
         DataError: there is no such table, it does not fit, or it has more ids than the part.
@@ -203,7 +205,7 @@ def resume(embedding: HierarchicalHashEmbedding, folder: Path, part: range) -> i
 
 @torch.no_grad()
 def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size: int) -> float:
-    """The largest difference of a row from its initial row after one step."""
+    """Returns the largest difference between a row and its initial row after one step."""
     embedding.eval()
     error = torch.zeros((), device=embedding.device)
     for ids in batches(part, batch_size, embedding.device):
@@ -214,7 +216,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
             seed=0,
             initializer=embedding.initializer,
         )
-        # The gradient is 1, for which the first step of Adagrad equals that of SGD.
+        # For a gradient of 1, the first step of Adagrad equals that of SGD.
         error = error.maximum((embedding(ids) - (start - LEARNING_RATE)).abs().max())
     return error.item()
 
@@ -222,7 +224,7 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
 def failures(
     embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: Taken
 ) -> list[str]:
-    """Prints what the table holds and takes; returns a sentence for each check that failed."""
+    """Prints the table's size and memory; returns a sentence per check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
     taken = Taken(group.hbm_bytes(0), group.host_bytes(0))
     print(
@@ -237,7 +239,7 @@ def failures(
         found.append(f"The table holds {counted['size']:,} ids, but should hold {ids:,}.")
     if error > 1e-5:
         found.append(f"A row is off by {error:.1e}.")
-    # Memory of a GPU comes in pages of 2 MiB, some a table.
+    # GPU memory is allocated in pages of 2 MiB, several per table.
     if taken.hbm > stated.hbm + (64 << 20) or taken.host > stated.host + (64 << 20):
         found.append(f"The table took {taken}, but {stated} were stated.")
     if embedding.device.type == "cuda":
@@ -255,7 +257,7 @@ def main() -> int:
         The exit code.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse_arguments()
     check_device_and_outputs(arguments)

@@ -1,4 +1,4 @@
-"""Batches of a click log for one rank, in an order that the seed decides."""
+"""Batches of a click log for one rank, in an order that depends on the seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from click_data import ClickLog
 from click_model import Variant
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-#: Numbers of rows of a log: a range, or int64 ``[n]``.
+#: Indices of rows of a log: a range, or int64 ``[n]``.
 Rows = range | torch.Tensor
 
 
 def numbers(rows: Rows) -> torch.Tensor:
-    """Rows as int64 ``[n]``."""
+    """Converts row indices to int64 ``[n]``."""
     return torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
@@ -24,11 +24,11 @@ class ClickBatch:
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     labels: torch.Tensor
-    #: False in rows that only fill up the last batch.
+    #: False for rows that pad the last batch.
     real: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
-        """The batch on a device."""
+        """Moves the batch to a device."""
         return ClickBatch(
             dense=self.dense.to(device, non_blocking=non_blocking),
             sparse=self.sparse.to(device, non_blocking=non_blocking),
@@ -38,9 +38,9 @@ class ClickBatch:
 
 
 class ClickBatches:
-    """One rank's part of a log, as a variant's tables take it.
+    """One rank's part of a log, with ids encoded for a variant's tables.
 
-    Every global batch is dealt out row by row, so that all ranks always have equally many.
+    Rows of a global batch are distributed in turn, so that all ranks have the same number of rows.
     """
 
     def __init__(
@@ -56,15 +56,14 @@ class ClickBatches:
         self.world_size = world_size
 
     def shuffled(self, rows: Rows, batch_size: int, seed: int) -> Iterator[ClickBatch]:
-        """Full global batches of the rows, in random order; rows that do not fill a batch are left
-        out."""
+        """Yields full global batches in random order; omits rows that do not fill a batch."""
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         for batch in numbers(rows)[order].split(batch_size):
             if len(batch) == batch_size:
                 yield self.make(batch, torch.ones(batch_size, dtype=torch.bool))
 
     def in_order(self, rows: Rows, batch_size: int) -> Iterator[ClickBatch]:
-        """All rows in order; the last batch is filled up."""
+        """Yields all rows in order; pads the last batch."""
         for start in range(0, len(rows), batch_size):
             batch = torch.arange(start, start + batch_size)
             yield self.make(numbers(rows)[batch.clamp(max=len(rows) - 1)], batch < len(rows))

@@ -1,9 +1,8 @@
 """Click logs for the examples: who saw what, when, and whether they liked it.
 
-Read are MovieLens-100K as it lies inside the ``recbole`` wheel (or its ``.inter`` file by itself),
-MovieTweetings (``.dat``), and Criteo: the published text files (of the Kaggle challenge and of the
-terabyte log, gzipped or not) and arrays (``.npz``). All of them become one :class:`ClickLog`, in
-order of time.
+Reads MovieLens-100K from the ``recbole`` wheel (or its ``.inter`` file), MovieTweetings (``.dat``),
+and Criteo's logs: the published text files (of the Kaggle challenge and the terabyte log, gzipped
+or not) and arrays (``.npz``). Each becomes a :class:`ClickLog` in order of time.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Column:
     """One categorical column.
 
     Attributes:
-        name: of the column, which becomes the name of its table.
+        name: name of the column and of its table.
         ids: int64 ``[rows]``; any values.
         present: bool ``[rows]``; a row without a value has an empty bag.
-        open_ended: new ids keep arriving, so that the set of ids can't be known in advance.
+        open_ended: whether new ids keep arriving, so the set of ids can't be known in advance.
     """
 
     name: str
@@ -47,11 +46,11 @@ class ClickLog:
     """Rows in order of time.
 
     Attributes:
-        name: of the data set.
+        name: name of the data set.
         labels: float32 ``[rows]``, 0 or 1.
         dense: float32 ``[rows, features]``.
         columns: the categorical columns.
-        seconds: int64 ``[rows]``, the time of each, where it is known.
+        seconds: int64 ``[rows]``, the time of each row; None if unknown.
     """
 
     name: str
@@ -64,7 +63,7 @@ class ClickLog:
         return len(self.labels)
 
     def first(self, rows: int) -> ClickLog:
-        """The first rows of the log."""
+        """Returns the first rows of the log."""
         columns = [
             dataclasses.replace(c, ids=c.ids[:rows], present=c.present[:rows]) for c in self.columns
         ]
@@ -78,7 +77,7 @@ class ClickLog:
 
 
 def mix64(ids: np.ndarray) -> np.ndarray:
-    """Spreads ids over the whole int64 range; a bijection (SplitMix64's finaliser)."""
+    """Spreads ids over the int64 range by a bijection (SplitMix64's finaliser)."""
     x = ids.astype(np.int64).view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -89,11 +88,11 @@ def read(path: Path, limit: int | None = None) -> ClickLog:
     """Reads a click log; the format follows from the file's name.
 
     Args:
-        path: of the file.
-        limit: earliest rows to keep; all by default.
+        path: path of the file.
+        limit: number of earliest rows to keep; all by default.
 
     Raises:
-        DataError: the file is missing, or is not what its name says.
+        DataError: the file is missing, or has another format than its name says.
     """
     readers = {
         ".whl": read_movielens_wheel,
@@ -146,7 +145,7 @@ def read_movietweetings(path: Path) -> ClickLog:
 
 
 def parse_rows(file_name: str, lines: list[str], separator: str) -> np.ndarray:
-    """Int64 ``[rows, 4]``: user, movie, rating, seconds."""
+    """Returns int64 ``[rows, 4]``: user, movie, rating, seconds."""
     if not lines:
         raise DataError(f"{file_name} holds no rows.")
     rows = []
@@ -165,10 +164,10 @@ def parse_rows(file_name: str, lines: list[str], separator: str) -> np.ndarray:
 
 
 def ratings(name: str, rows: np.ndarray, liked_from: int) -> ClickLog:
-    """A log of ratings: users and movies are open-ended, the hour of day is not."""
+    """Creates a log of ratings. Users and movies are open-ended, the hour of day is not."""
     user, movie, rating, seconds = rows[np.argsort(rows[:, 3], kind="stable")].T
     hour = seconds % SECONDS_A_DAY // 3600
-    # The hour of the day and the day of the week, as points on circles.
+    # Encodes the hour of the day and the day of the week as points on circles.
     day_angle = 2 * np.pi * (seconds % SECONDS_A_DAY) / SECONDS_A_DAY
     week_angle = 2 * np.pi * (seconds // SECONDS_A_DAY % 7) / 7
     angles = [np.sin(day_angle), np.cos(day_angle), np.sin(week_angle), np.cos(week_angle)]
@@ -207,8 +206,8 @@ def read_criteo(path: Path) -> ClickLog:
 
 
 def criteo_log(label: np.ndarray, dense: np.ndarray, cat: np.ndarray) -> ClickLog:
-    """A log of Criteo's columns, in which -1 is an id that is missing."""
-    # Counts with a long tail; a missing one is a zero.
+    """Creates a log of Criteo's columns, in which -1 is a missing id."""
+    # Counts have a long tail; missing counts become 0.
     dense = np.log1p(np.maximum(np.nan_to_num(dense), 0))
     columns = []
     for i in range(cat.shape[1]):

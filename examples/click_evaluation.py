@@ -31,10 +31,10 @@ TASK = RecTaskInfo(
 
 
 class Judged(nn.Module):
-    """A model of logits, as TorchRec's pipelines and metrics take it.
+    """Adds a loss to a model of logits, for TorchRec's pipelines and metrics.
 
     Args:
-        model: sharded; called with dense and sparse features.
+        model: the sharded model; called with dense and sparse features.
         recent: gets logits and labels of each training batch.
     """
 
@@ -60,15 +60,15 @@ class Judged(nn.Module):
 
 
 def make_metrics(batch_size: int, rows: int, device: torch.device) -> RecMetricModule:
-    """Normalized entropy and AUC of one evaluation, on every rank.
+    """Creates metrics for one evaluation, on every rank: normalized entropy and AUC.
 
     Args:
-        batch_size: of a rank.
-        rows: of the evaluation, over all ranks.
-        device: of the batches.
+        batch_size: batch size of a rank.
+        rows: number of rows of the evaluation, over all ranks.
+        device: device of the batches.
     """
     ranks = dist.get_world_size()
-    # The last batch is filled up; a metric forgets what does not fit into its window.
+    # The window must also have room for the padding of the last batch.
     definition = RecMetricDef(rec_tasks=[TASK], window_size=rows + ranks * batch_size)
     config = MetricsConfig(
         rec_tasks=[TASK],
@@ -92,10 +92,10 @@ class Judgement:
     """The figures of one evaluation.
 
     Attributes:
-        step: training steps before it.
+        step: number of training steps before the evaluation.
         loss: mean over batches and ranks.
-        normalized_entropy: the loss over that of always predicting the mean; below 1 is better.
-        auc: of all rows that were evaluated.
+        normalized_entropy: loss divided by the loss of always predicting the mean.
+        auc: AUC of all evaluated rows.
     """
 
     step: int
@@ -105,7 +105,7 @@ class Judgement:
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> Judgement:
-        """Takes the figures from TorchRec's metrics."""
+        """Reads the figures from TorchRec's metrics."""
         by_kind = {
             name.partition("-")[0]: value
             for name, value in evaluation.metrics.items()
@@ -128,14 +128,14 @@ def train_with_evaluations(
     Args:
         judged: the model.
         optimizer: the optimizer of the dense parameters.
-        train: batches of this rank.
-        test: gives the batches of an evaluation.
+        train: training batches of this rank.
+        test: returns the batches of an evaluation.
         every: number of steps between evaluations.
         metrics: creates the metrics of an evaluation.
-        device: of the batches.
+        device: device of the batches.
 
     Returns:
-        The judgements, and the seconds that evaluations took.
+        The judgements, and the seconds that the evaluations took.
     """
     began, seconds = 0.0, 0.0
 

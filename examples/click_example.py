@@ -19,11 +19,11 @@ def main(description: str, architecture: str) -> None:
     """Parses arguments, trains, prints.
 
     Args:
-        description: of the example.
+        description: description of the example.
         architecture: ``"dlrm"`` or ``"deepfm"``.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(description, None if architecture == "dlrm" else MOVIELENS)
     parser.add_argument("--epochs", type=positive, default=1, help="(default: %(default)s)")

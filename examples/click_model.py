@@ -1,4 +1,4 @@
-"""The model of the examples: a DLRM of TorchRec's own modules over the columns of a click log."""
+"""The model of the examples: a DLRM of TorchRec's modules over the columns of a click log."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ DEEP_LAYERS = [64, 32]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How the tables of the open-ended columns are stored; the rest of the model is the same.
+    """The kind of tables for the open-ended columns. The rest of the model is the same.
 
     Attributes:
-        key: names the variant on the command line and in the JSON file.
-        title: names it in the printed table, which fits into 80 columns.
-        kernel: ``fused``, TorchRec's own, ``hkv`` or ``tt``.
-        rows: rows of a table for each id of its column.
-        hashed: ids share the rows of a stock table by hashing.
-        eviction: of hash tables.
-        expire_after: of hash tables.
-        tt_options: of Tensor-Train tables, by column.
+        key: name of the variant on the command line and in the JSON file.
+        title: name in the printed table, which fits into 80 columns.
+        kernel: ``fused`` (TorchRec's own), ``hkv`` or ``tt``.
+        rows: rows of a table per id of its column.
+        hashed: whether ids share the rows of a stock table by hashing.
+        eviction: eviction policy of hash tables.
+        expire_after: option of hash tables.
+        tt_options: options of Tensor-Train tables, by column.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Variant:
         return max(1, round(ids * self.rows) if column.open_ended else ids)
 
     def encode(self, column: Column) -> torch.Tensor:
-        """The ids as this variant's table takes them: int64 ``[rows of the log]``."""
+        """Encodes the ids for this variant's table: int64 ``[rows of the log]``."""
         if column.open_ended and self.kernel == "hkv":
             return torch.from_numpy(column.ids)
         if column.open_ended and self.hashed:
@@ -73,8 +73,8 @@ class Variant:
         return torch.from_numpy(np.searchsorted(vocabulary, column.ids))
 
 
-# An id may live on one rank only, and on it in two buckets only, so a table that must not evict
-# needs some more rows than it will hold ids.
+# An id can be stored on one rank only, and there in two buckets only. So a table that must not
+# evict needs more rows than ids.
 SLACK = 1.5
 
 VARIANTS = [
@@ -86,7 +86,7 @@ VARIANTS = [
 
 
 def init_bound(column: Column) -> float:
-    """Initial rows are uniform between minus and plus this number."""
+    """Returns the bound of the uniform distribution of initial rows, which is symmetric."""
     return max(1, len(np.unique(column.ids[column.present]))) ** -0.5
 
 
@@ -98,7 +98,7 @@ def build(
     row_learning_rate: float,
     architecture: str = "dlrm",
 ) -> DistributedModelParallel:
-    """Plans and shards the model, a ``"dlrm"`` or ``"deepfm"``; the plan is printed on rank 0."""
+    """Plans and shards the model, a ``"dlrm"`` or ``"deepfm"``. Rank 0 prints the plan."""
     torch.manual_seed(seed)
     tables = [
         EmbeddingBagConfig(
@@ -155,7 +155,7 @@ def constraint(column: Column, variant: Variant, seed: int) -> ParameterConstrai
 def set_stock_rows(model: nn.Module, log: ClickLog, variant: Variant, seed: int) -> None:
     """Sets the rows of stock tables to the initial rows of hash tables.
 
-    A table of known ids then starts exactly as a hash table does, and the two can be compared.
+    The two then start from equal rows and can be compared.
     """
     state = model.state_dict()
     for column in log.columns:

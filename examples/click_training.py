@@ -28,11 +28,11 @@ from torchrec_hkv.sharding import table_counters
 
 ROW_LEARNING_RATE = 0.05
 DENSE_LEARNING_RATE = 1e-3
-# Share of the rows, in order of time, to train on; the others are the test.
+# Share of the rows, in order of time, for training; the others are the test.
 TRAIN_SHARE = 0.8
-# Batches between two refreshes of the progress line, which sums metrics over the ranks.
+# Number of batches between refreshes of the progress line, which sums metrics over the ranks.
 REFRESH = 8
-# The progress line's loss and AUC are of so many last batches, each judged before training on it.
+# Number of last batches in the progress line's loss and AUC, each predicted before training on it.
 WINDOW = 16
 
 
@@ -46,12 +46,13 @@ class Settings:
     save: Path | None = None
     resume: Path | None = None
     architecture: str = "dlrm"
-    #: Steps between evaluations on the test; None: one at the end, without TorchRec's metrics.
+    #: Steps between evaluations on the test. None: one evaluation at the end, without TorchRec's
+    #: metrics.
     evaluate_every: int | None = None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, device: torch.device, **more: Any) -> Settings:
-        """Settings from the arguments that all click models have, and further ones."""
+        """Creates settings from the arguments common to all click models, and further settings."""
         return cls(
             epochs=arguments.epochs,
             batch_size=arguments.batch_size,
@@ -66,7 +67,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Quality of the last training batches, each predicted before it was trained on."""
+    """The quality of the last training batches, each predicted before training on it."""
 
     step: int
     loss: float
@@ -75,7 +76,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run. Counts are over all ranks; ``counters`` are over all hash tables."""
+    """The result of a run. Counts are sums over all ranks; ``counters`` also over hash tables."""
 
     variant: Variant
     auc: float
@@ -137,9 +138,9 @@ def training_batches(
     first: int = 0,
     saves: Saves | None = None,
 ) -> Iterable[ClickBatch]:
-    """Batches of the epochs from ``first`` on. The order is the same in every variant.
+    """Yields batches of the epochs from ``first`` on, in the same order for every variant.
 
-    Saves after each epoch: its last batch has been trained on when the next one is requested.
+    Saves after each epoch, once the last batch is trained, which is when the next is requested.
     """
     for epoch in range(first, settings.epochs):
         seed = settings.seed + 1000 * epoch
@@ -219,8 +220,10 @@ def train(
 def make_dense_optimizer(
     model: nn.Module, learning_rate: float = DENSE_LEARNING_RATE
 ) -> KeyedOptimizerWrapper:
-    """The optimizer of all but the rows, whose optimizer runs in the backward. At a learning rate
-    of 0 only tables train."""
+    """Creates the optimizer of all parameters but the rows, whose optimizer runs in the backward.
+
+    With a learning rate of 0, only tables train.
+    """
     dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     return KeyedOptimizerWrapper(
         dense_parameters, lambda parameters: torch.optim.Adam(parameters, lr=learning_rate)
@@ -236,7 +239,7 @@ def train_and_judge(
     reporter: Reporter,
     dense_optimizer: KeyedOptimizerWrapper,
 ) -> tuple[float, list[Judgement], float]:
-    """Trains with evaluations in between: the same steps as :func:`train`.
+    """Trains with the same steps as :func:`train`, and evaluations in between.
 
     Returns:
         The mean loss of the last training batches, the judgements, and the seconds that they took.
@@ -249,7 +252,7 @@ def train_and_judge(
         nonlocal loss
         for step, batch in enumerate(training, start=1):
             yield batch
-            # It has been trained on when the next one is requested.
+            # A batch has been trained when the next one is requested.
             reporter.step(len(batch.labels) * ranks)
             if step % REFRESH == 0 or step == reporter.steps:
                 loss, auc = recent_quality(recent)
@@ -268,7 +271,7 @@ def train_and_judge(
 
 
 def recent_quality(recent: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
-    """Loss and AUC of the last batches of all ranks."""
+    """Computes loss and AUC of the last batches of all ranks."""
     logits, labels = (gather(torch.cat(column)) for column in zip(*recent, strict=True))
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
     return loss.item(), auc(logits, labels)
@@ -276,7 +279,7 @@ def recent_quality(recent: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple
 
 @torch.no_grad()
 def test_auc(model: nn.Module, batches: Iterable[ClickBatch]) -> float:
-    """AUC of all ranks' predictions."""
+    """Computes the AUC of all ranks' predictions."""
     model.eval()
     logits, labels, real = [], [], []
     for batch in batches:
@@ -288,7 +291,7 @@ def test_auc(model: nn.Module, batches: Iterable[ClickBatch]) -> float:
 
 
 def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    # In float64, or the metric's running sums of a large set lose digits.
+    # In float64, because the metric's running sums of a large set lose digits otherwise.
     return binary_auroc(logits.double(), labels.long()).item()
 
 
@@ -300,7 +303,7 @@ def gather(local: torch.Tensor) -> torch.Tensor:
 
 
 def hash_table_counters(model: nn.Module, device: torch.device) -> dict[str, int]:
-    """Sums over tables and ranks; empty without hash tables."""
+    """Sums counters over tables and ranks; empty without hash tables."""
     tables = table_counters(model)
     names = sorted({name for counters in tables.values() for name in counters})
     if not names:

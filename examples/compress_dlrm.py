@@ -1,17 +1,17 @@
-"""Compresses the tables of a trained DLRM into Tensor-Train tables, and trains on for some steps.
+"""Compresses the tables of a trained DLRM into Tensor-Train tables, and continues training.
 
     torchrun --nproc_per_node 2 examples/compress_dlrm.py --rank 16
     python examples/compress_dlrm.py --error 0.5
 
 1. A DLRM with stock tables is trained on the first 80 % of the rows in time; the other 20 % are the
    test. A random part of the 80 % is kept for validation.
-2. TT-SVD splits the large tables into Tensor-Train cores, of a given rank or relative error. They
-   replace the dense tables.
-3. The cores are trained on the same rows at a low rate, to adapt to the compression. All other
-   layers are frozen, since they would overfit. The state with the highest validation AUC is kept.
-   Training ends when this AUC has not risen for some time.
+2. TT-SVD decomposes the large tables into Tensor-Train cores of a given rank or relative error,
+   which replace the dense tables.
+3. The cores are trained on the same rows with a low learning rate, to adapt to the compression. All
+   other layers are frozen, because they would overfit. The state with the highest validation AUC is
+   kept. Training ends when this AUC stops rising.
 
-The test AUC is printed for the dense model, after the compression, and after the last training.
+The example prints the test AUC of the dense model, after compression, and after the last training.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from tensor_train_tables import compress, local_tensors, move_over
 from torchrec_hkv.planner.report import format_bytes
 
 STOCK = Variant("dense", "dense tables", "fused", 1.0)
-# Higher rates destroy what the dense model has learned, on some data within a hundred steps.
+# Higher learning rates destroy what the dense model has learned, on some data in a hundred steps.
 TUNE_RATE = 0.005
-# Validations without a new highest AUC after which the tables stop training on.
+# Number of validations without a new highest AUC after which training of the cores ends.
 PATIENCE = 4
 COLUMNS = ["model", "table bytes", "ratio", "error", "test AUC"]
 
@@ -74,18 +74,18 @@ class Stage:
     auc: float
 
     def cells(self) -> list[str]:
-        """The cells of the printed table."""
+        """Returns the cells of the printed table."""
         size = format_bytes(self.table_bytes)
         error = "" if self.error is None else f"{self.error:.3f}"
         return [self.model, size, f"{self.ratio:.1f}", error, f"{self.auc:.4f}"]
 
 
 class BestState:
-    """Keeps the state of a model with the highest AUC on validation rows, the first one included.
+    """Keeps the state of a model with the highest validation AUC. The initial state counts, too.
 
     Args:
-        model: the model; it is put into training mode after each validation.
-        auc: returns the present AUC of the model, the same on all ranks.
+        model: the model; set to training mode after each validation.
+        auc: returns the model's current AUC, the same on all ranks.
     """
 
     def __init__(self, model: torch.nn.Module, auc: Callable[[], float]) -> None:
@@ -98,10 +98,10 @@ class BestState:
         self._without_gain = 0
 
     def watch(self, batches: Iterable[ClickBatch], every: int) -> Iterator[ClickBatch]:
-        """Yields the batches, and validates after each ``every`` of them and after the last one.
+        """Yields the batches, and validates after every ``every`` batches and after the last one.
 
-        Ends when the AUC has not risen for ``PATIENCE`` validations. A batch has been trained on
-        when the next one is requested.
+        Ends when the AUC has not risen for ``PATIENCE`` validations. A batch has been trained when
+        the next one is requested.
         """
         for step, batch in enumerate(batches, start=1):
             yield batch
@@ -140,7 +140,7 @@ def parts_of(split: int, share: float, settings: Settings) -> tuple[torch.Tensor
     """Splits the rows before ``split`` into training and validation rows, each in order.
 
     Raises:
-        DataError: there are fewer training rows than a batch has.
+        DataError: the training rows do not fill a batch.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(split, generator=generator)
@@ -187,14 +187,14 @@ def work(
     variant = Variant("tt", "Tensor-Train tables", "tt", 1.0, tt_options=options)
     try:
         model = build(log, variant, settings.device, settings.seed, arguments.tune_rate)
-    except ValueError as error:  # such as ranks that a GPU's kernels don't take
+    except ValueError as error:  # such as ranks that the GPU kernels don't support
         raise DataError(str(error)) from None
     move_over(dense, model, parts)
     ratio = before / after
     stages.append(Stage("Tensor-Train", after, ratio, error, auc(model)))
 
     best = BestState(model, lambda: auc(model, validation)) if len(validation) else None
-    # Other orders of the rows than those of the dense model.
+    # Another seed, so that orders of the rows differ from those of the dense model.
     further = dataclasses.replace(settings, epochs=1_000_000, seed=settings.seed + 500)
     tuning = itertools.islice(training_batches(batches, training, further), arguments.tune_steps)
     with Reporter(model, variant, arguments.tune_steps, board and board / "tt") as reporter:
@@ -215,7 +215,7 @@ def work(
 
 
 def draw(path: Path, name: str, stages: list[Stage]) -> None:
-    """Draws the AUC on the test and the size of the tables of each model."""
+    """Draws the test AUC and the size of the tables of each model."""
     panels = [
         Bars("test AUC", {stage.model: stage.auc for stage in stages}, 0.5),
         Bars("MiB of tables", {stage.model: stage.table_bytes / 2**20 for stage in stages}),
@@ -289,7 +289,7 @@ def main() -> None:
     """Parses arguments, trains, compresses, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse_arguments()
     check_plot(arguments.plot)

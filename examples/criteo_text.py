@@ -1,8 +1,8 @@
-"""Criteo's published text files: a click, 13 counts and 26 ids a line, separated by tabs.
+"""Criteo's published text files. A line has a label, 13 counts and 26 ids, separated by tabs.
 
 The Kaggle challenge (``train.txt``) and the terabyte log (``day_0`` to ``day_23``, ``.gz``) have
-the same lines: the label 0 or 1; counts as decimal numbers, which may be negative or missing; ids
-as eight hexadecimal digits, which may be missing.
+the same format: the label is 0 or 1; counts are decimal numbers, which may be negative or missing;
+ids are eight hexadecimal digits, which may be missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 SUFFIXES = (".txt", ".tsv", ".gz", "")
 COUNTS, IDS = 13, 26
 MISSING = -1
-# Of an id: published ones have eight; more than fifteen are no int64.
+# Largest number of digits of an id. Published ids have eight; more than fifteen may exceed int64.
 MOST_DIGITS = 15
 
 
@@ -26,13 +26,13 @@ def read(
     """Reads a file.
 
     Args:
-        path: of it.
-        limit: lines to read; all by default.
-        error: raised with one sentence where the file is something else.
+        path: path of the file.
+        limit: number of lines to read; all by default.
+        error: type of the exception for a file of another format.
 
     Returns:
-        Labels float32 ``[rows]``, counts float32 ``[rows, 13]`` with NaN where one is missing, and
-        ids int64 ``[rows, 26]`` with -1 there.
+        Labels float32 ``[rows]``, counts float32 ``[rows, 13]`` with NaN for missing counts, and
+        ids int64 ``[rows, 26]`` with -1 for missing ids.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     labels, counts, ids = [], [], []

@@ -10,16 +10,16 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 
 class DeepFM(nn.Module):
-    """A factorization machine and a deep network over the same rows, added up.
+    """The sum of a factorization machine and a deep network over the same rows.
 
-    The fields are the tables of the collection and one of the dense features. Its argument order
-    and its call are those of TorchRec's DLRM.
+    The fields are the tables of the collection and one field of the dense features. Arguments and
+    calls are like those of TorchRec's DLRM.
 
     Args:
-        embedding_bag_collection: tables of one dim.
-        dense_in_features: how many dense features.
-        deep_layer_sizes: of the deep network, without its output.
-        dense_device: of all but the tables.
+        embedding_bag_collection: tables, all of the same dim.
+        dense_in_features: number of dense features.
+        deep_layer_sizes: layer sizes of the deep network, without its output.
+        dense_device: device of all parameters but the tables.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class DeepFM(nn.Module):
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
     ) -> torch.Tensor:
-        """Logits ``[batch, 1]``."""
+        """Returns logits ``[batch, 1]``."""
         sparse = self.sparse_arch(sparse_features).values()
         flat = torch.cat([sparse, self.dense_arch(dense_features)], dim=1)
         fields = flat.view(flat.shape[0], -1, self.dim)
-        # The sum over all pairs of fields of their inner products.
+        # The sum of the inner products of all pairs of fields.
         pairs = (fields.sum(1).square() - fields.square().sum(1)).sum(1, keepdim=True) / 2
         return self.first_order(flat) + pairs / fields.shape[1] + self.deep(flat)

@@ -1,4 +1,4 @@
-"""The start of all examples: arguments, processes, and errors as one sentence."""
+"""Common parts of all examples: arguments, processes, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOVIELENS = ROOT / ".data" / "recbole-1.2.1-py3-none-any.whl"
 
 
 def positive(text: str) -> int:
-    """An argument that is a whole number above 0."""
+    """Parses an argument that is a whole number above 0."""
     try:
         number = int(text)
     except ValueError:
@@ -40,7 +40,7 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """An argument between 0 and 1."""
+    """Parses an argument between 0 and 1."""
     try:
         number = float(text)
     except ValueError:
@@ -51,7 +51,7 @@ def share(text: str) -> float:
 
 
 def share_or_zero(text: str) -> float:
-    """An argument from 0 to 1."""
+    """Parses an argument from 0 to 1."""
     try:
         number = float(text)
     except ValueError:
@@ -62,7 +62,7 @@ def share_or_zero(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """An argument that is a whole number from 0 to 2^62, such as a seed."""
+    """Parses an argument that is a whole number from 0 to 2^62, such as a seed."""
     try:
         number = int(text)
     except ValueError:
@@ -73,7 +73,7 @@ def whole_number(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a DataError, which :func:`run` prints once, for bad arguments."""
+    """Raises DataError for bad arguments; :func:`run` prints it once."""
 
     def error(self, message: str) -> NoReturn:
         sentence = message if message.endswith(".") else f"{message}."
@@ -81,11 +81,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(description: str, data: Path | None = None) -> Parser:
-    """Makes a parser with the arguments of all examples.
+    """Creates a parser with the arguments of all examples.
 
     Args:
         description: the example's docstring.
-        data: the default file; None if the user must name one.
+        data: the default file; None if the user must give one.
     """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -111,7 +111,7 @@ def make_parser(description: str, data: Path | None = None) -> Parser:
 
 
 def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds options for the device and the files of figures."""
+    """Adds options for the device and the output files."""
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -125,7 +125,7 @@ def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_device_and_outputs(arguments: argparse.Namespace) -> None:
-    """Raises DataError if there are too few GPUs, or figures can't be written."""
+    """Raises DataError if there are too few GPUs, or output files can't be written."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and here > gpus:
@@ -140,7 +140,7 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
     """Reads the data, and checks the arguments that depend on it.
 
     Raises:
-        DataError: something is wrong, in one sentence.
+        DataError: the input is invalid.
     """
     check_device_and_outputs(arguments)
     if arguments.data == MOVIELENS and not MOVIELENS.is_file():
@@ -174,7 +174,7 @@ def check_json(path: Path, option: str = "--json") -> None:
 
 
 def check_tensorboard(folder: Path) -> None:
-    """Raises DataError if TensorBoard is not installed, or its folder can't be written to."""
+    """Raises DataError if TensorBoard is not installed, or its folder is not writable."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise DataError(f"--tensorboard is {folder}, but {there} is no folder.")
@@ -191,7 +191,7 @@ def check_tensorboard(folder: Path) -> None:
 
 
 def join_processes(device: str) -> torch.device:
-    """Joins the processes of torchrun, or makes a group of one process."""
+    """Joins the process group of torchrun, or creates a group of one process."""
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -204,7 +204,7 @@ def join_processes(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[torch.device]:
-    """A context with a process group; at its end all processes wait for each other."""
+    """A context with a process group. At its end, all processes wait for each other."""
     joined = join_processes(device)
     yield joined
     dist.barrier()
@@ -212,20 +212,20 @@ def processes(device: str) -> Iterator[torch.device]:
 
 
 def count_processes() -> str:
-    """The number of processes in words: ``1 process`` or ``2 processes``."""
+    """Returns the number of processes as text: ``1 process`` or ``2 processes``."""
     count = dist.get_world_size()
     return f"{count} process" if count == 1 else f"{count} processes"
 
 
 def silence_advice() -> None:
-    """Hides warnings for developers of TorchRec and PyTorch."""
+    """Hides warnings that are meant for developers of TorchRec and PyTorch."""
     warnings.simplefilter("ignore", FutureWarning)
     for name in ("torchrec", "torch.fx"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _tell_torchrun(sentence: str) -> None:
-    """Puts a sentence into torchrun's summary of a failed process."""
+    """Writes a sentence to torchrun's summary of a failed process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -233,24 +233,24 @@ def _tell_torchrun(sentence: str) -> None:
 
 
 def run(example: Callable[[], int | None]) -> int:
-    """Runs an example; prints an error in its input as one sentence, once.
+    """Runs an example. Prints an error in its input as one sentence, once.
 
     Returns:
-        The exit code: the example's or 0; 2 for bad input; 130 after Ctrl-C.
+        The exit code: the example's, 0 if it returns None; 2 for bad input; 130 after Ctrl-C.
     """
     silence_advice()
     try:
         code = example()
-        # Models in reference cycles hold their process group. A thread of gloo that still has a
-        # tensor to drop when the interpreter ends aborts the process, so there is none by then.
+        # Models in reference cycles hold their process group. If a thread of gloo still has to drop
+        # a tensor when the interpreter ends, it aborts the process. So they are collected now.
         gc.collect()
     except DataError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
             _tell_torchrun(f"error: {error}")
         else:
-            # All ranks fail alike; the first to exit makes torchrun end the others, and rank 0
-            # must have spoken by then.
+            # All ranks fail in the same way. The first one that exits makes torchrun end the
+            # others, so these wait until rank 0 has printed the error.
             time.sleep(5)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``--plot``: pictures of what an example measured."""
+"""``--plot``: plots of an example's figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
 
     Args:
         parser: the parser of the example.
-        what: what the picture shows, for the help.
+        what: what the plot shows, for the help.
     """
     parser.add_argument(
         "--plot",
@@ -33,10 +33,10 @@ def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Checks the option before anything starts.
+    """Checks the option before the example starts.
 
     Raises:
-        DataError: matplotlib is missing, or the picture can't be written.
+        DataError: matplotlib is missing, or the file can't be written.
     """
     if path is None:
         return
@@ -59,8 +59,8 @@ class Curves:
     Attributes:
         x: label of the horizontal axis.
         y: label of the vertical axis.
-        curves: pairs of coordinates, by name.
-        legend: whether the names are shown.
+        curves: coordinate pairs, by name.
+        legend: whether to show the names.
     """
 
     x: str
@@ -71,7 +71,7 @@ class Curves:
     def draw(self, axes: Any) -> None:
         """Draws the panel."""
         for number, (name, points) in enumerate(self.curves.items()):
-            # Equal curves hide each other, so every other one is dashed.
+            # Equal curves hide each other, so every second curve is dashed.
             style = "--" if number % 2 else "-"
             axes.plot([x for x, _ in points], [y for _, y in points], style, linewidth=1.3)
             axes.lines[-1].set_label(name)
@@ -89,7 +89,7 @@ class Bars:
     Attributes:
         x: label of the horizontal axis.
         bars: lengths by name.
-        first: where the axis begins, unless a bar is shorter.
+        first: begin of the axis, unless a bar is shorter.
     """
 
     x: str
@@ -110,12 +110,12 @@ class Bars:
 
 
 def write_panels(path: Path, title: str, panels: Sequence[Curves | Bars]) -> None:
-    """Writes a picture of panels side by side. Equal figures give equal files.
+    """Writes a plot with panels side by side. Equal figures give equal files.
 
     Args:
         path: the file; its suffix is the format.
         title: the title above the panels.
-        panels: from left to right.
+        panels: the panels from left to right.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -133,11 +133,11 @@ def write_panels(path: Path, title: str, panels: Sequence[Curves | Bars]) -> Non
 
 
 def write_auc_plot(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Writes the train AUC of runs as they go, and their test AUC.
+    """Plots the train AUC of runs over time, and their test AUC.
 
     Args:
         path: the file; its suffix is the format.
-        title: the title above the picture.
+        title: the title above the plot.
         results: results of the runs.
     """
     curves = {

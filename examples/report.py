@@ -48,7 +48,7 @@ def print_table(title: str, results: list[Result]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        # A GPU machine without a package registry may lack rich.
+        # rich may be missing on a GPU machine without a package registry.
         print(title)
         for row in [COLUMNS, *map(cells, results)]:
             print(f"{row[0]:26}" + "".join(f"{cell:>10}" for cell in row[1:]))
@@ -62,7 +62,7 @@ def print_table(title: str, results: list[Result]) -> None:
 
 
 def print_judgements(judgements: Sequence[Judgement]) -> None:
-    """Prints a line for each evaluation on the test."""
+    """Prints a line per evaluation on the test."""
     for one in judgements:
         print(
             f"after {one.step:,} steps: test loss {one.loss:.4f},"

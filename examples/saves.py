@@ -32,7 +32,7 @@ def add_saves(parser: argparse.ArgumentParser, when: str = "after each epoch") -
 
 
 def check_saves(arguments: argparse.Namespace) -> None:
-    """Checks the options before anything starts.
+    """Checks the options before the example starts.
 
     Raises:
         DataError: a folder is missing, or is a file.
@@ -51,10 +51,10 @@ class Saves:
     Args:
         model: the sharded model.
         optimizer: the optimizer of the dense parameters.
-        name: name of the run, of its folder in both folders.
+        name: name of the run, and of its folder in both folders.
         save: the folder of ``--save``, or None.
         resume: the folder of ``--resume``, or None.
-        numbers: how many numbers are saved with the model, such as the epochs done.
+        numbers: how many numbers are saved with the model, such as the number of finished epochs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Saves:
         self._save = save and save / name
         self._resume = resume and resume / name
         device = next(iter(model.parameters())).device
-        # A buffer is saved and loaded with the model.
+        # As a buffer, it is saved and loaded with the model.
         model.module.register_buffer(
             "saved_numbers", torch.zeros(numbers, dtype=torch.float64, device=device)
         )
@@ -80,10 +80,10 @@ class Saves:
         """Loads the checkpoint to resume from, if there is one.
 
         Returns:
-            The saved numbers; zeros without a checkpoint.
+            The saved numbers; zeros if there is nothing to resume from.
 
         Raises:
-            DataError: there is no checkpoint of this run, or it is of another model.
+            DataError: there is no checkpoint of this run, or it is from another model.
         """
         if self._resume is not None:
             try:
@@ -93,10 +93,10 @@ class Saves:
         return self._model.module.saved_numbers.tolist()
 
     def save(self, *numbers: float) -> None:
-        """Saves the model, if ``--save`` was given.
+        """Saves the model if ``--save`` is given.
 
         Args:
-            numbers: the numbers to save with it.
+            numbers: the numbers to save with the model.
         """
         if self._save is None:
             return
@@ -109,15 +109,15 @@ def epochs_done(saves: Saves, epochs: int, resume: Path | None) -> int:
     """Resumes a run that saves after each epoch.
 
     Args:
-        saves: of the run.
-        epochs: how many the run is to have.
+        saves: the saves of the run.
+        epochs: total number of epochs.
         resume: the folder of ``--resume``, for the message.
 
     Returns:
-        How many epochs the model has been trained.
+        The number of epochs that the model has been trained for.
 
     Raises:
-        DataError: it has been trained for all epochs already, or :meth:`Saves.resume` raises.
+        DataError: no epochs remain, or :meth:`Saves.resume` raises.
     """
     done = int(saves.resume()[0])
     if done >= epochs:

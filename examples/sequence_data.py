@@ -15,11 +15,11 @@ class Events:
     """Choices in order of time: int64 ``[n]`` each.
 
     Attributes:
-        users: numbers from 0.
-        items: any int64.
-        position: how many choices of the same user came before.
-        by_user: where the choices of each user stand, in order of time, one user after the other.
-        start: of each user in ``by_user``, and the end.
+        users: user numbers, from 0.
+        items: item ids, any int64.
+        position: number of earlier choices of the same user.
+        by_user: indices of the choices of each user, in order of time, one user after the other.
+        start: begin of each user in ``by_user``, and the end.
     """
 
     users: np.ndarray
@@ -30,7 +30,7 @@ class Events:
 
     @classmethod
     def of(cls, log: ClickLog) -> Events:
-        """All ratings of a log.
+        """Takes all ratings of a log.
 
         Raises:
             DataError: the log has no users and movies.
@@ -49,7 +49,7 @@ class Events:
         return len(self.users)
 
     def last(self, event: int, length: int) -> np.ndarray:
-        """Items of the user of an event before it, at most ``length``."""
+        """Returns at most ``length`` last items of an event's user before the event."""
         end = self.start[self.users[event]] + self.position[event]
         begin = max(self.start[self.users[event]], end - length)
         return self.items[self.by_user[begin:end]]
@@ -60,8 +60,8 @@ class Histories:
     """A batch of histories.
 
     Attributes:
-        items: int64 ``[n]``.
-        lengths: int64 ``[histories]``.
+        items: items of all histories, int64 ``[n]``.
+        lengths: lengths of the histories, int64 ``[histories]``.
     """
 
     items: torch.Tensor
@@ -75,8 +75,11 @@ class Histories:
 
 
 def without_last(events: Events, length: int) -> list[np.ndarray]:
-    """Every user's items but the last one, in pieces of at most ``length + 1`` that overlap by one,
-    so that each item but the first is predicted once; the pieces of less than two are left out."""
+    """Splits each user's items but the last one into pieces of at most ``length + 1`` items.
+
+    Pieces overlap by one item, so that each item but the first is predicted once. Pieces with fewer
+    than two items are omitted.
+    """
     pieces = []
     for begin, end in zip(events.start[:-1], events.start[1:] - 1, strict=True):
         items = events.items[events.by_user[begin:end]]
@@ -85,30 +88,30 @@ def without_last(events: Events, length: int) -> list[np.ndarray]:
 
 
 def last_events(events: Events) -> np.ndarray:
-    """The last event of each user who has at least three."""
+    """Returns the last event of each user with at least three events."""
     ends, counts = events.by_user[events.start[1:] - 1], np.diff(events.start)
     return ends[counts >= 3]
 
 
 class Sampler:
-    """Samples items by their frequency so far, and returns their shares.
+    """Samples items by their frequency so far, and returns their shares of all events.
 
-    Items are rows of ``known`` by their number there, which is the order of the first appearance.
+    ``known`` has the items in order of their first appearance. An item's number is its index.
     """
 
     def __init__(self, seed: int) -> None:
         """
         Args:
-            seed: of the samples.
+            seed: seed of the samples.
         """
         self._generator = np.random.default_rng(seed)
         self._seen: list[np.ndarray] = []
         self.known = np.empty(0, dtype=np.int64)
         self._counts = np.empty(0, dtype=np.int64)
-        self._order = np.empty(0, dtype=np.int64)  # of known items by value
+        self._order = np.empty(0, dtype=np.int64)  # numbers of known items, sorted by item
 
     def add(self, items: np.ndarray) -> None:
-        """Counts items; new ones become known."""
+        """Counts items; new items become known."""
         self._seen.append(items)
         fresh, first = np.unique(items, return_index=True)
         fresh = fresh[np.argsort(first)]
@@ -119,7 +122,7 @@ class Sampler:
         np.add.at(self._counts, self.number(items), 1)
 
     def number(self, items: np.ndarray) -> np.ndarray:
-        """The numbers of items; ``len(known)`` for unknown items."""
+        """Returns the numbers of items; ``len(known)`` for unknown items."""
         at = np.searchsorted(self.known, items, sorter=self._order)
         found = self._order[np.minimum(at, len(self._order) - 1)]
         return np.where(self.known[found] == items, found, len(self.known))
@@ -131,7 +134,7 @@ class Sampler:
         return self._generator.choice(self._seen[0], count)
 
     def log_share(self, items: np.ndarray) -> torch.Tensor:
-        """Logarithms of the items' shares of all events; float32 ``[n]``."""
+        """Returns logarithms of the items' shares of all events, float32 ``[n]``."""
         counts = np.append(self._counts, 0)[self.number(items)]
         return torch.from_numpy(
             np.log((counts + 1) / (self._counts.sum() + len(self.known) + 1))
@@ -139,7 +142,7 @@ class Sampler:
 
 
 def batches(count: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Numbers below ``count`` in random order; the rest of the last batch is left out."""
+    """Yields batches of the numbers below ``count`` in random order; omits a partial last batch."""
     order = np.random.default_rng(seed).permutation(count)
     for begin in range(0, count - size + 1, size):
         yield order[begin : begin + size]

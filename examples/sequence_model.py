@@ -1,7 +1,7 @@
-"""A small SASRec: a transformer over the last items of a user, whose items are rows of a table.
+"""A small SASRec: a transformer over the last items of a user. Each item has a row in a table.
 
-Items of histories and candidates are looked up together, as sequences of one table. A softmax over
-sampled candidates trains it; corrected by how often each was sampled, it tends to the softmax over
+Items of histories and candidates are looked up together, as sequences of one table. The loss is a
+softmax over sampled candidates. Corrected by sampling frequencies, it approximates the softmax over
 all items, so that the product of a history's vector and an item's row ranks the items.
 """
 
@@ -12,12 +12,12 @@ from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 DIM, HEADS, LAYERS = 48, 2, 2
-# Of initial rows.
+# Bound of initial rows.
 BOUND = DIM**-0.5
 
 
 class Block(nn.Module):
-    """Causal attention, and a network for each position."""
+    """Causal attention, and a network per position."""
 
     def __init__(self, dropout: float, device: torch.device) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class SequenceModel(nn.Module):
     """Predicts the next item.
 
     Args:
-        rows: of the items' table.
-        length: items of a history at most.
-        dropout: in training.
-        device: of the transformer.
+        rows: number of rows of the items' table.
+        length: largest number of items of a history.
+        dropout: dropout in training.
+        device: device of the transformer.
     """
 
     def __init__(self, rows: int, length: int, dropout: float, device: torch.device) -> None:
@@ -76,13 +76,13 @@ class SequenceModel(nn.Module):
 
         Args:
             histories: items of all users, one after the other, int64 ``[n]``.
-            lengths: of each history, at least 1, int64 ``[users]``.
-            candidates: items that stand to choose from, int64 ``[users * m]``.
+            lengths: length of each history, at least 1, int64 ``[users]``.
+            candidates: candidates for the next items, int64 ``[users * m]``.
 
         Returns:
-            Predictions of the next item after each item of the histories, and the rows of these
-            items, both ``[users, longest, DIM]``, the rows with zeros behind the end of a history;
-            and the rows of the candidates, ``[users * m, DIM]``.
+            Predictions of the next item after each item of the histories, ``[users, longest,
+            DIM]``; the rows of these items, of the same shape, with zeros after the end of a
+            history; and the rows of the candidates, ``[users * m, DIM]``.
         """
         users = len(lengths)
         each = torch.full_like(lengths, len(candidates) // max(users, 1))
@@ -111,20 +111,20 @@ def sampled_softmax(
     log_share: torch.Tensor,
     candidate_log_share: torch.Tensor,
 ) -> torch.Tensor:
-    """The mean loss of predictions.
+    """Computes the mean loss of predictions.
 
     Args:
-        vectors: ``[n, DIM]``.
+        vectors: predictions, ``[n, DIM]``.
         targets: the right items, int64 ``[n]``.
         target_rows: rows of the targets, ``[n, DIM]``.
         candidates: sampled items, int64 ``[m]``.
         candidate_rows: rows of the candidates, ``[m, DIM]``.
-        log_share: how often each target is sampled, as the logarithm of a share, ``[n]``.
-        candidate_log_share: how often each candidate is sampled, in the same form, ``[m]``.
+        log_share: logarithms of the targets' sampling probabilities, ``[n]``.
+        candidate_log_share: logarithms of the candidates' sampling probabilities, ``[m]``.
     """
     right = (vectors * target_rows).sum(1) - log_share
     others = vectors @ candidate_rows.T - candidate_log_share
-    # The target, where it was sampled, is no other one.
+    # A target among the candidates is not a negative.
     others = others.masked_fill(targets.unsqueeze(1) == candidates.unsqueeze(0), float("-inf"))
     scores = torch.cat([right.unsqueeze(1), others], dim=1)
     return nn.functional.cross_entropy(scores, torch.zeros_like(targets))

@@ -1,4 +1,4 @@
-"""Training and scoring of the sequence example, over known histories or in order of time."""
+"""Trains and scores the sequence example, with known histories or in order of time."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
 RUNS = {"stock": "stock, every item known", "hkv": "hkv, items as they come"}
 K = 10
 ROW_LEARNING_RATE, DROPOUT = 0.1, 0.2
-# Histories that are scored at a time, on each rank.
+# Number of histories that are scored at a time, on each rank.
 CHUNK = 256
-# Points of a curve.
+# Number of points of a curve.
 POINTS = 20
 
 
@@ -43,16 +43,16 @@ class Settings:
     """The settings of all runs.
 
     Attributes:
-        batch_size: histories of a step, over all ranks.
-        length: items of a history at most.
-        epochs: passes over known histories.
-        candidates: sampled for each history.
-        rows: of the hash table for each item that ever comes; None: twice as many as items.
-        seed: of rows, weights, batches and samples.
-        device: of the model.
-        tensorboard: folder of metrics, a folder in it for each run; None for none.
-        save: folder of checkpoints, a folder in it for each run; None for none.
-        resume: folder of checkpoints to continue from; None to begin.
+        batch_size: histories per step, over all ranks.
+        length: largest number of items of a history.
+        epochs: number of passes over known histories.
+        candidates: number of sampled candidates per history.
+        rows: rows of the hash table per item that ever appears; None for two.
+        seed: seed of rows, weights, batches and samples.
+        device: device of the model.
+        tensorboard: folder of metrics, with a folder per run; None for no metrics.
+        save: folder of checkpoints, with a folder per run; None for no checkpoints.
+        resume: folder of checkpoints to resume from; None to begin.
     """
 
     batch_size: int
@@ -74,9 +74,9 @@ class Score:
     Attributes:
         recall: recall@10.
         ndcg: NDCG@10.
-        predictions: that these are means of.
-        items: that the table holds at the end.
-        progress: pairs (step, recall@10 since the one before).
+        predictions: number of predictions of which these are means.
+        items: number of items in the table at the end.
+        progress: pairs (step, recall@10 since the last pair).
     """
 
     recall: float
@@ -87,14 +87,14 @@ class Score:
 
 
 class Run:
-    """A model, and the ids of items in its table."""
+    """A model, and the mapping of items to ids in its table."""
 
     def __init__(self, events: Events, key: str, settings: Settings) -> None:
         """
         Args:
-            events: whose items there are.
-            key: of the run.
-            settings: of all runs.
+            events: the events, which determine the items.
+            key: key of the run.
+            settings: settings of all runs.
         """
         torch.manual_seed(settings.seed)
         self.settings, self.key = settings, key
@@ -125,7 +125,7 @@ class Run:
         if stock:
             self._set_rows()
         self.optimizer = make_dense_optimizer(self.model)
-        # The step of a pass or the epoch, and the sums of hits, gains and predictions.
+        # Saved numbers: the step of a pass or the epoch; sums of hits, gains and predictions.
         self.saves = Saves(
             self.model,
             self.optimizer,
@@ -134,12 +134,12 @@ class Run:
             settings.resume,
             numbers=4,
         )
-        # Sharding draws random numbers, for stock tables others than for hash tables.
+        # Sharding draws random numbers, which differ between stock tables and hash tables.
         torch.manual_seed(settings.seed)
 
     @torch.no_grad()
     def _set_rows(self) -> None:
-        """Gives the stock table the rows that a hash table starts its ids from."""
+        """Sets the rows of the stock table to the initial rows of the hash table."""
         rows = initial_rows(
             torch.from_numpy(self.items),
             DIM,
@@ -154,7 +154,7 @@ class Run:
             shard.tensor.copy_(rows[start : start + len(shard.tensor)])
 
     def ids(self, items: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """The ids of items in the table, on its device; for a stock table row numbers."""
+        """Returns the items' ids in the table, on its device; row numbers for a stock table."""
         named = np.asarray(items)
         if self.key == "stock":
             named = np.searchsorted(self.items, named)
@@ -165,16 +165,16 @@ class Run:
 
         Args:
             mine: histories of at least two items.
-            sampler: of candidates.
-            only_last: whether only the last item is predicted, or all but the first.
+            sampler: samples the candidates.
+            only_last: whether to predict only the last item, instead of all but the first.
         """
         device = self.settings.device
         candidates = sampler.sample(len(mine) * self.settings.candidates)
         inputs = Histories.of([part[:-1] for part in mine])
-        # The rows of targets are looked up as candidates are.
+        # The rows of targets are looked up together with the candidates.
         targets = [part[-1:] if only_last else part[1:] for part in mine]
         wanted = np.concatenate(targets)
-        filled = -len(wanted) % len(mine)  # as many for each history
+        filled = -len(wanted) % len(mine)  # pads to equal numbers per history
         asked = np.concatenate([candidates, wanted, np.repeat(wanted[-1:], filled)])
         self.model.train()
         vectors, _, rows = self.model(
@@ -205,18 +205,19 @@ class Run:
         targets: np.ndarray,
         sampler: Sampler,
     ) -> torch.Tensor:
-        """Ranks of targets among the known items, from 0; ``len(known)`` for unknown targets.
+        """Returns ranks of targets among the known items, from 0; ``len(known)`` for unknown
+        targets.
 
         Args:
-            histories: of this rank; some on every rank.
-            seen: what each user chose before, which is left out.
-            targets: of each, int64 ``[n]``.
-            sampler: knows the items.
+            histories: histories of this rank; every rank must have some.
+            seen: earlier choices of each user, which are excluded.
+            targets: target of each history, int64 ``[n]``.
+            sampler: has the known items.
         """
         self.model.eval()
         device, known = self.settings.device, sampler.known
         number = sampler.number(targets)
-        # As many candidates for each history.
+        # Each history must have the same number of candidates.
         each = -(-len(known) // len(histories))
         asked = np.resize(known, each * len(histories))
         joined = Histories.of(histories)
@@ -237,7 +238,7 @@ class Run:
         return torch.where(torch.from_numpy(number < len(known)), place, len(known))
 
     def held(self) -> int:
-        """The number of items in the table."""
+        """Returns the number of items in the table."""
         if self.key == "stock":
             return len(self.items)
         return sum(collect(self.model, dist.group.WORLD).values(), TableMetrics()).size
@@ -250,7 +251,7 @@ class Progress:
         """
         Args:
             made: the run.
-            steps: of it.
+            steps: number of steps of the run.
         """
         self._made, self._stack = made, contextlib.ExitStack()
         speaks, settings = dist.get_rank() == 0, made.settings
@@ -268,11 +269,11 @@ class Progress:
         self._stack.close()
 
     def __call__(self, step: int, samples: int, recall: float) -> None:
-        """Shows how far the run is; all ranks must call it.
+        """Shows the progress. All ranks must call it.
 
         Args:
-            step: since the run began.
-            samples: trained on since the run began.
+            step: number of steps since the run began.
+            samples: number of trained samples since the run began.
             recall: recall@10 since the last call.
         """
         self.points.append((step, recall))
@@ -285,7 +286,7 @@ class Progress:
 
 
 def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
-    """Sums over all ranks: hits among the first ten, their gains, and the number of predictions."""
+    """Sums hits among the first ten, their gains, and the number of predictions over all ranks."""
     hit = places < K
     gain = (hit / torch.log2(places.double() + 2)).sum()
     sums = torch.stack([hit.sum().double(), gain, torch.tensor(float(len(places))).double()])
@@ -316,9 +317,9 @@ def check_time(events: Events, batch_size: int) -> None:
 
 
 def train_known(events: Events, key: str, settings: Settings) -> Score:
-    """Trains on all histories without their last items, and predicts these after each epoch.
+    """Trains on all histories without their last items, and predicts these items after each epoch.
 
-    Random draws after resuming differ from those of a run that was not interrupted.
+    Random draws after resuming differ from those of an uninterrupted run.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pieces, tests = without_last(events, settings.length), last_events(events)
@@ -348,7 +349,7 @@ def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -
     step = CHUNK * world_size
     for begin in range(0, len(tests), step):
         part = tests[begin : begin + step]
-        # Every rank has at least one; those of others that it has, too, do not count.
+        # Every rank must have at least one; those that also belong to another rank don't count.
         mine = part[rank::world_size]
         filled = mine if len(mine) else part[:1]
         histories = [events.last(event, made.settings.length) for event in filled]
@@ -361,7 +362,7 @@ def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -
 def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
     """Makes one pass in order of time: predicts each batch of choices, then trains on it.
 
-    The figures are those after the first fifth of the pass.
+    The figures exclude the first fifth of the pass.
     """
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), settings.batch_size
     made = Run(events, key, settings)

@@ -1,4 +1,4 @@
-"""Converts dense tables of a trained model to Tensor-Train tables of another."""
+"""Converts dense tables of a trained model to Tensor-Train tables of another model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Compressed:
     """The cores of a table.
 
     Attributes:
-        decomposition: its cores are in host memory.
-        dense_bytes: of the table that it was.
+        decomposition: the decomposition, with cores in host memory.
+        dense_bytes: bytes of the dense table.
     """
 
     decomposition: Decomposition
@@ -29,24 +29,24 @@ class Compressed:
 
     @property
     def tt_bytes(self) -> int:
-        """Bytes of the cores."""
+        """Returns the bytes of the cores."""
         return sum(core.nbytes for core in self.decomposition.cores)
 
     @property
     def options(self) -> TTOptions:
-        """The options of a table of this shape."""
+        """Returns the options of a table of this shape."""
         shape = self.decomposition.shape
         return TTOptions(ranks=shape.ranks, p=shape.p, q=shape.q)
 
 
 def key_of(names: Iterable[str], table: str, tensor: str = "weight") -> str:
-    """The name of a table's tensor in a state dict."""
+    """Returns the name of a table's tensor in a state dict."""
     (key,) = (name for name in names if name.endswith(f"embedding_bags.{table}.{tensor}"))
     return key
 
 
 def local_tensors(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """This rank's parts of a tensor of a state dict."""
+    """Returns this rank's parts of a tensor of a state dict."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]
@@ -70,13 +70,13 @@ def whole(tensor: ShardedTensor) -> torch.Tensor:
 def compress(
     model: nn.Module, tables: list[str], rank: int | None, error: float | None
 ) -> dict[str, Compressed]:
-    """Computes cores for dense tables; the same on all ranks.
+    """Computes cores for dense tables, the same on all ranks.
 
     Args:
-        model: sharded, with stock tables.
-        tables: their names.
-        rank: between cores, lowered where a table has no use for it; None with an error.
-        error: relative, of each table; None with a rank.
+        model: a sharded model with stock tables.
+        tables: names of the tables.
+        rank: ranks between cores, lowered if a table does not need them; None if `error` is given.
+        error: relative error of each table; None if `rank` is given.
 
     Raises:
         DataError: there are no such tables.
@@ -91,19 +91,19 @@ def compress(
             made = tt_svd(rows, ranks=rank, max_error=error)
             made = dataclasses.replace(made, cores=[core.cpu() for core in made.cores])
             result[0][table] = Compressed(made, rows.nbytes)
-    # From one rank to all, which must agree on the shapes.
+    # One rank sends the result to all, because all must agree on the shapes.
     dist.broadcast_object_list(result, src=0)
     return result[0]
 
 
 @torch.no_grad()
 def move_over(source: nn.Module, target: nn.Module, parts: Mapping[str, Compressed]) -> None:
-    """Copies the parameters of a model into another, with cores in place of some tables.
+    """Copies the parameters of a model to another model, with cores instead of some tables.
 
     Args:
-        source: with stock tables.
-        target: with Tensor-Train tables where ``parts`` has cores.
-        parts: by table.
+        source: model with stock tables.
+        target: model with Tensor-Train tables where ``parts`` has cores.
+        parts: cores by table.
     """
     known, state = source.state_dict(), target.state_dict()
     for key, tensor in state.items():

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/train_deepfm.py
 
-A factorization machine and a deep network share the rows. The first 80 % of the rows in
-time are trained on, the last 20 % are the test.
+A factorization machine and a deep network share the rows. The model is trained on the first 80 % of
+the log's rows in time, and tested on the last 20 %.
 """
 
 from __future__ import annotations

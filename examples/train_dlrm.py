@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 examples/train_dlrm.py --data train.txt --limit 1000000
 
-Criteo's text files are read as they are published, and arrays (.npz). Nothing is known of the ids
-ahead: columns with more than 1,000 distinct values go to hash tables, which take the hashes as they
-are. The first 80 % of the rows are trained on, the last 20 % are the test.
+Reads Criteo's text files as published, and arrays (.npz). Columns with more than 1,000 distinct
+values are in hash tables, which use the raw ids and need not know them in advance. The model is
+trained on the first 80 % of the rows, and tested on the last 20 %.
 """
 
 from __future__ import annotations

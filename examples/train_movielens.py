@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 2 examples/train_movielens.py
 
-Four runs of the same model, seed and batches: stock tables with every id known in advance; hash
+Four runs have the same model, seed and batches: stock tables with all ids known in advance; hash
 tables with room for all ids, from the same initial rows; hash tables with room for a quarter of
-them; stock tables of a quarter of the rows with hashed ids. The first 80 % of the rows in time are
-trained on, the last 20 % are the test. It runs in one process without torchrun, too.
+the ids; stock tables with a quarter of the rows and hashed ids. Each is trained on the first 80 %
+of the rows in time, and tested on the last 20 %. Without torchrun, it runs in one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     """Parses arguments, trains, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     keys = [variant.key for variant in VARIANTS]

@@ -2,13 +2,13 @@
 
     torchrun --nproc_per_node 2 examples/train_online.py --data movietweetings.dat
 
-New users and movies keep arriving, and get rows in hash tables when they come. Ids without a lookup
-in the last --expire-after periods leave with their optimizer states. If a table is full, the least
-recently used ids leave. Each period prints the AUC of predictions made before training on it, and
-the numbers of new, expired and evicted ids.
+New users and movies keep arriving, and get rows in hash tables. Ids without a lookup in the last
+--expire-after periods are removed with their optimizer states. If a table is full, the least
+recently used ids are evicted. For each period, the example prints the AUC of predictions made
+before training on it, and the numbers of new, expired and evicted ids.
 
-With --deltas FOLDER each period ends by saving what changed since the period before. A run that is
-killed continues from there, with any number of processes.
+With --deltas FOLDER, each period ends with saving the changes since the last period. A run that is
+killed can continue from there, with any number of processes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec_hkv import checkpoint
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
 
-#: Periods from one base of a chain to the next.
+#: Number of periods between bases of a chain.
 BASE_EVERY = 10
 COLUMNS = ["period", "rows", "new ids", "AUC", "loss", "ids held", "expired", "evicted"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """The figures of one period; ``auc`` and ``loss`` are of predictions before training on it."""
+    """The figures of one period. ``auc`` and ``loss`` are for predictions before training on it."""
 
     number: int
     rows: int
@@ -56,18 +56,18 @@ class Period:
     metrics: TableMetrics
 
     def cells(self) -> list[str]:
-        """The cells of the printed table."""
+        """Returns the cells of the printed table."""
         figures = [f"{self.number}", f"{self.rows:,}", f"{self.new_ids:.0%}"]
         figures += [f"{self.auc:.4f}", f"{self.loss:.4f}", f"{self.metrics.size:,}"]
         return [*figures, f"{self.metrics.expired:,}", f"{self.metrics.evicted:,}"]
 
 
 def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
-    """The rows of each period of ``days`` days and at least ``least`` rows; of ten equal parts if
-    the log has no times.
+    """Splits the rows into periods of ``days`` days and at least ``least`` rows; into ten equal
+    parts if the log has no times.
 
     Raises:
-        DataError: there are fewer than two.
+        DataError: there are fewer than two periods.
     """
     if log.seconds is None:
         bounds = np.linspace(0, len(log), 11).astype(int).tolist()
@@ -85,7 +85,7 @@ def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
 
 
 def new_share(log: ClickLog, rows: range) -> float:
-    """The share of ids of open-ended columns that did not occur before."""
+    """Returns the share of ids of open-ended columns that did not occur before."""
     shares = [
         1 - np.isin(column.ids[rows.start : rows.stop], column.ids[: rows.start]).mean()
         for column in log.columns
@@ -100,7 +100,7 @@ def steps_in(rows: range, batch_size: int) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterator[ClickBatch]) -> tuple[float, float]:
-    """AUC and loss of all ranks' predictions."""
+    """Returns AUC and loss of all ranks' predictions."""
     model.eval()
     logits, labels, real = [], [], []
     for batch in batches:
@@ -116,7 +116,7 @@ def evaluate(model: nn.Module, batches: Iterator[ClickBatch]) -> tuple[float, fl
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[ClickBatch]
 ) -> None:
-    """Makes one pass. Rows that pad the last batch do not count."""
+    """Makes one pass. Padding rows of the last batch do not count."""
     model.train()
     for batch in batches:
         logits = model(batch.dense, batch.sparse).squeeze(1)
@@ -132,9 +132,9 @@ class Saved:
     """Saves the state after each period in a chain of deltas.
 
     Args:
-        folder: of the chain.
-        model: sharded.
-        optimizer: of the dense parameters.
+        folder: folder of the chain.
+        model: the sharded model.
+        optimizer: optimizer of the dense parameters.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class Saved:
     ) -> None:
         self._folder, self._model = folder, model
         self._optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", optimizer)])
-        # It is saved and loaded with the model.
+        # As a buffer, it is saved and loaded with the model.
         model.module.register_buffer("periods_done", torch.zeros((), dtype=torch.int64))
         self._writer = checkpoint.DeltaWriter(
             model, folder, self._optimizer, base_every=BASE_EVERY, keep_bases=2
         )
 
     def resume(self) -> int:
-        """Loads the newest state, if there is one; returns how many periods it was trained on."""
+        """Loads the newest state, if there is one; returns the number of its training periods."""
         if not any(self._folder.glob("base-*")):
             return 0
         try:
@@ -165,7 +165,7 @@ class Saved:
 
 
 def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) -> list[Period]:
-    """Evaluates and trains all periods; prints a line for each on rank 0."""
+    """Evaluates and trains all periods; rank 0 prints a line for each."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     periods = periods_of(log, arguments.days, arguments.batch_size)
     mean = sum(steps_in(rows, arguments.batch_size) for rows in periods) / len(periods)
@@ -206,7 +206,7 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
 
 
 def report(done: list[Period]) -> dict[str, float]:
-    """Prints a table; returns the means over the periods after the first fifth, by rows."""
+    """Prints a table; returns means over the periods after the first fifth, weighted by rows."""
     lines = [COLUMNS, *(period.cells() for period in done)]
     for line in lines:
         print("".join(f"{cell:>10}" for cell in line))
@@ -223,7 +223,7 @@ def report(done: list[Period]) -> dict[str, float]:
 
 
 def draw(path: Path, name: str, done: list[Period]) -> None:
-    """Draws the AUC of each period, and the ids that the tables hold after it."""
+    """Draws the AUC of each period, and the number of ids in the tables after it."""
     auc = [(period.number, period.auc) for period in done]
     held = [(period.number, period.metrics.size) for period in done]
     panels = [
@@ -237,7 +237,7 @@ def main() -> None:
     """Parses arguments, learns, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument(

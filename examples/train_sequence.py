@@ -7,11 +7,11 @@ Two runs have the same model, seed, batches and initial rows. One has a stock ta
 which must be known in advance. The other has a hash table, which creates rows as items arrive.
 
 --order known trains on all histories without each user's last item, and then predicts that item.
---order time makes one pass in order of time: it predicts each choice from the user's last ones, and
-then trains on it. A choice of an item that nobody chose before counts as missed.
+--order time makes one pass in order of time: it predicts each choice from the user's last choices,
+and then trains on it. A choice of an item that nobody chose before counts as missed.
 
-recall@10 is the share of predictions with the right item among the first ten, of all known items
-that the user has not chosen yet. NDCG@10 weighs it by its rank.
+Predictions rank all known items that the user has not chosen yet. recall@10 is the share of
+predictions with the right item among the first ten. NDCG@10 weights these by the item's rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLUMNS = ("run", "recall@10", "NDCG@10", "items held")
 
 
 def table(results: dict[str, list[Score]]) -> list[tuple[str, ...]]:
-    """Means over seeds, with standard deviations if there are several seeds."""
+    """Formats means over seeds, with standard deviations if there are several seeds."""
     lines = [COLUMNS]
     for key, scores in results.items():
         held = ", ".join(sorted({f"{score.items:,}" for score in scores}))
@@ -58,7 +58,7 @@ def _mean(values: list[float]) -> str:
 
 
 def differences(results: dict[str, list[Score]]) -> str | None:
-    """The hash table's figures minus the stock table's, with the same seeds."""
+    """Formats the hash table's figures minus the stock table's, for the same seeds."""
     if not {"stock", "hkv"} <= set(results):
         return None
     pairs = list(zip(results["hkv"], results["stock"], strict=True))
@@ -78,7 +78,7 @@ def main() -> None:
     """Parses arguments, trains, prints.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     arguments = parse()
     check_plot(arguments.plot)

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 2 examples/train_two_tower.py
 
 Users and items are in hash tables, so their ids need not be known in advance. The model is trained
-on what users liked, except for the last fifth of each user's likes in time. Then it ranks items for
-each user, without those liked before. recall@k is the share of the last fifth among the first k
-items. It is printed beside the recall of the most liked items.
+on all likes except the last fifth of each user's likes in time. Then it ranks items for each user,
+without items that the user liked before. recall@k is the share of the last fifth that is among the
+first k items. The recall of the most liked items is printed for comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, Watch, collect
 
-# Number of ids in a forward of one tower in the evaluation, on each rank.
+# Number of ids per forward of a tower in the evaluation, on each rank.
 CHUNK = 4096
 ROW_LEARNING_RATE = 0.02
 
@@ -52,7 +52,7 @@ class Likes:
 
 
 def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
-    """The likes to train on, and the last fifth of each user's likes.
+    """Returns the likes for training, and the last fifth of each user's likes.
 
     Raises:
         DataError: the log has no users and movies, or no later likes to recall.
@@ -166,7 +166,7 @@ def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> to
 def recalls(
     model: torch.nn.Module, train: Likes, later: Likes, k: int, device: torch.device
 ) -> dict[str, float]:
-    """recall@k of the model and of the most liked items, over known users."""
+    """Returns recall@k of the model and of the most liked items, over known users."""
     model.eval()
     module = model.module
     items, counts = np.unique(train.items, return_counts=True)
@@ -197,7 +197,7 @@ def main() -> None:
     """Parses arguments, trains, measures.
 
     Raises:
-        DataError: something is wrong with the input, in one sentence.
+        DataError: the input is invalid.
     """
     parser = make_parser(__doc__, MOVIELENS)
     parser.add_argument("--epochs", type=positive, default=5, help="(default: %(default)s)")

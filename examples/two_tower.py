@@ -10,12 +10,12 @@ DIM, OUT = 32, 32
 
 
 class Tower(nn.Module):
-    """One tower: a table of any ids, and a network over its rows.
+    """One tower: a hash table, and a network over its rows.
 
     Args:
-        name: of the table and its feature.
-        rows: of the table.
-        device: of the network.
+        name: name of the table and its feature.
+        rows: number of rows of the table.
+        device: device of the network.
     """
 
     def __init__(self, name: str, rows: int, device: torch.device) -> None:
@@ -30,19 +30,19 @@ class Tower(nn.Module):
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Vectors ``[n, OUT]`` of ids int64 ``[n]``."""
+        """Computes vectors ``[n, OUT]`` of ids, int64 ``[n]``."""
         one_each = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
         features = KeyedJaggedTensor(keys=[self.name], values=ids, lengths=one_each)
         return self.layers(self.rows(features).values())
 
 
 class TwoTower(nn.Module):
-    """Trained by a softmax over the items of the batch.
+    """Two towers, trained with a softmax over the items of the batch.
 
     Args:
-        users: rows of the users' table.
-        items: rows of the items' table.
-        device: of the networks.
+        users: number of rows of the users' table.
+        items: number of rows of the items' table.
+        device: device of the networks.
     """
 
     def __init__(self, users: int, items: int, device: torch.device) -> None:
@@ -51,18 +51,18 @@ class TwoTower(nn.Module):
         self.item = Tower("item", items, device)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch.
+        """Computes the loss of a batch.
 
-        The others' items are the negatives, which come as often as they are liked. So the products
-        learn how much more a user likes an item than all do; to rank, the logarithm of an item's
-        share of all likes is added.
+        The negatives are the items of other users, which occur as often as they are liked. So the
+        products learn how much more a user likes an item than other users do. For ranking, the
+        logarithm of the item's share of all likes is added.
 
         Args:
-            users: int64 ``[n]``.
-            items: what they liked, int64 ``[n]``.
+            users: ids of users, int64 ``[n]``.
+            items: the item that each user liked, int64 ``[n]``.
         """
         scores = self.user(users) @ self.item(items).T
-        # An item that comes twice is no negative of itself.
+        # An item that occurs twice is not a negative of itself.
         same = (items.unsqueeze(0) == items.unsqueeze(1)) & ~torch.eye(
             len(items), dtype=torch.bool, device=items.device
         )

@@ -1,11 +1,11 @@
-"""Runs a build whose compilations ninja numbers, and shows its progress on one line.
+"""Runs a build with ninja, and shows its progress on one line.
 
     python tools/build_progress.py --log FILE [--result PATTERN] -- COMMAND...
 
-All output of the command goes to the log file. On a terminal the line ``[18/54] ...`` is rewritten
-in place; elsewhere at most ten such lines are printed. When the command fails, the end of the
-output of the first failed compilation is printed with the path of the log. The exit code is that
-of the command.
+All output of the command goes to the log file. On a terminal, the line ``[18/54] ...`` is rewritten
+in place; otherwise at most ten such lines are printed. If the command fails, the tool prints the
+end of the first failed compilation's output and the path of the log. The exit code is that of the
+command.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ NUMBERED = re.compile(r"^\[(\d+)/(\d+)\] (.*)$")
 # The output file of a failed compilation; newer versions of ninja add the exit code.
 FAILED = re.compile(r"^FAILED: (?:\[code=-?\d+\] )?(.+?) *$")
 SOURCE = re.compile(r"\S+\.(?:cpp|cu)\b")
-# Lines printed where there is no terminal.
+# Largest number of lines that are printed without a terminal.
 MOST_LINES = 10
-# Lines of the output of a failed command.
+# Number of printed lines of a failed command's output.
 SHOWN_OUTPUT = 40
-# The longest such line; a compiler's command line is left to the log.
+# Largest length of such a line; longer lines, such as command lines, are only in the log.
 LONGEST_LINE = 500
 CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """Shows how many of the compilations are done.
+    """Shows how many compilations are finished.
 
     Args:
-        output: where the line goes.
-        is_terminal: True rewrites one line; False prints a line now and then.
+        output: stream for the line.
+        is_terminal: whether to rewrite one line; otherwise prints a line now and then.
     """
 
     def __init__(self, output: TextIO, is_terminal: bool) -> None:
@@ -52,12 +52,12 @@ class ProgressLine:
 
     @property
     def elapsed(self) -> str:
-        """The time since the beginning: ``42 s``, ``3 min 07 s``."""
+        """Returns the elapsed time as text: ``42 s``, ``3 min 07 s``."""
         seconds = int(time.monotonic() - self._began)
         return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min {seconds % 60:02} s"
 
     def update(self, done: int, total: int, what: str) -> None:
-        """Takes over the state that ninja prints."""
+        """Updates the state from a line of ninja."""
         self._state = (done, total, what)
         if self._is_terminal:
             self.redraw()
@@ -69,13 +69,13 @@ class ProgressLine:
             self._output.flush()
 
     def redraw(self) -> None:
-        """Writes the line again with the time as it is now. Without a terminal, does nothing."""
+        """Writes the line again with the current time. Does nothing without a terminal."""
         if not self._is_terminal:
             return
         done, total, what = self._state
         count = f"[{done:{len(str(total))}}/{total}]" if total else "Starting,"
         line = f"{count} {self.elapsed}{'  ' if what else ''}{what}"
-        # A line that is as wide as the terminal would wrap, and could not be rewritten.
+        # A line as wide as the terminal would wrap, and could not be rewritten.
         width = shutil.get_terminal_size().columns - 1
         self._output.write(CLEAR_LINE + line[:width])
         self._output.flush()
@@ -88,7 +88,7 @@ class ProgressLine:
 
 
 class BuildOutput:
-    """What the build has printed so far: its progress, and the output of a failed command."""
+    """The output of the build so far: its progress, and the output of a failed command."""
 
     def __init__(self) -> None:
         self.failed_target: str | None = None
@@ -97,11 +97,11 @@ class BuildOutput:
         self._since_numbered: list[str] = []
 
     def add(self, line: str) -> tuple[int, int, str] | None:
-        """Takes over one line.
+        """Adds a line.
 
         Returns:
-            Compilations done, their number, and the source of the last one, for a line that ninja
-            numbers; None for others.
+            (finished compilations, all compilations, source of the last one) for a line that ninja
+            numbers; None for other lines.
         """
         numbered = NUMBERED.match(line)
         if numbered or line.startswith("ninja: "):
@@ -121,15 +121,15 @@ class BuildOutput:
         return None
 
     def of_failure(self) -> list[str]:
-        """The last lines of the failed compilation's output; where none failed, the last lines
-        since the compilations, such as those of the linker."""
+        """Returns the last lines of the failed compilation's output. If none failed, returns the
+        last lines after the compilations, such as the linker's."""
         # The first line after FAILED is the command itself.
         lines = self._failed_output[1:] if self.failed_target else self._since_numbered
         return [line[:LONGEST_LINE] for line in lines[-SHOWN_OUTPUT:]]
 
 
 def lines_of(build: subprocess.Popen[bytes], line: ProgressLine) -> Iterator[str]:
-    """Lines of the build as they come; the progress line is redrawn each second."""
+    """Yields lines of the build as they arrive; redraws the progress line each second."""
     stream = build.stdout.fileno()
     rest = b""
     while True:
@@ -150,9 +150,9 @@ def run(command: Sequence[str], log: Path, result: str | None, output: TextIO) -
 
     Args:
         command: the build command.
-        log: gets all its output.
-        result: a pattern of the file that is built, named at the end with its size.
-        output: where the progress goes.
+        log: file for all output of the command.
+        result: a pattern of the built file, which is printed at the end with its size.
+        output: stream for the progress.
 
     Returns:
         The exit code of the command.
@@ -184,12 +184,12 @@ def run(command: Sequence[str], log: Path, result: str | None, output: TextIO) -
         file=sys.stderr,
         flush=True,
     )
-    # A command that a signal ended has a negative code.
+    # The code is negative if a signal ended the command.
     return build.returncode if build.returncode > 0 else 1
 
 
 def _sizes(pattern: str | None) -> str:
-    """The files that a pattern names, with their sizes."""
+    """Returns the files that match a pattern, with their sizes."""
     files = sorted(Path().glob(pattern)) if pattern else []
     return "".join(f", {file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)
 

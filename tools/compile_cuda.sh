@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source of csrc/, warnings as errors, and keeps nothing: no GPU and no torch is
-# needed, only nvcc. Without nvcc it says so and succeeds.
+# Compiles every CUDA source of csrc/ with warnings as errors, and keeps no output. It needs nvcc, but
+# no GPU and no torch. Without nvcc, it prints a message and succeeds.
 #
-# Compiles for sm_90, and sources that differ by architecture for all that are supported.
-# TORCHREC_HKV_RELEASE=1 compiles all sources for these.
+# Compiles for sm_90, and sources that depend on the architecture for all supported architectures.
+# With TORCHREC_HKV_RELEASE=1, compiles all sources for all supported architectures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ flags+=(-Werror all-warnings -Xcompiler=-Wall,-Werror,-ffp-contract=off)
 
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-# Sources that are compiled together, as in setup.py, and all others alone.
+# Groups of sources that setup.py compiles together; other sources are compiled alone.
 number=0
 sources=()
 while read -ra unit; do
@@ -35,7 +35,7 @@ compile() { # compile ARCHITECTURES SOURCE...
   local of=() sm
   for sm in $1; do of+=(-gencode "arch=compute_$sm,code=sm_$sm"); done
   echo "nvcc for sm_${1// /, sm_}: $(($# - 1)) compilations"
-  # One object name a source, for files of the same name in different folders.
+  # Object names contain the folder, because files in different folders may have the same name.
   printf '%s\n' "${@:2}" | xargs -r -P "$(nproc)" -I{} bash -c '
     source=$1; out=$2; shift 2
     "$@" -c "$source" -o "$out/${source//\//_}.o" || { echo "failed: $source"; exit 1; }

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# On a machine with one or more GPUs, in one call: builds with CUDA, runs the GPU tests, and trains the
-# main example on one GPU and on all of them.
+# Checks a machine with one or more GPUs: builds with CUDA, runs the GPU tests, and trains the main
+# example on one GPU and on all GPUs.
 #
 #   tools/gpu_check.sh [--gpus N] [FOLDER] [pytest arguments]
 #
-# --gpus N runs, after the build, what needs several GPUs and nothing else: the tests of sharding and
-# checkpoints on N ranks at most, the example, a sharded step, and syncs of replicas.
-# FOLDER (default: build/gpu_check) gets the logs and the example's figures as JSON. The Python on PATH
-# must have torch for CUDA, TorchRec, fbgemm-gpu, pybind11 and pytest; where .gpu/activate.sh exists, it
-# is sourced first, and wheels in .gpu/wheels are added, for machines that reach no package index.
+# With --gpus N, runs after the build only what needs several GPUs: the tests of sharding and
+# checkpoints on at most N ranks, the example, a sharded step, and syncs of replicas.
+# Logs and the example's figures (JSON) are written to FOLDER (default: build/gpu_check). The Python on
+# PATH must have torch for CUDA, TorchRec, fbgemm-gpu, pybind11 and pytest. If .gpu/activate.sh exists,
+# it is sourced first; wheels in .gpu/wheels are added, for machines without access to a package index.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# Runs tests under a sanitizer; it exits with an error where a test fails or something is reported.
+# Runs tests under a sanitizer. Exits with an error if a test fails or the sanitizer reports an error.
 #
 #   tools/sanitize.sh cpu       [pytest arguments]   the address sanitizer, on a CPU build
 #   tools/sanitize.sh thread    [pytest arguments]   the thread sanitizer, on a CPU build
 #   tools/sanitize.sh memcheck  [pytest arguments]   compute-sanitizer, on the GPU tests
 #   tools/sanitize.sh racecheck [pytest arguments]   the same, for races in shared memory
 #
-# Without arguments these are tests/hash_table and tests/tensor_train. Logs go to
+# Without arguments, runs tests/hash_table and tests/tensor_train. Logs are written to
 # build/sanitize/NAME.
 #
-# cpu and thread build in a copy of the tree, in build/sanitize/NAME; GCC with its sanitizers'
-# libraries is needed. What is not of this project is not looked at: Python and torch are not built
-# for a sanitizer. MAX_JOBS: compilations at a time.
+# cpu and thread build in a copy of the tree, in build/sanitize/NAME, and need GCC with its sanitizers'
+# libraries. They only check this project, because Python and torch are not built for a sanitizer.
+# MAX_JOBS: number of concurrent compilations.
 #
-# memcheck and racecheck need a CUDA build in place (make build); with TORCHREC_HKV_DEBUG=1 reports
-# name lines. They run one file of tests a process. TORCHREC_HKV_SANITIZE_JOBS: processes at a time,
-# 4 by default; TORCHREC_HKV_SANITIZE_SECONDS: of each, 1200 by default. A process that runs longer
-# is ended and listed, and counts as an error. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the
-# end of every tensor; tests of CUDA graphs can't run with it.
+# memcheck and racecheck need a CUDA build in place (make build); with TORCHREC_HKV_DEBUG=1, reports
+# have line numbers. They run each test file in its own process. TORCHREC_HKV_SANITIZE_JOBS: number of
+# concurrent processes, 4 by default; TORCHREC_HKV_SANITIZE_SECONDS: time limit of a process, 1200 by
+# default. A process that exceeds it is ended and listed, and counts as an error. With
+# PYTORCH_NO_CUDA_MEMORY_CACHING=1, memcheck sees the end of every tensor; tests of CUDA graphs can't
+# run with it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -37,7 +38,7 @@ out=$PWD/build/sanitize/$kind
 mkdir -p "$out"
 rm -f "$out"/report* "$out"/*.log
 
-# Tests of what the process takes in memory and time, which a sanitizer multiplies.
+# Tests of the process's memory and time, which a sanitizer multiplies.
 skipped=(
   --deselect tests/hash_table/files/test_bounded_memory.py::test_device_memory
   --deselect tests/hash_table/files/test_bounded_memory.py::test_host_memory
@@ -54,8 +55,8 @@ run_cpu() { # run_cpu SANITIZER LIBRARY
   fi
   local tree=$out/tree
   mkdir -p "$tree"
-  # All is copied anew but for what was built; times are kept, so that only what has changed is
-  # compiled again.
+  # Copies everything except build outputs again, with modification times, so that only changed
+  # sources are compiled again.
   find "$tree" -mindepth 1 -maxdepth 1 ! -name build ! -name torchrec_hkv -exec rm -rf {} +
   find "$tree" -path "$tree/torchrec_hkv/*" -name '*.py' -delete
   git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t "$tree"
@@ -66,12 +67,12 @@ run_cpu() { # run_cpu SANITIZER LIBRARY
     tail -n 60 "$out/build.log" >&2
     exit 1
   fi
-  # The sanitizer's library must come before all others, and the C++ runtime before torch asks for
-  # it: the sanitizer's wrappers of its functions are filled in at start.
+  # The sanitizer's library must be loaded before all others, and the C++ runtime before torch loads
+  # it, because the sanitizer sets up its wrappers of the runtime's functions at start.
   #
-  # Leaks are not looked for: an interpreter frees little when it ends. Of libraries that are not
-  # built for the thread sanitizer it can't see what orders their threads (torch's pool among
-  # them), so that what happens inside of them is left out.
+  # Leaks are not checked, because an interpreter frees little when it ends. The thread sanitizer
+  # does not see the synchronization in libraries that are not built for it, such as torch's thread
+  # pool, so it ignores races inside of them.
   local log=log_path=$out/report:exitcode=99
   env LD_PRELOAD="$library $libstdcxx" \
     ASAN_OPTIONS="detect_leaks=0:$log" \
@@ -80,7 +81,7 @@ run_cpu() { # run_cpu SANITIZER LIBRARY
     "$python" -m pytest -q -m "not gpu" -o timeout=3600 "${skipped[@]}" "${tests[@]}"
 }
 
-# One process a file of tests, since a kernel is some hundred times slower under compute-sanitizer.
+# One process per test file, because kernels are a few hundred times slower under compute-sanitizer.
 run_gpu() {
   local jobs=${TORCHREC_HKV_SANITIZE_JOBS:-4} seconds=${TORCHREC_HKV_SANITIZE_SECONDS:-1200}
   local sanitizer=${CUDA_HOME:+$CUDA_HOME/bin/}compute-sanitizer
@@ -88,7 +89,7 @@ run_gpu() {
     echo "error: $sanitizer was not found: it comes with the CUDA toolkit." >&2
     exit 2
   fi
-  # Test names and files among the arguments; options stay with every process.
+  # Separates test names and files from options, which every process gets.
   local paths=() options=()
   local argument
   for argument in "${tests[@]}"; do
@@ -105,8 +106,8 @@ run_gpu() {
   done >"$out/files.txt"
   echo "$(wc -l <"$out/files.txt") files under compute-sanitizer $kind, $jobs at a time"
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  # Of the host nothing is shown: to look at Python's frames the sanitizer takes references to them
-  # which it keeps (2025.3), so that tests of what ends with its last reference fail.
+  # Without host backtraces: to read Python's frames, the sanitizer (2025.3) takes references to them
+  # and keeps these, so that tests of objects that end with their last reference fail.
   # shellcheck disable=SC2016
   xargs -a "$out/files.txt" -P "$jobs" -I{} bash -c '
     file=$1 out=$2 seconds=$3 sanitizer=$4 kind=$5 python=$6

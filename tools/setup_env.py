@@ -1,14 +1,14 @@
-"""Makes the Python environment that the Makefile works in.
+"""Creates the Python environment for the Makefile.
 
-By default a virtual environment in .venv, filled from tools/requirements/: with the CUDA packages
-when TORCHREC_HKV_CUDA is 1, with the CPU packages otherwise. A second run changes nothing unless
-the requirements have changed. When TORCHREC_HKV_PYTHON names a Python, that one is checked and used
-as it is.
+By default, it is a virtual environment in .venv with the packages of tools/requirements/: the CUDA
+packages if TORCHREC_HKV_CUDA is 1, otherwise the CPU packages. A second run changes nothing unless
+the requirements have changed. If TORCHREC_HKV_PYTHON is set to a Python, that Python is checked and
+used without changes.
 
-What is missing is said in one sentence, with exit code 2.
+If something is missing, prints one sentence and exits with code 2.
 """
 
-# Old syntax on purpose: an old Python must get far enough to say that it is old.
+# Uses old syntax, so that an old Python can run the check of its version.
 
 import argparse
 import hashlib
@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest xdist hypothesis tqdm"
 EXTRA_MODULES = {"docs": "furo, myst_parser, sphinx", "wheel": "auditwheel, wheel"}
-# What decides how setup.py builds; a change of one of them rebuilds the extension.
+# Variables that affect how setup.py builds. A change rebuilds the extension.
 BUILD_VARIABLES = [
     "TORCHREC_HKV_CUDA",
     "TORCHREC_HKV_RELEASE",
@@ -84,7 +84,7 @@ def read_requirements(cuda):
 
 
 def install(cuda):
-    """Fills .venv, and returns its Python."""
+    """Installs packages to .venv, and returns its Python."""
     requirements = [REQUIREMENTS / ("gpu.txt" if cuda else "cpu.txt"), REQUIREMENTS / "common.txt"]
     torchrec = REQUIREMENTS / "torchrec.txt"
     key = hashlib.sha256(sys.version.encode())
@@ -101,7 +101,7 @@ def install(cuda):
     except ImportError:
         fail("This Python has no venv module (ensurepip); distributions ship it as python3-venv.")
     print("Installing the Python packages into .venv; this takes some minutes.", flush=True)
-    # What this script did not make, it adds to but does not clear.
+    # Clears only an environment that this script has created.
     venv.create(VENV, with_pip=True, clear=stamp.exists())
     stamp.write_text("incomplete")
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
@@ -114,7 +114,7 @@ def install(cuda):
 
 
 def install_extra(python, name):
-    """Adds what `make docs` or `make wheel` needs to .venv."""
+    """Installs the packages for `make docs` or `make wheel` to .venv."""
     requirements = REQUIREMENTS / f"{name}.txt"
     stamp = VENV / f"installed_{name}.txt"
     if stamp.exists() and stamp.read_text() == requirements.read_text():
@@ -127,15 +127,15 @@ def install_extra(python, name):
 
 
 def check_extra(python, name):
-    """Refuses a Python that lacks what `make docs` or `make wheel` needs."""
+    """Refuses a Python that lacks packages for `make docs` or `make wheel`."""
     program = f"import {EXTRA_MODULES[name]}"
     if subprocess.run([str(python), "-c", program], stderr=subprocess.DEVNULL).returncode != 0:
         fail(f"{python} lacks packages that `make {name}` needs: {EXTRA_MODULES[name]}.")
 
 
 def check_packages(python):
-    """Python, torch and its CUDA version, as one line of text."""
-    # Importing torch would take seconds on each run; its version file says the same.
+    """Returns the versions of Python, torch and its CUDA as one line of text."""
+    # Reads torch's version file, because importing torch would take seconds on each run.
     program = f"""if True:
         import importlib.util as util, pathlib, runpy, sys
         missing = [name for name in {MODULES!r}.split() if util.find_spec(name) is None]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Runs the tests with the marker ``compat`` beside each supported TorchRec, on the CPU.
+"""Runs the tests with the marker ``compat`` with each supported TorchRec, on the CPU.
 
     tools/torchrec_versions.py                 # all versions, each with its own torch
     tools/torchrec_versions.py 1.6 1.9         # these
     tools/torchrec_versions.py --this-torch    # TorchRec's Python alone, beside the torch at hand
 
-With its own torch, a version has a virtual environment with the torch and FBGEMM that belong to it,
-and a copy of the tree where the extension is built for that torch; both are kept in ``--folder``
-for the next time. Where they do not install, and with ``--this-torch``, the version's Python is put
-before that of the Python that runs this, whose torch, FBGEMM and extension then serve it: seconds
-of preparation in the place of an hour, and the Python side is what differs most between versions.
+By default, a version gets a virtual environment with its torch and FBGEMM, and a copy of the tree
+with the extension built for that torch. Both are kept in ``--folder`` for the next run. If they
+can't be installed, and with ``--this-torch``, only the version's Python files are used, together
+with the torch, FBGEMM and extension of the Python that runs this tool. This takes seconds to
+prepare instead of an hour, and the Python files differ most between versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMON = ROOT / "tools" / "requirements" / "common.txt"
 
 @dataclass(frozen=True)
 class Release:
-    """What belongs together; ``more`` are packages that only this TorchRec needs."""
+    """Versions that belong together; ``more`` are packages that only this TorchRec needs."""
 
     torchrec: str
     torch: str
@@ -53,18 +53,18 @@ RELEASES = {
 
 
 class Failed(Exception):
-    """A step that did not work; the message says which and where its output is."""
+    """A step failed; the message names the step and its output file."""
 
 
 class NotInstalled(Failed):
-    """A version's own torch can't be had here."""
+    """A version's own torch can't be installed here."""
 
 
 def run(log: Path, command: list[str], cwd: Path = ROOT, **environment: str) -> None:
-    """Runs a command, its output in a file.
+    """Runs a command and writes its output to a file.
 
     Raises:
-        Failed: it ended with an error.
+        Failed: the command ended with an error.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -76,17 +76,19 @@ def run(log: Path, command: list[str], cwd: Path = ROOT, **environment: str) -> 
 
 
 def packages() -> list[str]:
-    """What the tests need besides, but for setuptools, of which older torches want older ones."""
+    """Returns the other packages for the tests, except setuptools, whose version depends on
+    torch."""
     lines = [line.partition("#")[0].strip() for line in COMMON.read_text().splitlines()]
     skipped = ("setuptools", "ruff", "clang-format")
     return [line for line in lines if line and re.split("[=<>]", line)[0] not in skipped]
 
 
 def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
-    """The Python and the tree of a release, made or brought up to date.
+    """Creates or updates the environment and the tree of a release, and returns its Python and
+    tree.
 
     Raises:
-        NotInstalled: its torch does not install.
+        NotInstalled: its torch can't be installed.
         Failed: the extension does not build.
     """
     python = folder / "venv" / "bin" / "python"
@@ -107,13 +109,13 @@ def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
     tree = folder / "tree"
     copy_tree(tree)
     build = [str(python), "setup.py", "build_ext", "--inplace"]
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # ninja is there
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
     run(folder / "build.log", build, tree, TORCHREC_HKV_CUDA="0", PATH=path)
     return python, tree
 
 
 def copy_tree(target: Path) -> None:
-    """Brings a copy of the tree up to date; what is unchanged keeps its time, for ninja."""
+    """Updates a copy of the tree; unchanged files keep their modification times, for ninja."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -136,10 +138,10 @@ def copy_tree(target: Path) -> None:
 
 
 def python_alone(folder: Path, release: Release) -> Path:
-    """A folder with TorchRec's Python.
+    """Installs TorchRec's Python files to a folder, and returns the folder.
 
     Raises:
-        Failed: it does not install.
+        Failed: they can't be installed.
     """
     site = folder / f"torchrec-{release.torchrec}"
     if not site.is_dir():
@@ -166,7 +168,7 @@ def test(log: Path, python: Path, path: list[Path], tree: Path, more: list[str])
 
 
 def check(name: str, args: argparse.Namespace) -> bool:
-    """Runs the tests beside a version, and says what came out."""
+    """Runs the tests with a version, and prints the result."""
     release, folder, begin = RELEASES[name], args.folder.resolve() / name, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     python, tree, path = Path(sys.executable), ROOT, []
@@ -193,7 +195,7 @@ def check(name: str, args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Parses arguments, runs the versions, and says whether all passed."""
+    """Parses arguments, tests the versions, and returns 0 if all passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(RELEASES))
     parser.add_argument("--this-torch", action="store_true", help="TorchRec's Python alone")

@@ -15,13 +15,14 @@ import torch  # the extension needs its libraries
 from torchrec_hkv import cpu_variant, torch_match
 from torchrec_hkv._version import __version__
 
-torch_match.check()  # before what takes seconds
+torch_match.check()  # before imports that take seconds
 
 if importlib.util.find_spec("torchrec") is not None:
-    # Must be imported before there is a process group. Otherwise a default argument in it keeps the
-    # group and its threads alive after destroy_process_group, and a thread that holds tensors when
-    # the interpreter exits aborts the process. TorchRec's apply_optimizer_in_backward would import
-    # it later. The import takes two seconds, which a process that serves without TorchRec saves.
+    # Must be imported before there is a process group. Otherwise a default argument in the module
+    # keeps the group and its threads alive after destroy_process_group, and a thread that holds
+    # tensors when the interpreter exits aborts the process. TorchRec's apply_optimizer_in_backward
+    # would import the module later. The import takes two seconds, which processes that serve
+    # without TorchRec save.
     import torch.distributed.optim  # noqa: F401
 
 cpu_variant.load()  # before another module imports the extension
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
         set_epoch,
     )
 
-# Public names: the module of each, and its name there; None for the module itself.
+# For each public name: its module, and its name in the module; None for the module itself.
 _PLACES: dict[str, tuple[str, str | None]] = {
     "AgedLFU": ("hash_table", "AgedLFU"),
     "DMPCollection": ("sharding", "DMPCollection"),

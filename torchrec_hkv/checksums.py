@@ -8,10 +8,10 @@ __all__ = ["crc32"]
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """CRC-32 as :func:`zlib.crc32`, several times as fast. Other threads run meanwhile.
+    """CRC-32 like :func:`zlib.crc32`, but several times faster. Other threads run meanwhile.
 
     Args:
         data: contiguous bytes.
-        value: checksum of the data before; 0 begins one.
+        value: checksum of the preceding data; 0 without any.
     """
     return _C.crc32(data, value)

@@ -50,7 +50,7 @@ def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
     if dist.get_rank(pg) == 0:
         try:
             outcome = [work()]
-        except Exception as raised:  # whatever it is, it is raised again below, on all ranks
+        except Exception as raised:  # any error; it is raised again below, on all ranks
             error = raised
             outcome = [_Failure.of(raised)]
     if dist.get_world_size(pg) > 1:
@@ -82,7 +82,7 @@ def on_every_rank(work: Callable[[], T], pg: dist.ProcessGroup | None = None) ->
     error: Exception | None = None
     try:
         outcome: T | _Failure = work()
-    except Exception as raised:  # whatever it is, it is raised again below, on all ranks
+    except Exception as raised:  # any error; it is raised again below, on all ranks
         error = raised
         outcome = _Failure.of(raised)
     outcomes: list[Any] = [None] * dist.get_world_size(pg)

@@ -49,8 +49,8 @@ def stock_table_bytes(option: ShardingOption) -> list[int]:
 
 
 def ranks_of_host(topology: Topology) -> int:
-    """Number of ranks of a host, or of a group of hosts where a topology has such groups, which
-    older versions lack."""
+    """Number of ranks of a host, or of a group of hosts if the topology has such groups. Older
+    versions have none."""
     return getattr(topology, "intra_group_size", topology.local_world_size)
 
 
@@ -63,7 +63,7 @@ def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:
 
 
 def input_dist_has_more_to_do(collection: Any) -> bool:
-    """Whether TorchRec's ``input_dist`` of bags does more with a batch than distribute it.
+    """Whether TorchRec's ``input_dist`` of bags does more with a batch than distributing it.
 
     Since 1.8 it optionally records features that a train pipeline may free early, and collects
     scores of features.
@@ -79,6 +79,6 @@ def is_2d(env: ShardingEnv) -> bool:
 
 
 def replica_group(place: Any) -> dist.ProcessGroup:
-    """The ranks that hold the same shards, as ``DMPCollection._allreduce_tensors`` gets them: a
-    process group up to 1.7, a context with one from 1.8 on."""
+    """The ranks that hold the same shards, from the argument of
+    ``DMPCollection._allreduce_tensors``: a process group up to 1.7, a context with one from 1.8."""
     return place if isinstance(place, dist.ProcessGroup) else place.replica_pg

@@ -70,7 +70,8 @@ class Schema(abc.ABC):
             The value, or an object made from it.
 
         Raises:
-            ValueError: it is not allowed; the message names file, key, value and what is allowed.
+            ValueError: the value is not allowed; the message names file, key, value and what is
+                allowed.
         """
 
 
@@ -150,7 +151,7 @@ class OrNull(Schema):
     def read(self, value: object, place: Place) -> Any:
         if value is None:
             return None
-        if not isinstance(value, (dict, list)):  # their errors name the position within them
+        if not isinstance(value, (dict, list)):  # errors in them name the position within them
             try:
                 return self.schema.read(value, place)
             except ValueError:
@@ -265,7 +266,7 @@ def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
         data: the text.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the data is not JSON.
     """
 
     def constant(name: str) -> None:

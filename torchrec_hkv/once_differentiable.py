@@ -15,15 +15,15 @@ Backward = Callable[..., tuple[Any, ...]]
 def once_differentiable(message: str, *, linear: bool = False) -> Callable[[Backward], Backward]:
     """Decorates the backward of an ``autograd.Function`` whose gradients can't be differentiated.
 
-    Without ``create_graph=True`` it changes nothing. With it, the graph ends at these gradients: a
-    backward that reaches one of them raises, where plain tensors would count as constants.
+    Without ``create_graph=True`` it changes nothing. With it, a backward that reaches one of these
+    gradients raises, while it would treat plain tensors as constants.
     ``torch.autograd.function.once_differentiable`` only raises if the incoming gradient itself
     requires grad.
 
     Args:
         message: message of the RuntimeError.
-        linear: whether the forward is linear in its inputs, so that its gradients only depend on
-            the incoming gradient. If that is a constant, so are they, and nothing raises.
+        linear: whether the forward is linear in its inputs, so that its gradients depend only on
+            the incoming gradient. If the incoming gradient is a constant, nothing raises.
     """
 
     def decorate(backward: Backward) -> Backward:

@@ -20,8 +20,8 @@ _local = threading.local()
 def _bar_class() -> Any:
     """tqdm with a lock of this process.
 
-    tqdm's own lock is shared with forked processes: one that is killed while it holds the lock
-    would block all others for ever.
+    Forked processes share tqdm's own lock. A process that is killed while it holds the lock would
+    block all others forever.
     """
     from tqdm import tqdm
 
@@ -44,7 +44,7 @@ class Progress:
 
     def __init__(self, label: str, total: int = 0, *, show: bool = True, unit: str = "B") -> None:
         self.label, self.total, self.done = label, total, 0
-        #: Whether the bytes of tasks within it are added to its total.
+        #: Whether the bytes of nested tasks are added to its total.
         self.is_open = total == 0
         self._lock = threading.Lock()
         self._bar = None
@@ -73,7 +73,7 @@ class Progress:
                 self._bar.total = total
 
     def expect(self, count: int) -> None:
-        """Says that there are more bytes to do."""
+        """Adds bytes to the total."""
         self.set_total(self.total + count)
 
     def add(self, count: int) -> None:
@@ -107,7 +107,7 @@ def advance(count: int) -> None:
 
 
 def expect(count: int) -> None:
-    """Adds bytes to do to the task that this thread works for, if there is one."""
+    """Adds bytes to the total of the operation that this thread works for, if any."""
     progress = current()
     if progress is not None:
         progress.expect(count)
@@ -115,7 +115,7 @@ def expect(count: int) -> None:
 
 @contextlib.contextmanager
 def unreported() -> Iterator[None]:
-    """Within it, nothing is added to the task that this thread works for."""
+    """A context in which nothing is added to the operation that this thread works for."""
     before = current()
     adopt(None)
     try:
@@ -128,8 +128,8 @@ def unreported() -> Iterator[None]:
 def reported(
     label: str, total: int = 0, *, show: bool = True, unit: str = "B"
 ) -> Iterator[Progress]:
-    """Runs a task with a bar. Within another task there is no second bar: it adds to that one's,
-    and to its total where that was not known when it began."""
+    """Runs a task with a bar. A task within another task has no bar of its own: it adds to the
+    outer bar, and to its total if the total was unknown at first."""
     before = current()
     if before is not None:
         if before.is_open:

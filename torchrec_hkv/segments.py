@@ -23,9 +23,9 @@ def segment_bags(
     """Makes features whose bags are samples or segments.
 
     Args:
-        segments: a batch whose bags are segments: those of the first sample of the first feature,
-            of its second sample, and so on; then those of the second feature. All features have the
-            same number of segments.
+        segments: a batch whose bags are segments: the segments of the first sample of the first
+            feature, of its second sample, and so on; then those of the second feature. All features
+            have the same number of segments.
         segment_counts: integers ``[features, samples]``: number of segments of each sample.
         rank: 0: a bag is a sample with the ids of all its segments; a pooled table returns
             ``[samples, dim]``. 1: a bag is a segment; a pooled table returns ``[segments, dim]``,

@@ -1,8 +1,9 @@
 """Refuses a torch that the extension was not built for.
 
-torch keeps its C++ interface within a minor version only, and a CUDA build loads the CUDA libraries
-of torch, which keep theirs within a major version. Beside another torch the loader would name a
-missing symbol or library at best. ``setup.py`` writes what it builds for into ``_built_for.py``.
+The C++ interface of torch is stable only within a minor version. A CUDA build also loads torch's
+CUDA libraries, whose interface is stable within a major version. With another torch, the loader
+would at best name a missing symbol or library. ``setup.py`` writes the versions that it builds for
+to ``_built_for.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def check() -> None:
 def mismatch(
     built_torch: str, built_cuda: str | None, torch_version: str, cuda: str | None
 ) -> str | None:
-    """Why an extension does not match a torch, as a sentence; None if it does.
+    """A sentence that says why an extension does not match a torch; None if it does.
 
     Args:
         built_torch: version of the torch that the extension was built with.

@@ -7,7 +7,7 @@ import warnings
 
 
 def warn(message: str) -> None:
-    """Warns; the reported line is the innermost one outside this package."""
+    """Warns, with the innermost line outside this package as location."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("torchrec_hkv."):
         level, frame = level + 1, frame.f_back

@@ -1,9 +1,9 @@
 """Non-blocking saves: threads write to the disk while training goes on.
 
-The call only copies what the save holds, so that everything is of one moment, bit for bit. Threads
-lay the copies out as files, compute checksums, compress, write and sync. They begin when the call
-has copied everything, or when half of the memory for copies is full: before that they would slow
-down the copying, for which training waits. When the memory is full, the call waits for the disk.
+The call only copies the contents, so that the save is consistent, bit for bit. Threads lay the
+copies out as files, compute checksums, compress, write and sync. They begin when the call has
+copied everything, or when half of the memory for copies is full. Earlier, they would slow down the
+copying, for which training waits. When the memory is full, the call waits for the disk.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class SaveHandle:
         staging_bytes: host memory limit for copies that are not written yet. A single piece may be
             larger if no other copy waits.
         device_staging_bytes: limit of GPU memory for copies. Further copies go to host memory.
-            None: the free memory, with what PyTorch keeps for later allocations, less a tenth of
-            the GPU's memory.
+            None: the free memory, including memory that PyTorch caches, less a tenth of the GPU's
+            memory.
         threads: number of threads that write.
 
     Raises:
@@ -92,7 +92,7 @@ class SaveHandle:
         self._changed = threading.Condition()
         self._staged = self._most = 0  # bytes of host memory that wait now, and at most so far
         self._on_device = self._most_on_device = 0  # the same for a GPU's memory
-        self._queued = self._written = 0  # bytes in all
+        self._queued = self._written = 0  # total bytes
         self._waited = 0.0
         self._hurries = False  # whether copies are written before all have been made
         self._error: BaseException | None = None
@@ -157,7 +157,7 @@ class SaveHandle:
             raise self._error
         return self.path
 
-    # -- for what saves ---------------------------------------------------------------------------
+    # -- for saves --------------------------------------------------------------------------------
 
     def defer(
         self,
@@ -246,7 +246,7 @@ class SaveHandle:
 
     @property
     def _rests(self) -> bool:
-        """Whether threads don't write copies yet: the call is still copying, and has room."""
+        """Whether threads don't write copies yet, because the call is copying and has room."""
         return not (self._is_closed or self._hurries)
 
     def _hurry(self) -> None:
@@ -283,7 +283,7 @@ class SaveHandle:
                     job.run()
             except BaseException as error:
                 self._error = self._error or error
-            job.run = None  # frees what it holds
+            job.run = None  # frees the objects that the job references
             self._end(job)
 
     def _take(self) -> _Job | None:
@@ -347,9 +347,9 @@ class SaveHandle:
 
 
 def _room_on_device(device: torch.device) -> int:
-    """Bytes of GPU memory that copies may take by default. Memory that PyTorch's allocator keeps
-    counts as free, as the memory of an earlier save's copies is kept. Kept parts of segments that
-    are still in use do not count, because copies may not fit into them."""
+    """Bytes of GPU memory that copies may take by default. Cached memory of PyTorch's allocator
+    counts as free, because it includes the memory of an earlier save's copies. Free parts of
+    segments that are in use do not count, because copies may not fit into them."""
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     kept, used, unusable = (

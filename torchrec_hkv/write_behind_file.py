@@ -31,7 +31,7 @@ class WriteBehindFile(io.RawIOBase):
         self._path, self._handle = path, handle
         self._piece = bytearray()
         self._size = 0
-        #: Checksum of what has been written; final when all jobs of the file have run.
+        #: Checksum of the bytes written so far; final when all jobs of the file have run.
         self.crc32 = 0
         self._do(lambda: open(path, "xb").close())
 

@@ -1,4 +1,4 @@
-// Dispatcher op of expiry. Counted calls also sweep by themselves. Its fake is in
+// Dispatcher op that removes expired entries. Counted calls remove some, too. Its fake is in
 // torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
@@ -24,7 +24,7 @@ void expire(at::Tensor counters, int64_t handle) {
   if (aging.expire_after == nullptr) return;
   owner->note_removal();
 #ifdef TORCHREC_HKV_CUDA
-  int64_t most_buckets = 0;  // after their growth, because a CUDA graph may be replayed then
+  int64_t most_buckets = 0;  // at full capacity, because a CUDA graph may be replayed after growth
   for (int64_t t = 0; t < group.num_tables(); ++t) {
     most_buckets = std::max(most_buckets, group.full_slots(t) / group.view(t).bucket_slots);
   }

@@ -12,7 +12,7 @@
 namespace torchrec_hkv::bindings {
 using namespace runtime;
 
-// Bytes of scratch to group the positions of a batch and to update rows.
+// Bytes of scratch memory to group the positions of a batch and to update rows.
 inline int64_t grouping_bytes(const TableGroup& group, const hash_table::Batch& batch,
                               bool weighted) {
   return static_cast<int64_t>(hash_table::cuda::update_rows_scratch(
@@ -24,13 +24,13 @@ struct GroupedPositions {
   at::Tensor memory;
   hash_table::cuda::Grouping how;
 
-  // Allocates memory for them.
+  // Allocates memory for the positions.
   GroupedPositions(const TableGroup& group, const hash_table::Batch& batch, bool weighted,
                    const at::Tensor& ids)
       : how{} {
     memory = at::empty({grouping_bytes(group, batch, weighted)}, ids.options().dtype(at::kByte));
   }
-  // From the results of pooled_lookup_grouped.
+  // Uses the results of pooled_lookup_grouped.
   GroupedPositions(const TableGroup& group, const hash_table::Batch& batch, bool weighted,
                    const at::Tensor& memory, const at::Tensor& ways)
       : memory(memory), how{} {

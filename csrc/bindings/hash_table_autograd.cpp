@@ -25,8 +25,8 @@ using torch::autograd::variable_list;
 // the pin ends with the backward, or when the graph is dropped.
 struct LookupRecord : torch::CustomClassHolder {
   std::shared_ptr<TableGroup> group;
-  std::shared_ptr<Pin> pin;  // null: the lookup does not train
-  int64_t growths;           // of the group, when the slots were found
+  std::shared_ptr<Pin> pin;  // null if the lookup does not train
+  int64_t growths;           // the group's number of growths when the slots were found
   int64_t batch_size;
   std::optional<std::vector<int64_t>> bags;
   bool mean;
@@ -39,7 +39,8 @@ struct LookupRecord : torch::CustomClassHolder {
   }
 };
 
-// The slots of a lookup, found again if a table has grown since. Pinned ids are still present.
+// The current slots of a lookup's ids, found again if a table has grown since. Pinned ids are still
+// in their tables.
 at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids,
                          const at::Tensor& offsets, int64_t batch_size,
                          at::OptionalIntArrayRef bags, int64_t growths) {
@@ -128,7 +129,7 @@ Variable update(AutogradContext* ctx, const Variable& gradient) {
       if (lookup->ahead.grouped.defined() && slots.is_same(saved[2])) {
         grouped = std::move(lookup->ahead.grouped);
         ways = std::move(lookup->ahead.ways);
-        lookup->ahead = {};  // it serves one backward
+        lookup->ahead = {};  // can be used once
       }
       update_rows.call(group.counters(), group.handle(), grad, ids, offsets, weights, slots,
                        lookup->batch_size, lookup->mean, lookup->learning_rate, /*rounds=*/1, bags,
@@ -190,7 +191,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
   }
 };
 
-// The same, with the insertion in one call.
+// The same for a call that also inserts ids.
 struct TrainLookup : torch::autograd::Function<TrainLookup> {
   static Variable forward(AutogradContext* ctx, const Variable& /*anchor*/,
                           const std::optional<Variable>& weights,
@@ -247,7 +248,7 @@ at::Tensor train_lookup_autograd(at::Tensor counters, const at::Tensor& anchor, 
                                  at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype,
                                  const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
-  if (is_traced(ids)) {  // the ops that it consists of
+  if (is_traced(ids)) {  // records its component ops
     static const auto find_or_insert =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::find_or_insert", "")

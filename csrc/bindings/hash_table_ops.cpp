@@ -1,5 +1,6 @@
-// Dispatcher ops of the hash table. A group is named by its handle; ops that change a table say so
-// by writing `counters`, the group's counters tensor. Fakes: torchrec_hkv/hash_table/fake_ops.
+// Dispatcher ops of the hash table. An op gets a group by its handle. The schemas of ops that
+// change a table declare writes to `counters`, the group's counters tensor. Fakes:
+// torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include "bindings/grouped_positions.h"
@@ -80,7 +81,7 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   const Batch batch = make_batch(group, ids, offsets, layout);
   check_slots(group, slots, ids);
   const Output<const char> from = make_grad(group, grad, layout);
-  // If offsets are invalid on a GPU, only a part of it is written.
+  // Zeros, because a GPU with invalid offsets writes only a part of the gradient.
   const auto options = grad.options().dtype(at::kFloat);
   at::Tensor result = group.device().is_cuda() ? at::zeros({ids.numel()}, options)
                                                : at::empty({ids.numel()}, options);
@@ -162,8 +163,8 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
 }
 
 #ifdef TORCHREC_HKV_CUDA
-// pooled_lookup, and concurrently the part of its update that needs no gradients. For one
-// update_rows of the same batch, as long as the slots do not change.
+// Runs pooled_lookup and, concurrently, the part of the update that needs no gradients. The result
+// can be used for one update_rows of the same batch, as long as the slots do not change.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
     const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
@@ -207,7 +208,7 @@ at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64
   check_device(counters, "counters", group->device());
   learning_rate_of(*group, learning_rate);
   const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
-  const std::shared_ptr<Pin> pin = group->pin();  // until the rows are pooled
+  const std::shared_ptr<Pin> pin = group->pin();  // keeps rows in place until they are pooled
   const at::Tensor slots =
       insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin, scores);
   return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false).rows;

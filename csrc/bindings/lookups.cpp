@@ -37,8 +37,8 @@ LookupBatch::LookupBatch(const TableGroup& group, const at::Tensor& ids, const a
       dtype(dtype.value_or(at::kFloat)),
       type(row_type_of(this->dtype, "the output")) {}
 
-// One value on the group's device. It is read when the rows are updated, so it may change until
-// then, and between replays of a CUDA graph.
+// learning_rate: one value on the group's device. It is read when the rows are updated, so it may
+// change until then, and between replays of a CUDA graph.
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
   check_dtype(learning_rate, "learning_rate", at::kFloat);
   check_device(learning_rate, "learning_rate", group.device());

@@ -23,22 +23,23 @@ struct LookupBatch {
   const BagLayout layout;
   const hash_table::Batch batch;
   const hash_table::Pooling pooling;
-  const at::ScalarType dtype;  // of the output
-  const RowType type;          // the same
+  const at::ScalarType dtype;  // dtype of the output
+  const RowType type;          // the corresponding type of rows
 };
 
-// How rows are pooled: weights (may be null) are float32, one for each id, on the group's device.
+// Describes the pooling. weights: float32, one per id, on the group's device; may be missing.
 // Throws TypeError or ValueError.
 hash_table::Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& weights,
                                  bool mean, const at::Tensor& ids);
 
-// Throws unless learning_rate is one float32 on the group's device. Returns its address there.
+// Returns the device address of learning_rate. Throws unless it is one float32 on the group's
+// device.
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
 
-// Slots of a batch's ids; missing ids are inserted. pin: null without a backward. scores: int64,
-// one for each id, for tables under 'customized'; in other tables an id counts once. Throws
-// ValueError or TypeError if scores are missing or not needed; nothing has changed then. found (may
-// be null): one for each id, on the group's device: whether it was in its table before.
+// Returns the slots of a batch's ids, and inserts missing ids. pin: null without a backward.
+// scores: int64, one per id, for tables under 'customized'; in other tables an id counts once.
+// Throws ValueError or TypeError, before any change, if scores are missing or not needed. found:
+// where to write whether each id was in its table before, on the group's device; may be null.
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const hash_table::Batch& batch,
                           const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores,
@@ -52,8 +53,8 @@ struct PooledRows {
   at::Tensor ways;
 };
 
-// slots: the present slots of the batch's ids. groups: whether to group positions for an update;
-// GPU only.
+// Pools rows. slots: the current slots of the batch's ids. groups: whether to group positions for
+// an update; GPU only.
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
                      const Use& use, bool groups);
 

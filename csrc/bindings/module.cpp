@@ -50,12 +50,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return id_of_hash(hash_table::unpack_hash(hash_table::pack_hash(hash),
                                                   choose_buckets_of_hash(hash, 1).digest));
       },
-      py::arg("id"), "An id, packed as a GPU's table does and unpacked: the same.");
+      py::arg("id"), "Packs an id like a table on a GPU and unpacks it. Returns the id.");
 
   m.def("crc32", checksum_of<crc32>, py::arg("data"), py::arg("value"),
-        "The CRC-32 of a buffer, continued from `value`.");
+        "Returns the CRC-32 of a buffer, continued from `value`.");
   m.def("crc32_by_tables", checksum_of<crc32_by_tables>, py::arg("data"), py::arg("value"),
-        "The same without instructions that some processors lack.");
+        "Like crc32, but without instructions that some processors lack.");
 
   define_table_sizes(m);
   define_optimizers(m);

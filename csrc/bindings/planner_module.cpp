@@ -49,7 +49,7 @@ class Rooms {
     return planner::slowest(options, *placement, rooms_.size());
   }
 
-  // Bytes of HBM and of host memory that are missing, and options on ranks that lack some.
+  // (missing bytes of HBM, missing bytes of host memory, options on ranks that lack memory).
   std::tuple<int64_t, int64_t, std::vector<size_t>> missing(
       const std::vector<const Parts*>& options) const {
     check(options);
@@ -69,7 +69,7 @@ class Rooms {
     return {hbm, host, std::move(found)};
   }
 
-  // The first pattern that fits: an option for each table.
+  // The first pattern that fits, as the index of an option per table.
   std::optional<std::vector<int>> fitting(const std::vector<const Choices*>& tables) const {
     std::optional<std::vector<int>> found;
     std::vector<const Parts*> options(tables.size());

@@ -33,7 +33,7 @@ const int64_t* numbers(const at::Tensor& tensor, const char* name) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Ends of steps in n ids.
+// The ends of the steps in a log of n ids. Checks them.
 const int64_t* checked_ends(const at::Tensor& ends, const char* name, int64_t n) {
   const int64_t* const end = numbers(ends, name);
   for (int64_t s = 0, begin = 0; s < ends.numel(); begin = end[s++]) {
@@ -43,15 +43,15 @@ const int64_t* checked_ends(const at::Tensor& ends, const char* name, int64_t n)
   return end;
 }
 
-// A table of a sample, with the half-life of the whole table.
+// The index of a table that stores a sample, and the half-life of the whole table.
 using Aged = std::pair<int64_t, SampledAging*>;
 
-// The steps with all ids of the log.
+// Steps with all ids of the log, not only a sample.
 struct WholeSteps {
   const int64_t* ids = nullptr;
   const int64_t* ends = nullptr;
 
-  // The ids of a step whose miniature_hash() is below a bound.
+  // Returns the ids of a step whose miniature_hash() is below `sampled`.
   const std::vector<int64_t>& select(int64_t begin, int64_t end, uint64_t sampled) {
     kept.resize(static_cast<size_t>(end - begin) + 1);
     size_t count = 0;
@@ -68,9 +68,9 @@ struct WholeSteps {
 };
 
 // Runs one training lookup for each step. Each table of the group looks up all ids of the step.
-// epochs: of each step, for policies with epochs. aging: with all_ids and all_ends, the same steps
-// with all ids of the log. Returns slots int64 [tables, n] and whether each id was in the table
-// when its step began, bool [tables, n].
+// epochs: the epoch of each step, for policies with epochs. aging: requires all_ids and all_ends,
+// the same steps with all ids of the log. Returns slots, int64 [tables, n], and whether each id was
+// in the table when its step began, bool [tables, n].
 std::pair<at::Tensor, at::Tensor> replay_steps(int64_t handle, const at::Tensor& ids,
                                                const at::Tensor& ends,
                                                const std::optional<at::Tensor>& epochs,
@@ -141,18 +141,19 @@ std::pair<at::Tensor, at::Tensor> replay_steps(int64_t handle, const at::Tensor&
   return {slots, found};
 }
 
-// The windows of a log (replay/windows.h), all of which see the same ids.
+// The windows of a log (replay/windows.h). All of them count the same ids.
 class Windows {
  public:
-  // Windows of `within` lookups end with the parts of the log; `over` covers several parts. Each
-  // has its number of cells.
+  // Both lists have (lookups, cells) of each window. Windows of `within` end at the end of each
+  // part of the log; windows of `over` may span parts.
   Windows(const std::vector<std::pair<int64_t, int64_t>>& within,
           const std::vector<std::pair<int64_t, int64_t>>& over) {
     for (const auto& [length, cells] : within) add(length, cells, true);
     for (const auto& [length, cells] : over) add(length, cells, false);
   }
 
-  // Counts a part. Returns the occupied cells of the windows that ended, int64 [windows] each.
+  // Counts the ids of a part. Returns, for each window length, the numbers of occupied cells of the
+  // windows that ended, int64 [windows].
   std::vector<at::Tensor> see(const at::Tensor& bits, const at::Tensor& at,
                               const at::Tensor& sampled, int64_t length) {
     check_length(at, "at", bits.numel());
@@ -165,7 +166,7 @@ class Windows {
     }
     return of_each([&](replay::Window& window, auto* occupied) { window.see(ids, occupied); });
   }
-  // Ends the windows that have begun.
+  // Ends all open windows.
   std::vector<at::Tensor> close() {
     return of_each([](replay::Window& window, auto* occupied) { window.close(occupied); });
   }
@@ -207,7 +208,7 @@ class Windows {
   std::vector<replay::Window> windows_;
 };
 
-// Which ids an earlier step had, bool [n].
+// Returns whether an earlier step had each id, bool [n].
 at::Tensor count_steps(replay::IdCounts& counts, const at::Tensor& ids, const at::Tensor& ends) {
   const int64_t* const from = numbers(ids, "ids");
   const int64_t* const end = checked_ends(ends, "ends", ids.numel());
@@ -230,14 +231,14 @@ at::Tensor tensor_of(const std::vector<int64_t>& numbers) {
   return made;
 }
 
-// Parses a block of text (replay/text.h). columns: the field and kind of each. Returns the number
-// of lines; the ids of each column, and their lines if not each has one; and what is wrong, or
-// None: the line, its number of fields, the column or -1, and the text.
+// Parses a block of text (replay/text.h). columns: the field and kind of each column. Returns
+// (number of lines; for each column its ids, and their lines if not every line has one; the fault
+// or None). A fault is (line, its number of fields, column or -1, text).
 py::tuple parse_text(std::string_view block, const std::string& separator, int64_t fields,
                      const std::vector<std::pair<int64_t, replay::TextKind>>& columns) {
   TORCH_CHECK_VALUE(!separator.empty(),
                     "the separator is empty, but must be one or more characters.");
-  // The last line may have no end.
+  // The last line may lack a newline.
   const int64_t most = std::count(block.begin(), block.end(), '\n') + 1;
   std::vector<replay::TextColumn> parsed;
   std::vector<at::Tensor> values;
@@ -264,7 +265,7 @@ py::tuple parse_text(std::string_view block, const std::string& separator, int64
   return py::make_tuple(lines, ids, py::make_tuple(fault.line, fault.fields, fault.column, text));
 }
 
-// Hashes of texts that lie in one buffer, uint8; text i ends where text i + 1 begins.
+// Hashes texts that are in one buffer, uint8. Text i is at [bounds[i], bounds[i + 1]).
 at::Tensor hash_texts(const at::Tensor& bytes, const at::Tensor& bounds) {
   check_dtype(bytes, "bytes", at::kByte);
   check_vector(bytes, "bytes");

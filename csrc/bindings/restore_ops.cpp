@@ -1,5 +1,5 @@
 // Dispatcher ops that read a table in the order of a file and write it back. Slots are counted from
-// the table's first. Fakes are in torchrec_hkv/hash_table/fake_ops.
+// the table's first slot. Fakes are in torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <optional>
@@ -29,7 +29,7 @@ void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtyp
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
 }
 
-// keys: stored scores of the entries; the result points to them.
+// keys: output for the stored scores, to which the result points.
 hash_table::Entries check_entries(const TableGroup& group, int64_t table, const at::Tensor& ids,
                                   const at::Tensor& rows, const at::Tensor& last_steps,
                                   const at::Tensor& scores, const at::Tensor& states,
@@ -54,7 +54,7 @@ hash_table::Entries check_entries(const TableGroup& group, int64_t table, const 
       n};
 }
 
-// counters: names the device; not read.
+// counters: only selects the device.
 at::Tensor slot_owners(const at::Tensor& counters, int64_t handle, int64_t table, int64_t first,
                        int64_t n) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
@@ -80,7 +80,8 @@ at::Tensor gather(const TableView& view, const hash_table::RowStore& store, at::
   return out;
 }
 
-// (ids, rows, last steps, scores or nothing, states) of slots, none of them -1.
+// Returns (ids, rows, last steps, scores, states) of slots, which must not be -1. The scores are
+// empty if the table stores none.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slots(
     int64_t handle, int64_t table, const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
@@ -134,8 +135,9 @@ void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const a
 }
 
 #ifdef TORCHREC_HKV_CUDA
-// As cuda::restore_entries, in the order of the entries. Returns the entries that replaced others,
-// in this order, before all others; the displaced entries are at the same places.
+// Like cuda::restore_entries, but in the order of the entries. Returns a permutation of the
+// entries: first those that displaced an entry, in this order. Displaced entries are at the same
+// positions.
 at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
                             const hash_table::Entries& entries,
                             const hash_table::Displaced& displaced) {
@@ -163,8 +165,8 @@ at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
 }
 #endif
 
-// (ids, rows, last steps, scores, states) of displaced entries, and [number of these, number of
-// entries without a slot].
+// Returns (ids, rows, last steps, scores, states) of displaced entries, and [number of displaced
+// entries, number of entries without a slot].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> restore_entries(
     at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& ids,
     const at::Tensor& rows, const at::Tensor& last_steps, const at::Tensor& scores,
@@ -230,8 +232,8 @@ at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_
   return misplaced;
 }
 
-// As restore_slots for several batches, each with slots that ascend; returns how many entries were
-// not placed. On a CPU.
+// Like restore_slots, for several batches, each with ascending slots. Returns the number of entries
+// that were not placed. CPU only.
 int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at::TensorList slots,
                          at::TensorList ids, at::TensorList rows, at::TensorList last_steps,
                          at::TensorList scores, at::TensorList states) {
@@ -261,7 +263,7 @@ int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at:
   });
 }
 
-// A slot whose id is in another slot, too, or -1. On a CPU.
+// Returns a slot whose id is also in another slot, or -1. CPU only.
 int64_t find_repeated(const at::Tensor& counters, int64_t handle, int64_t table) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
@@ -281,7 +283,8 @@ bool are_placed(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buck
                                      static_cast<int32_t>(bucket_slots), owner_begin, owner_end);
 }
 
-// How many ids the set then holds, and an id that was there already. See hash_table::cpu::IdSet.
+// Adds ids to a hash_table::cpu::IdSet. Returns its new number of ids, and an id that it already
+// had or None.
 std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t held,
                                                     const at::Tensor& ids, int64_t bits,
                                                     int64_t part) {

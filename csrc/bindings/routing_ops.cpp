@@ -19,7 +19,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-// Exclusive sums of int64 lengths, then their total.
+// Exclusive sums of int64 lengths, followed by their total.
 at::Tensor exclusive_sums(const at::Tensor& lengths) {
   if (lengths.is_cpu()) {
     at::Tensor sums = at::empty({lengths.numel() + 1}, lengths.options());
@@ -101,7 +101,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bucketize(
   return {out_lengths.to(lengths.scalar_type()), out_ids, out_weights, permute};
 }
 
-// The counts to send before the blocks, followed by room for the received counts.
+// The counts to send before the blocks, followed by space for the received counts.
 at::Tensor count_ids(const at::Tensor& lengths, const at::Tensor& at, const at::Tensor& samples_at,
                      int64_t batch_size, int64_t size) {
   const at::Device device = lengths.device();
@@ -247,7 +247,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> merge_blocks(
   return {lengths, offsets, values, out_weights};
 }
 
-// For checks and tools, on the CPU.
+// For checks and tools. CPU only.
 at::Tensor owner_ranks(const at::Tensor& ids, int64_t world_size) {
   check_dtype(ids, "ids", at::kLong);
   TORCH_CHECK_VALUE(world_size >= 1, "world_size is ", world_size, ", but must be at least 1.");

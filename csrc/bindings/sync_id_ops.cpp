@@ -1,4 +1,4 @@
-// Dispatcher op of the ids of a sync of replicas on CPUs. Its fake is in
+// Dispatcher op that merges the ids of replicas for a sync on CPUs. Its fake is in
 // torchrec_hkv/hash_table/fake_ops.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -23,8 +23,8 @@ void check_int64s(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
 }
 
-// The ids of each replica, and how many of them are touched ids that are new, other touched ids,
-// and ids that left: sizes has three numbers of each.
+// ids: the ids of each replica. sizes: for each replica, how many of these are new touched ids,
+// other touched ids, and ids that left its table, in this order.
 std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(sizes.size() == 3 * ids.size(), "sizes has ", sizes.size(),
                     " elements, but must have three of each of ", ids.size(), " replicas.");
@@ -45,12 +45,15 @@ std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntAr
   return replicas;
 }
 
-// Merges the ids of several replicas. slots: of the ids that replica `own` touched, counted from
-// the table's first. Returns distinct ids that some replica touched, in the order of first
-// occurrence; of each, whether some replica that touched or lost it had it before, whether this
-// replica touched it, whether it was new to it, and its slot or -1; distinct ids that left and that
-// none touched; of each id that this replica touched, its index in the first; the indices of ids
-// without a slot.
+// Merges the ids of several replicas. slots: slots of the ids that replica `own` touched, counted
+// from the table's first slot. Returns (ids, known, touched, is_new, slots, left, places, absent):
+// - ids: distinct ids that a replica touched, in the order of first occurrence;
+// - known: whether a replica that touched or lost the id had it before;
+// - touched, is_new: whether this replica touched the id, and whether it was new to this replica;
+// - slots: slot in this replica, or -1;
+// - left: distinct ids that left a replica and that no replica touched;
+// - places: index in `ids` of each id that this replica touched;
+// - absent: indices of ids without a slot.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
 meet_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes, int64_t own,

@@ -1,6 +1,6 @@
-// Dispatcher ops of syncs of replicas and of deltas: the changed slots of a table, and rows with
-// their states as one matrix. Slots are counted from the table's first. Fakes are in
-// torchrec_hkv/hash_table/fake_ops.
+// Dispatcher ops for syncs of replicas and for deltas: they find the changed slots of a table, and
+// read and write rows with their states as one matrix. Slots are counted from the table's first
+// slot. Fakes are in torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -35,11 +35,10 @@ void check_range(const TableView& view, int64_t first, int64_t n, int64_t since)
   TORCH_CHECK_VALUE(since >= 0, "since is ", since, ", but must be at least 0.");
 }
 
-// (slots counted from the table's first, ascending; bits of SlotChange; ids, of free slots without
-// meaning) of the slots from `first` on that may have changed. counters: names the device; not
-// read. occupied: whether the slots had entries before; marked: entries that changed without a
-// lookup; since: entries that were looked up in this step or later have changed; moved: entries may
-// have moved.
+// Returns (slots, ascending; bits of SlotChange; ids, undefined for free slots) of the slots from
+// `first` on that may have changed. counters: only selects the device. occupied: whether the slots
+// had entries before. marked: whether entries have changed without a lookup. since: entries that
+// were looked up in this step or later have changed. moved: whether entries may have moved.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& counters,
                                                             int64_t handle, int64_t table,
                                                             int64_t first,
@@ -88,8 +87,8 @@ void check_slots(const at::Tensor& slots, at::Device device) {
 }
 
 // Replaces the entries of a snapshot in host memory at distinct `slots`, and returns the previous
-// ids. snapshot_ids and snapshot_occupied: of all slots; pinned if the other tensors are on a GPU,
-// which does not check that slots are in range.
+// ids. snapshot_ids and snapshot_occupied have all slots. They must be pinned if the other tensors
+// are on a GPU, which does not check that slots are in range.
 at::Tensor exchange_contents(at::Tensor snapshot_ids, at::Tensor snapshot_occupied,
                              const at::Tensor& slots, const at::Tensor& ids,
                              const at::Tensor& occupied) {
@@ -134,11 +133,11 @@ at::Tensor tensor_of(const std::vector<T>& values, at::ScalarType dtype) {
   return tensor;
 }
 
-// (slots, ids, whether they are touched, whether they stayed, slots whose ids have left, these ids)
-// of the differences in the slots from `first` on; see SlotDifferences. ids and occupied: the
-// previous contents of the slots, which are replaced by the present ones. freed: slots may have
-// been freed, by something other than a lookup that put another entry there. Other arguments are as
-// in slot_changes.
+// Returns (slots, ids, whether they are touched, whether they stayed, slots whose ids have left,
+// these ids) of the differences in the slots from `first` on; see SlotDifferences. ids and
+// occupied: the previous contents of the slots; replaced by the current contents. freed: whether
+// slots may have been freed other than by a lookup that replaced the entry. Other arguments as in
+// slot_changes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> compare_slots(
     const at::Tensor& counters, int64_t handle, int64_t table, int64_t first, at::Tensor ids,
     at::Tensor occupied, const std::optional<at::Tensor>& marked, int64_t since, bool moved,
@@ -172,7 +171,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
           tensor_of(found.gone_slots, at::kLong), tensor_of(found.gone_ids, at::kLong)};
 }
 
-// A matrix for rows and, if wanted, states.
+// Checks a matrix for rows and, if `states` is true, their states.
 hash_table::ValueMatrix check_values(const TableGroup& group, const TableView& view, int64_t n,
                                      const at::Tensor& values, bool states) {
   TORCH_CHECK_TYPE(view.rows.type == RowType::kFloat32,
@@ -188,7 +187,7 @@ hash_table::ValueMatrix check_values(const TableGroup& group, const TableView& v
   return hash_table::ValueMatrix{values.data_ptr<float>(), values.stride(0), states};
 }
 
-// Returns (last steps, scores or undefined); writes rows and states to `values`.
+// Writes rows and states to `values`. Returns (last steps, scores or undefined).
 std::tuple<at::Tensor, at::Tensor> read_values(int64_t handle, int64_t table,
                                                const at::Tensor& slots, at::Tensor values,
                                                bool states) {
@@ -241,7 +240,7 @@ void write_values(at::Tensor counters, int64_t handle, int64_t table, const at::
                hash_table::cuda::write_values(view, at, n, of, from, steps, keys_in, stream));
 }
 
-// ReplicaRecords of n entries of a table in a message, from this word on.
+// The ReplicaRecords of n entries of a table in a message, from word `begin` on.
 hash_table::ReplicaRecords check_records(const TableGroup& group, const TableView& view, int64_t n,
                                          const at::Tensor& message, const char* name, int64_t begin,
                                          bool states) {
@@ -278,8 +277,8 @@ struct SyncSpan {
   }
 };
 
-// Writes records of the entries at slots[first] to slots[end - 1] to a message, from this word on.
-// Returns their scores, if the table keeps any.
+// Writes records of the entries at slots[first] to slots[end - 1] to a message, from word `begin`
+// on. Returns their scores if the table stores scores.
 at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
                         const at::Tensor& is_new, int64_t first, int64_t end, at::Tensor message,
                         int64_t begin, bool states) {
@@ -301,7 +300,8 @@ at::Tensor pack_records(int64_t handle, int64_t table, const at::Tensor& slots,
   return converted(*group, table, keys);
 }
 
-// Merges the same records of two messages. scores: of these entries; ids and known: as slots.
+// Merges the corresponding records of two messages. scores: scores of the entries in [first, end);
+// ids and known: for all elements of slots.
 void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& slots,
                    const at::Tensor& ids, const at::Tensor& known, int64_t first, int64_t end,
                    at::Tensor message, const at::Tensor& theirs, int64_t begin,

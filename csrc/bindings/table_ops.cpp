@@ -1,6 +1,6 @@
-// Dispatcher ops on the entries of a group's tables. Slots are numbered through the tables.
-// `offsets` and `batch_size` assign ids to features, and so to tables; a group of one feature needs
-// none. Rows of all tables are one matrix (hash_table/row_matrix.h). Fakes are in
+// Dispatcher ops on the entries of a group's tables. Slots are numbered over all tables. `offsets`
+// and `batch_size` assign ids to features and thus to tables; a group of one feature needs none.
+// The rows of all tables are in one matrix (hash_table/row_matrix.h). Fakes are in
 // torchrec_hkv/hash_table/fake_ops.
 #include <torch/library.h>
 
@@ -29,7 +29,7 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
   check_vector(slots, "slots");
   check_device(slots, "slots", group.device());
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
-  // On a GPU, reading them would wait for the device.
+  // On a GPU, reading the slots would wait for the device.
   if (group.device().is_cuda() || slots.numel() == 0) return;
   const auto tables = static_cast<int32_t>(group.num_tables());
   const int64_t end = tables == 1 ? group.present_slots(0) : group.num_slots();
@@ -46,7 +46,7 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
   }
 }
 
-// Undefined without scores.
+// Returns the keys for the kernels; undefined without scores.
 at::Tensor check_scores(const TableGroup& group, const std::optional<at::Tensor>& scores, int64_t n,
                         const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
   if (!scores) {
@@ -62,8 +62,8 @@ at::Tensor check_scores(const TableGroup& group, const std::optional<at::Tensor>
   return keys_of_given(group, *scores, offsets, first_bags);
 }
 
-// The ids of bags of the group's features or, without offsets, of one bag of its only feature, and
-// the layout of the bags on the device.
+// The ids of a call, and the layout of their bags on the device. Without offsets, the ids form one
+// bag of the group's only feature.
 struct GivenIds {
   GivenIds(const TableGroup& group, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
            int64_t batch_size) {
@@ -83,7 +83,7 @@ RowMatrix matrix_of(const at::Tensor& rows, RowType type) {
   return RowMatrix{static_cast<char*>(rows.data_ptr()), static_cast<int32_t>(rows.size(1)), type};
 }
 
-// Given rows, aligned for kernels, which read 16 bytes at a time.
+// Checks given rows, and aligns them for kernels, which read 16 bytes at a time.
 at::Tensor check_rows(const TableGroup& group, const at::Tensor& rows, int64_t n) {
   const int64_t width = group.shape().widest;
   check_dtype(rows, "rows", group.matrix_dtype());
@@ -131,9 +131,9 @@ void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& ro
 using Inserted =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// (slots, found, ids, rows and scores of evicted and refused entries, their number, and their
-// tables if the group has several). With rows and `assign`, assigns one of the given rows to each
-// id. believed: see Placement; skipped ids have slot -1.
+// Inserts ids. Returns (slots, found, ids, rows and scores of evicted and refused entries, their
+// number, and their tables if the group has several tables). With rows and `assign`, assigns one of
+// the given rows to each id. believed: see Placement; skipped ids have slot -1.
 Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
                 const std::optional<at::Tensor>& believed, bool initialize, bool assign,
@@ -220,7 +220,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
 }
 
-// (rows, whether there is a slot)
+// Returns (rows, whether each id has a slot).
 std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor& ids,
                                                const at::Tensor& slots,
                                                const std::optional<at::Tensor>& offsets,
@@ -256,7 +256,7 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
-// Touches present ids, as a hit does. Returns their slots.
+// Touches ids that are in their tables, like a hit. Returns the slots of all ids.
 at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                  const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& offsets,
                  int64_t batch_size) {
@@ -300,8 +300,8 @@ void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
       hash_table::cuda::erase_slots(group.views(), group.only_table(), tables, at, n, stream));
 }
 
-// Whether each present slot of the given tables, one table after the other, holds a selected entry.
-// Scores are the bits of unsigned numbers.
+// Returns whether each current slot of the given tables, one table after the other, has a selected
+// entry. Scores are the bits of unsigned numbers.
 at::Tensor select_slots(const at::Tensor& counters, int64_t handle, at::IntArrayRef tables,
                         int64_t score_at_least, int64_t score_at_most, int64_t touched_before) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
@@ -338,7 +338,7 @@ at::Tensor select_slots(const at::Tensor& counters, int64_t handle, at::IntArray
   });
 }
 
-// (ids, rows, scores, states) of slots, none of them -1.
+// Returns (ids, rows, scores, states) of slots, which must not be -1.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t handle,
                                                                         const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);

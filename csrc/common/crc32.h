@@ -10,7 +10,7 @@ namespace torchrec_hkv {
 // compute it at about the speed at which they read memory.
 uint32_t crc32(uint32_t value, const void* data, size_t size);
 
-// The same by tables, for any processor.
+// As crc32, by tables, for any processor.
 uint32_t crc32_by_tables(uint32_t value, const void* data, size_t size);
 
 }  // namespace torchrec_hkv

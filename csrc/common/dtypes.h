@@ -97,7 +97,7 @@ HKV_HOST_DEVICE float load_element(RowType type, const char* row, int64_t i) {
   }
 }
 
-// Not of rows of 8 bits, whose elements share a scale.
+// Not for rows of 8 bits, whose elements share a scale.
 HKV_HOST_DEVICE void store_element(RowType type, char* row, int64_t i, float value) {
   switch (type) {
     case RowType::kFloat16:

@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv {
 
-// to[c] = from[c], n of them, of any type but 8 bits. From 16 bits to float nothing is lost.
+// to[c] = from[c] for n elements, of any type but 8 bits. From 16 bits to float this is exact.
 inline void widen_elements(RowType type, const char* from, int32_t n, float* __restrict__ to) {
   with_type(type, [&]<RowType kType>() {
     for_vectors(n, [&]<typename Vector, int kVectors>(int32_t c) {
@@ -22,14 +22,14 @@ inline void widen_elements(RowType type, const char* from, int32_t n, float* __r
   });
 }
 
-// Columns of a stored row of any type, from one on.
+// Converts n columns of a stored row of any type, from `column` on.
 inline void widen_row(RowType type, const char* row, int32_t column, int32_t n,
                       float* __restrict__ to) {
   if (type == RowType::kInt8) return widen_int8(row, column, n, to);
   widen_elements(type, row + column * element_size(type), n, to);
 }
 
-// As widen_elements, the other way round; rounds to the nearest, ties to even.
+// The inverse of widen_elements; rounds to the nearest, ties to even.
 inline void narrow_elements(RowType type, const float* __restrict__ from, int32_t n, char* to) {
   with_type(type, [&]<RowType kType>() {
     for_vectors(n, [&]<typename Vector, int kVectors>(int32_t c) {
@@ -43,7 +43,7 @@ inline void narrow_elements(RowType type, const float* __restrict__ from, int32_
   });
 }
 
-// A stored row of any type, rounded to the nearest.
+// Converts floats to a stored row of any type, rounded to the nearest.
 inline void narrow_row(RowType type, const float* __restrict__ from, int32_t n, char* row) {
   if (type == RowType::kInt8) return narrow_int8(from, n, row);
   narrow_elements(type, from, n, row);

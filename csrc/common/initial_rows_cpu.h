@@ -13,7 +13,7 @@
 
 namespace torchrec_hkv {
 
-// Four lanes of GCC's and Clang's vector extension: no machine must have them.
+// Four lanes of GCC's and Clang's vector extension, which works on any machine.
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 
 inline void mix_lanes(Lanes& x) {  // mix64
@@ -62,7 +62,7 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   if (uniform && c % 4 == 0 && has_avx512())
     c += uniform_columns_avx512(init, of_id, c >> 2, n, out);
 #endif
-  // Stays in registers: stores to memory would queue after those to rows.
+  // The draws stay in registers: stores to memory would queue after those to rows.
   for (; uniform && c % 4 == 0 && end - c >= 16; c += 16) {
     draw_columns(of_id, c >> 2, draws[0], draws[1]);
     store_uniform(init, draws[0], out + (c - column));
@@ -79,7 +79,7 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
 
 constexpr int32_t kMostColumns = 2048;  // of a row; runtime/table_config.cpp refuses more
 
-// The same in a row's own type.
+// As initial_row, in a row's own type.
 inline void store_initial_row(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
                               RowType type, char* row) {
   if (type == RowType::kFloat32) {

@@ -29,8 +29,8 @@ HKV_HOST_DEVICE Int8Scale int8_scale(uint32_t largest) {
   const float value = bits_float(largest);
   const float stored = bits_float(largest > kInt8Most ? kInt8Most : largest);
 #ifdef __CUDA_ARCH__
-  // The first quotient by the reciprocal of 127 and one correction, which is exactly rounded
-  // (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990).
+  // Divides by 127: the product with the reciprocal and one correction give the exactly rounded
+  // quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990).
   constexpr float kReciprocal = 1.0f / 127.0f;
   const float near = __fmul_rn(stored, kReciprocal);
   return {__fmaf_rn(__fmaf_rn(-near, 127.0f, stored), kReciprocal, near), __fdiv_rn(127.0f, value)};
@@ -39,14 +39,14 @@ HKV_HOST_DEVICE Int8Scale int8_scale(uint32_t largest) {
 #endif
 }
 
-// 1.5 * 2^23: a float near it ends in the whole number that was added, in two's complement, rounded
-// to the nearest.
+// 1.5 * 2^23: the low bits of its sum with a small number are that number in two's complement,
+// rounded to the nearest.
 constexpr float kInt8Magic = 12582912.0f;
-// 1.5 * 2^8: a float within 128 of it has 15 bits after the point, and ends in them and the whole
-// number that was added, plus 128.
+// 1.5 * 2^8: the low bits of its sum with a number within 128 are that number plus 128, with 15
+// bits after the point.
 constexpr float kInt8ChanceMagic = 384.0f;
 
-// The sum of a column in units of its scale and a number. inverse: not 0.
+// The bits of x * inverse + magic. inverse: not 0.
 HKV_HOST_DEVICE uint32_t int8_sum(float x, float inverse, float magic) {
 #ifdef __CUDA_ARCH__
   return float_bits(__fadd_rn(__fmul_rn(x, inverse), magic));
@@ -60,9 +60,9 @@ HKV_HOST_DEVICE int8_t to_int8(float x, float inverse) {
   return static_cast<int8_t>(int8_sum(x, inverse, kInt8Magic) & 0xffu);
 }
 
-// A column with stochastic rounding: the third byte is that of its int8 but for the sign bit, which
-// is inverted. The 16 bits of the draw are added to those after the point: the expected result is
-// the value, and whole numbers do not change.
+// Rounds a column stochastically: the third byte is its int8 with an inverted sign bit. The 16 bits
+// of the draw are added to those after the point, so that the expected result is the value, and
+// whole numbers do not change.
 HKV_HOST_DEVICE uint32_t int8_by_chance(float x, float inverse, uint32_t draw) {
   return (int8_sum(x, inverse, kInt8ChanceMagic) << 1) + (draw & 0xffffu);
 }

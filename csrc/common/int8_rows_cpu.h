@@ -42,7 +42,7 @@ class RowDraws {
   }
 
  private:
-  static constexpr uint64_t kStep = 0xd1b54a32d192ed03ull;  // as of rounding_bits
+  static constexpr uint64_t kStep = 0xd1b54a32d192ed03ull;  // as in rounding_bits
   Quads quads_;
 };
 

@@ -76,7 +76,7 @@ struct OptimizerConfig {
 };
 
 // a * x + b * y. A compiler may fuse either product with the sum, and may choose differently in
-// each kernel. Here it is always the second product, so that all kernels compute the same.
+// each kernel. Here it is always the first product, so that all kernels compute the same.
 HKV_HOST_DEVICE float sum_of_products(float a, float x, float b, float y) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, x, __fmul_rn(b, y));
@@ -179,8 +179,16 @@ HKV_HOST_DEVICE void clip_row(const OptimizerConfig& config, float squares, RowT
 // The gradient in the formulas: clipped, with coupled weight decay.
 HKV_HOST_DEVICE float gradient_of(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float gradient) {
-  const float g = clipped(config, gradient) * terms.gradient_scale;
-  return config.coupled_decay != 0.0f ? g + config.coupled_decay * value : g;
+  const float g = clipped(config, gradient);
+  return config.coupled_decay != 0.0f
+             ? sum_of_products(config.coupled_decay, value, terms.gradient_scale, g)
+             : g * terms.gradient_scale;
+}
+
+// Whether gradient_of is the identity.
+HKV_HOST_DEVICE bool has_plain_gradient(const OptimizerConfig& config) {
+  return config.clip_value == std::numeric_limits<float>::infinity() && !clips_by_norm(config) &&
+         config.coupled_decay == 0.0f;
 }
 
 // Only if adapts_by_row. squares: the sum over columns of gradient_of^2. Returns the row's new
@@ -203,7 +211,7 @@ HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
   return config.max_norm < std::numeric_limits<float>::infinity();
 }
 
-// The new value of a column without state. gradient: the result of gradient_of.
+// The new value of a column without state. direction: the result of gradient_of.
 HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
   return sum_of_products(terms.kept, value, -terms.rate, direction);
 }
@@ -219,8 +227,8 @@ HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, Row
   terms->rate *= scale;
 }
 
-// Updates a column's state in place and returns its new value. gradient: the result of gradient_of.
-// Not for LAMB.
+// Updates a column's state in place and returns its new value. g: the result of gradient_of. Not
+// for LAMB.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float g, float& first, float& second) {
@@ -259,7 +267,7 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
   return moved(terms, value, direction);
 }
 
-// The same, from the row's gradient.
+// As move_column, from the row's gradient.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {

@@ -31,9 +31,9 @@ HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_
 HKV_HOST_DEVICE uint64_t rounding_bits(uint64_t key, uint32_t quad) {
   return mix64(key + (static_cast<uint64_t>(quad) + 1) * 0xd1b54a32d192ed03ull);
 }
-// The draw of one of the four columns: its 16 bits, twice.
+// The draw of one of the four columns: 16 bits.
 HKV_HOST_DEVICE uint32_t rounding_draw_of(uint64_t bits, uint32_t column) {
-  return static_cast<uint32_t>(bits >> (column & 3) * 16 & 0xffff) * 0x10001u;
+  return static_cast<uint32_t>(bits >> (column & 3) * 16 & 0xffff);
 }
 // The draw of a column.
 HKV_HOST_DEVICE uint32_t rounding_draw(uint64_t key, uint32_t column) {
@@ -46,25 +46,26 @@ HKV_HOST_DEVICE uint16_t to_bfloat16_by_chance(float x, uint32_t draw) {
   return static_cast<uint16_t>((bits + (draw & 0xffffu)) >> 16);
 }
 
-HKV_HOST_DEVICE uint16_t to_float16_by_chance(float x, uint32_t draw) {
+// A neighbour of x in float16. The magnitude is rounded down after 13 random bits are added to the
+// bits of the fraction that float16 does not have. Below 2^-14 float16 has multiples of 2^-24:
+// 2^-14 is added there meanwhile, so that the fraction has the same bits. This rounds to a multiple
+// of 2^-37 first.
+HKV_HOST_DEVICE float float16_by_chance(float x, uint32_t draw) {
+  constexpr uint32_t kDropped = 0x1fffu;
   const uint32_t bits = float_bits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude >= 0x47800000u) return to_float16(x);  // 2^16 and above, infinite or NaN
-  const uint32_t sign = bits >> 16 & 0x8000u;
-  if (magnitude >= 0x38800000u) {  // 2^-14 and above: 13 bits of the fraction are dropped
-    return static_cast<uint16_t>(sign | (((magnitude + (draw & 0x1fffu)) >> 13) - (112u << 10)));
-  }
-  // A multiple of 2^-24. Below about 2^-55 the chance of rounding up is less than 2^-31, so it
-  // rounds down.
-  const int shift = 126 - static_cast<int>(magnitude >> 23);
-  if (shift > 55 || magnitude < 0x00800000u) return static_cast<uint16_t>(sign);
-  const uint64_t fraction = (magnitude & 0x7fffffu) | 0x800000u;
-  const uint64_t chance =
-      shift >= 32 ? static_cast<uint64_t>(draw) << (shift - 32) : draw >> (32 - shift);
-  return static_cast<uint16_t>(sign | static_cast<uint32_t>((fraction + chance) >> shift));
+  const float added = magnitude < 0x38800000u ? 0x1p-14f : 0.0f;
+  const float raised = bits_float(magnitude) + added;
+  const float kept = bits_float((float_bits(raised) + (draw & kDropped)) & ~kDropped) - added;
+  // 2^16 and above, infinite or NaN
+  return magnitude >= 0x47800000u ? x : bits_float(float_bits(kept) | (bits ^ magnitude));
 }
 
-// A 16-bit value from the two functions above.
+HKV_HOST_DEVICE uint16_t to_float16_by_chance(float x, uint32_t draw) {
+  return to_float16(float16_by_chance(x, draw));
+}
+
+// Converts to one of the 16-bit types.
 HKV_HOST_DEVICE uint16_t narrow_by_chance(RowType type, float x, uint32_t draw) {
   return type == RowType::kFloat16 ? to_float16_by_chance(x, draw) : to_bfloat16_by_chance(x, draw);
 }

@@ -1,4 +1,4 @@
-// A second stream, for kernels of a call that can run concurrently with its others.
+// A second stream, for kernels of a call that can run concurrently with the others.
 #pragma once
 
 #ifdef TORCHREC_HKV_CUDA

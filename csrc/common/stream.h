@@ -16,7 +16,8 @@ inline bool whole_lines(const void* to, int64_t bytes) {
   return bytes % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0;
 }
 
-// Both need whole lines. Other threads may read the data after finish_streams.
+// stream_copy and stream_zeros need whole lines. Other threads may read the data after
+// finish_streams.
 inline void stream_copy(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX__)
   auto* out = static_cast<__m256i*>(to);

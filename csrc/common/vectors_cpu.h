@@ -1,6 +1,6 @@
-// Columns of rows as vectors of floats, on the CPU: GCC's and Clang's vector extension, so no
-// machine must have them. 16-bit columns are widened when loaded and rounded to the nearest, ties
-// to even, when stored. Columns of 8 bits are only loaded: they are stored a row at a time
+// Columns of rows as vectors of floats, on the CPU, by GCC's and Clang's vector extension, which
+// works on any machine. 16-bit columns are widened when loaded and rounded to the nearest, ties to
+// even, when stored. Columns of 8 bits are only loaded: they are stored a row at a time
 // (common/int8_rows_cpu.h).
 #pragma once
 
@@ -20,7 +20,7 @@ namespace torchrec_hkv {
 typedef float Columns __attribute__((vector_size(32)));      // eight
 typedef float FourColumns __attribute__((vector_size(16)));  // and `float` is one
 
-// How many columns a vector has, or `float`.
+// The number of columns of a vector, or of `float`.
 template <typename Vector>
 constexpr int kColumnsOf = sizeof(Vector) / sizeof(float);
 
@@ -103,7 +103,7 @@ void narrow_float16(const Vector& columns, char* to) {
 #endif
 }
 
-// The integers alone.
+// Converts the int8 alone, without the scale.
 template <typename Vector>
 void widen_int8(const char* from, Vector& columns) {
   // GCC 12 converts these vectors byte by byte.
@@ -130,8 +130,8 @@ void widen_int8(const char* from, Vector& columns) {
 
 }  // namespace vectors
 
-// A vector's columns, stored as kType. Vectors are passed by reference: how they are passed by
-// value depends on what the compiler may assume of the machine.
+// Loads a vector's columns, stored as kType. Vectors are passed by reference: how they are passed
+// by value depends on what the compiler may assume of the machine.
 template <RowType kType, typename Vector>
 inline void load_columns(const char* from, Vector& columns) {
   if constexpr (sizeof(Vector) == sizeof(float)) {
@@ -145,13 +145,13 @@ inline void load_columns(const char* from, Vector& columns) {
   }
 }
 
-// Columns of a stored row, from one on.
+// Loads columns of a stored row, from `column` on.
 template <RowType kType>
 class StoredColumns {
  public:
   StoredColumns(const char* row, int32_t column) : from_(row + column * element_size(kType)) {}
 
-  // The same from `column` on.
+  // column: relative to that of the constructor.
   template <typename Vector>
   void load(int32_t column, Vector& columns) const {
     load_columns<kType>(from_ + column * element_size(kType), columns);
@@ -229,8 +229,8 @@ inline void for_vectors(int32_t dim, const Visit& visit) {
   if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
 }
 
-// The same with visit.operator()<Vector, kVectors>(first column, offset of the last vector), for
-// work that goes through memory once for each call: rows of 9 to 63 columns take one call.
+// As for_vectors, with visit.operator()<Vector, kVectors>(first column, offset of the last vector),
+// for work that goes through memory once for each call: rows of 9 to 63 columns take one call.
 // offset_of gives the offset of each vector, in columns; the last one may overlap the one before
 // it.
 template <typename Visit>

@@ -21,8 +21,8 @@ namespace cpu {
 void admit(const TableView* tables, const Batch& batch, const Visit& visit,
            const Admissions& admissions, int64_t* slots, int threads);
 
-// Gives the marked positions no slot: kNoSlot. If evicted ids are returned, these ids are among
-// them.
+// Replaces kNotAdmitted by kNoSlot. If evicted ids are returned, the ids that were not admitted are
+// among them.
 void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
                       const Placement& placement, int64_t* slots, int threads);
 

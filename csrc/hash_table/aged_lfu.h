@@ -47,8 +47,8 @@ HKV_HOST_DEVICE uint64_t log2_of_count(uint64_t count) {
          log2_of_fraction(static_cast<uint32_t>(fraction) & 0xffffu);
 }
 
-// Half-lives by which a new id may rank below an entry that it replaces in a training lookup. Of 0
-// to 4, 2 had the highest AUC over the streams of benchmarks/quality.py.
+// Half-lives by which a new id may rank below an entry that it replaces in a training lookup. Of
+// the values 0 to 4, 2 had the highest AUC over the streams of benchmarks/quality.py.
 constexpr uint64_t kGraceHalfLives = 2;
 
 // How entries of one table are ranked in one call.
@@ -73,19 +73,19 @@ struct Ranking {
 // reads it as float64 [7].
 struct AgedLfu {
   double c;             // half-life in lookups / slots
-  double lookups;       // of the table, in ...
-  double steps;         // ... this many steps; both are halved from time to time
+  double lookups;       // lookups of the table in `steps` steps
+  double steps;         // both are halved from time to time
   double seen_lookups;  // the table's lookup counter at the last update
   double seen_step;     // of the last update; -1: none
-  double unit;          // the half-life where c is 1, as below
+  double unit;          // the half-life for c = 1, as below
   uint64_t half_life;   // as Ranking::half_life, or kInfiniteHalfLife
 
   HKV_HOST_DEVICE Ranking ranking() const {
     return Ranking{half_life != kInfiniteHalfLife, half_life};
   }
 
-  // At the start of a call. `now` is its step, `counted` the number of lookups of earlier calls. A
-  // finite half-life is 0 until the first lookup is counted.
+  // Called at the start of a call. `now` is its step, `counted` the number of lookups of earlier
+  // calls. A finite half-life is 0 until the first lookup is counted.
   HKV_HOST_DEVICE void begin_call(uint32_t now, uint64_t counted, int64_t slots) {
     const double step = now, all_lookups = static_cast<double>(counted);
     if (seen_step >= 0 && step >= seen_step && all_lookups >= seen_lookups) {
@@ -112,7 +112,7 @@ struct AgedLfu {
     return wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted)
                                                        : kMostHalfLife;
   }
-  // Changes c to another finite value.
+  // The ranking with another, finite c.
   HKV_HOST_DEVICE Ranking ranking_of(double any_c) const {
     return Ranking{true, half_life_of(any_c)};
   }

@@ -1,6 +1,7 @@
 // Maintenance of a group's tables in each call: entries expire, counts of ids that are not admitted
-// are halved, and on a CPU windows follow the clock. It runs in each counted call, after the clock
-// has advanced and before the call finds ids: only then is the step known, and only to the device.
+// are halved, and on a CPU the windows of CountedSteps follow the clock. It runs in each counted
+// call, after the clock has advanced and before the call finds ids: only then is the step known,
+// and only to the device.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Aging {
   int32_t num_tables;
   uint32_t most_buckets;         // of one table in one sweep
   const Admissions* admissions;  // in host memory, counts to halve; null: none
-  bool ages_counts;              // whether a table uses kAgedLfu: calls pass it their step
+  bool ages_counts;              // whether a table uses kAgedLfu, which needs begin_aged_call
 };
 
 namespace cpu {

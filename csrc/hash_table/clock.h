@@ -3,8 +3,8 @@
 // from the host and can be captured in a CUDA graph.
 //
 // A pin keeps the rows of a step whose backward has not run. A place among kMaxPins and a
-// generation name it; the generation is incremented each time the place is taken. A release names
-// both, and does nothing if the place has been taken again, so a release may be repeated, as a
+// generation identify it; the generation is incremented each time the place is taken. A release
+// gives both. It does nothing if the place has been taken again, so it may be repeated, as a
 // replayed graph does. It also ends earlier pins of its place: the host reports only the last one,
 // and the device may not have seen the others.
 #pragma once
@@ -18,7 +18,7 @@ namespace torchrec_hkv::hash_table {
 constexpr int kMaxPins = 64;
 
 // The last step of free slots, and the step of free pins. It is higher than any other step, so that
-// no thread takes a slot that is being filled for the oldest of its bucket. On a CPU one thread
+// no thread mistakes a slot that is being filled for the oldest of its bucket. On a CPU one thread
 // fills a table, and a free slot's last step may have any value: its memory has not been touched.
 constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
 
@@ -39,8 +39,8 @@ struct Tick {
   uint32_t generation;             // of that pin
 };
 
-// Advances the step of the call. The step stays at its maximum instead of wrapping: the host counts
-// too and refuses the call; graphs that are replayed that often no longer evict.
+// Returns the step of the call. It stays at its maximum instead of wrapping: the host counts too
+// and refuses the call; graphs that are replayed that often no longer evict.
 HKV_HOST_DEVICE uint32_t next_step(uint32_t now, const Tick& tick) {
   return tick.counts && now < kFreeStep ? now + 1 : now;
 }

@@ -1,12 +1,12 @@
 // The last steps and counts of a table under LFU, aged or not, on a CPU: one word of 32 bits for a
-// slot, so that a hit changes one cache line, as under LRU, and an eviction reads no more lines.
+// slot, so that a hit changes one cache line and an eviction reads no more lines than under LRU.
 //
-// A word has the low 7 bits of the count and, below them, the step as a distance of 23 bits from
-// the begin of a window. The other bits of the count are in two more arrays. A hit needs them only
-// if it carries, and an eviction only if all counts that it has to compare have them. Then it reads
-// 16 bits a slot: the third array has the bits that don't fit, those of counts above 8 million. The
-// window follows the clock, half of its length at a time (cpu/step_window.cpp). The few entries
-// that it leaves behind have the upper bits of their steps in these arrays, too.
+// A word has the low 7 bits of the count and, below them, the step: a distance of 23 bits from the
+// begin of a window. Two more arrays have the other bits of the count: `high` has 16 bits a slot,
+// `upper` what does not fit, for counts above 8 million. A hit needs them only if it carries. An
+// eviction reads `high` only if all counts that it compares have bits there. The window follows the
+// clock, half of its length at a time (cpu/step_window.cpp). The few entries that it leaves behind
+// have the upper bits of their steps in these arrays, too.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct CountedSteps {
   static constexpr uint32_t kLowCount = (1u << kCountBits) - 1;  // shifted to the lowest bit
   static constexpr uint32_t kHasHighCount = 1u << 30;            // the count has bits in `high`
   static constexpr uint32_t kIsFar = 1u << 31;                   // the step is not in the window
-  // The other bits of a count, from which on there is an element of `upper`.
+  // From this value of `high` on, there is an element of `upper`.
   static constexpr uint32_t kLongHigh = 0xff00;
 
   uint32_t* words;  // [num_slots]; null: the table keeps none
@@ -48,7 +48,7 @@ struct CountedSteps {
   uint32_t step(int64_t slot) const { return step_of(words[slot], slot); }
   uint64_t count(int64_t slot) const { return count_of(words[slot], slot); }
 
-  // The entry of a slot whose word is `word`.
+  // The step and count of a slot whose word is `word`.
   uint32_t step_of(uint32_t word, int64_t slot) const {
     if ((word & kIsFar) == 0) [[likely]]
       return begin() + (word & kDistance);
@@ -68,12 +68,13 @@ struct CountedSteps {
     return (rest & kFarCount) << (kCountBits + 1) | bit << kCountBits | low;
   }
 
-  // A word and, if it has kHasHighCount or kIsFar, 16 bits for `high` below 48 for `upper`.
+  // A word and, if it has kHasHighCount or kIsFar, 16 bits for `high` and above them 48 for
+  // `upper`.
   //
-  // Without kIsFar these are the bits of the count above kCountBits: less than kLongHigh, or 8 bits
-  // with kLongHigh and the others in `upper`. A word with kIsFar has the low bits of the step
-  // itself and one bit more of the count, in place of kHasHighCount; then the 64 bits are the upper
-  // bits of the step above those of the count.
+  // Without kIsFar these are the bits of the count above kCountBits: a value below kLongHigh, or 8
+  // bits with kLongHigh and the others in `upper`. With kIsFar, the word has the low bits of the
+  // step itself and, in place of kHasHighCount, one more bit of the count; the 64 bits are the
+  // upper bits of the step above those of the count.
   struct Entry {
     uint32_t word;
     uint64_t rest;
@@ -91,7 +92,7 @@ struct CountedSteps {
     return Entry{kIsFar | bit | low | (step & kDistance),
                  uint64_t{step >> kStepBits} << kFarCountBits | high >> 1};
   }
-  // What an entry has beside its word.
+  // Stores the bits of an entry that are not in its word.
   void set_rest(int64_t slot, const Entry& its) const {
     if ((its.word & (kIsFar | kHasHighCount)) == 0) [[likely]]
       return;
@@ -124,7 +125,7 @@ struct CountedSteps {
   Entry looked_up_far(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
     return entry(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
   }
-  // A lookup in the step `now`, which must be in the window.
+  // Counts a lookup in the step `now`, which must be in the window.
   void look_up(int64_t slot, uint32_t now, uint64_t given) const {
     if (takes(words[slot], given)) [[likely]] {
       words[slot] = looked_up(words[slot], now - begin(), given);

@@ -1,4 +1,4 @@
-// Expiry removes entries that no call has touched for a number of calls. Both devices.
+// Expiry removes entries that no call has touched for a number of calls. For both devices.
 //
 // Each counted call sweeps a part of the buckets, so that every bucket has its turn in a period of
 // calls. An entry leaves if its age is more than expire_after calls, at most one period late. A

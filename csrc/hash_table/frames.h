@@ -1,7 +1,6 @@
 // HBM as a cache of rows in host memory. If a table's rows do not all fit in HBM, every slot has
 // its row and state in host memory (the *backing* store), and some slots also have a copy in a
-// *frame* of HBM.
-// Then only the frame is up to date, until it is written back.
+// *frame* of HBM. Then only the frame is up to date, until it is written back.
 //
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
 // long for four separate bytes as for a piece of a row. See share_that_fits.
@@ -21,8 +20,8 @@
 //
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
 // backward finds the rows of its batch in place, even while another call moves rows. If a row found
-// no frame, its set records the step (`crowded`): a pending backward may write the row there, and
-// until then no row of the set is fetched from there.
+// no frame, its set records the step (`crowded`): a pending backward may write the row in host
+// memory; until then no row of the set is fetched from there.
 #pragma once
 
 #include <cstdint>
@@ -97,7 +96,7 @@ struct Frames {
   // The set of a slot, and the slot's number in it.
   struct SetPlace {
     int64_t set;
-    int64_t first;    // slot of the set
+    int64_t first;    // first slot of the set
     uint32_t number;  // of the slot, in the set
   };
   HKV_HOST_DEVICE SetPlace place_in_set(int64_t slot) const {
@@ -121,7 +120,7 @@ struct Frames {
     }
     return SetPlace{region * region_sets + set, first + set, number};
   }
-  // The same for the set's slot number 0, which the table may not have.
+  // As place_in_set, for the set's slot number 0, which the table may not have.
   HKV_HOST_DEVICE SetPlace first_of_set(int64_t set) const {
     const int64_t region = set / region_sets;
     return SetPlace{set, region * region_slots + (set - region * region_sets), 0};
@@ -148,13 +147,13 @@ struct Frames {
   }
   // The frame, in its set, of the slot with this number, or -1.
   HKV_HOST_DEVICE int place_of(uint64_t tags, uint32_t number) const {
-    // Compares all tags at once: a matching tag gives zeros in `other`, of which the lowest is
+    // Compares all tags at once: a matching tag is zero in `other`. Only the lowest result is
     // exact.
     constexpr uint64_t kFlags = (1 << kTagFlags) - 1;
     const uint64_t other = (tags & ~(ones * kFlags)) ^ ones * tag_of(number);
     const uint64_t found = (other - ones) & ~other & ones << (bits - 1);
     if (found == 0) return -1;
-    const uint64_t begun = ones & ~found & (found - 1);  // of the tags up to that one
+    const uint64_t begun = ones & ~found & (found - 1);  // lowest bits of the tags up to the match
 #ifdef __CUDA_ARCH__
     return __popcll(begun) - 1;
 #else

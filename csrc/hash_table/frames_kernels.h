@@ -7,9 +7,9 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// At the end of an insertion: brings rows of the batch's ids into frames and writes back the rows
-// that they replace, for tables with frames. Then writes rows and states of new ids, which the
-// insertion did not write there: rows as `rows` says. With NewRows::kUntouched no other rows move.
+// At the end of an insertion, for tables with frames: brings rows of the batch's ids into frames
+// and writes back the rows that they replace. Then writes the states and, as `rows` says, the rows
+// of new ids, which the insertion left to this call. With NewRows::kUntouched no other rows move.
 void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                  const MovingRows& moving, void* scratch, cudaStream_t stream);

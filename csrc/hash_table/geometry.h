@@ -10,7 +10,7 @@ namespace torchrec_hkv::hash_table {
 
 struct Geometry {
   int64_t num_buckets;   // at the full capacity
-  int32_t bucket_slots;  // of the 64 slots of a bucket's line of digests
+  int32_t bucket_slots;  // slots of a bucket, at most the 64 of its line of digests
   int32_t doublings;     // from the initial number of buckets
 
   int64_t num_slots() const { return num_buckets * bucket_slots; }
@@ -18,9 +18,9 @@ struct Geometry {
 };
 
 // The fewest buckets that hold the capacity, evenly filled. This adds less than one slot a bucket.
-// A table that starts smaller doubles its buckets until it has all of them, so their number is
+// A table that starts smaller doubles its buckets until it has all of them. Their number is then
 // rounded up to a multiple of that power of two, by a sixteenth at most, because smaller buckets
-// fill earlier. The table starts with the smallest such share that holds the initial capacity.
+// fill earlier. The table starts with the smallest such fraction that holds the initial capacity.
 inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t least = divide_up(capacity, kBucketDigests);

@@ -24,7 +24,7 @@ HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
 }
 
 // Tables of one width class with the same number of bytes a column are updated by the same kernel.
-// Their number is a bit of GroupShape::row_classes.
+// Each class is a bit of GroupShape::row_classes.
 constexpr int32_t kRowClasses = 3 * kWidthClasses;
 constexpr int32_t kAllRowClasses = -1;
 

@@ -7,16 +7,16 @@
 // its entries. So there is never a second copy of a row.
 //
 // One kind of entry is misplaced (*astray*) after that. If both hashes of an id give one bucket f,
-// its second bucket is f + 1. Doubling may separate the hashes, so that the id belongs to 2 f or 2
-// f + 1 and may be stored in either. It waits at its position in 2 f + 2 until all buckets are
-// split, and then takes a free slot of those two. There always is one: the two receive at most the
-// entries of f and those astray of f + 1, each no more than one bucket held.
+// its second bucket is f + 1. Doubling may separate the hashes, so that the id belongs to 2 f and 2
+// f + 1. An entry of f + 1 then waits at its position in 2 f + 2 until all buckets are split, and
+// takes a free slot of those two. There always is one: the two receive at most the entries of f and
+// those astray of f + 1, each no more than one bucket held.
 //
-// On a CPU a table may be in use while some buckets are yet to be split. As the last ones come
-// first, these are buckets 0 to unsplit - 1 of half as many; buckets 2 * unsplit and up of all have
-// been split, and those in between are empty. An id's hashes are scaled by the number of all
-// buckets; half of that is its bucket while this is yet to be split. Ids that are astray are then
-// moved as soon as their bucket has been split.
+// On a CPU a table may be in use while some buckets are yet to be split. The last ones are split
+// first: buckets 0 to unsplit - 1 of the old number are yet to be split, buckets 2 * unsplit and up
+// of the new number have been split, and those in between are empty. An id's hashes are scaled by
+// the new number; half of that is its bucket while this is yet to be split. Ids that are astray are
+// then moved as soon as their bucket has been split.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,8 @@ HKV_HOST_DEVICE bool is_astray(int64_t id, uint32_t bucket, uint32_t num_buckets
   return bucket != choice.first && bucket != choice.second;
 }
 
-// One of several launches: buckets [begin, end) split together. None of their targets is a source.
+// Buckets [begin, end), which one launch splits. None of their targets is a source, but bucket 0 is
+// its own.
 struct SplitRange {
   uint32_t begin;
   uint32_t end;
@@ -76,8 +77,8 @@ namespace cpu {
 // Makes buckets [begin, end) empty.
 void empty_buckets(const TableView& table, int64_t begin, int64_t end, int threads);
 
-// Splits the buckets from `unsplit` on, of those that are yet to be split. `table` is the table
-// before; the buckets between must be empty.
+// Splits buckets [unsplit, table.unsplit). `table` is the view before; the buckets in between must
+// be empty.
 void split_buckets(const TableView& table, uint32_t unsplit, int threads);
 
 // The number of entries.

@@ -71,32 +71,32 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
             char* vectors, int threads);
 
 // rows[i] = the row at slots[i] of the batch's id i, or the id's initial row for kNoSlot. Slots are
-// numbered through the tables of a group. found[i] (may be null): whether slots[i] is a slot.
+// numbered across the tables of a group. found[i] (may be null): whether slots[i] is a slot.
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
-// The row at slots[i], numbered through the tables of a group, becomes rows[i] (of several for one
-// slot one, whole: on a CPU the last), or is added to. kNoSlot is skipped.
+// Writes rows[i] to the row at slots[i], or adds it. Of several rows for one slot, one is written
+// whole: on a CPU the last. Slots are numbered across the tables of a group; kNoSlot is skipped.
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, int threads);
 
-// Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
+// Touches slots as a hit does; position i of the batch has slots[i], numbered across the tables.
 // kNoSlot is skipped.
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const Visit& visit, int threads);
 
-// Frees slots, numbered through the tables of a group. kNoSlot is skipped.
+// Frees slots, numbered across the tables of a group. kNoSlot is skipped.
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
 // For policies that store given scores: if several scores are given for one slot, stores the last
 // one. Called after a call that touched the slots, whose threads may have stored any of them. Slots
-// are numbered through the tables of a group; kNoSlot and kSkipped are skipped.
+// are numbered across the tables of a group; kNoSlot and kSkipped are skipped.
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads);
 
-// steps[i], counts[i] = those at slots[i] of a table that keeps CountedSteps; slots null: at i.
-// steps, counts: null if not wanted. And the reverse for slots 0 to n - 1.
+// Reads steps and counts at slots[i], or at slot i if `slots` is null, of a table that keeps
+// CountedSteps. steps, counts: null if not wanted. write_counted writes those of slots 0 to n - 1.
 void read_counted(const TableView& table, const int64_t* slots, int64_t n, uint32_t* steps,
                   int64_t* counts, int threads);
 void write_counted(const TableView& table, const uint32_t* steps, const int64_t* counts, int64_t n,
@@ -107,7 +107,7 @@ void write_counted(const TableView& table, const uint32_t* steps, const int64_t*
 void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,
                   bool* chosen, int threads);
 
-// Reads the ids, scores, rows and states at slots, numbered through the tables of a group. No slot
+// Reads the ids, scores, rows and states at slots, numbered across the tables of a group. No slot
 // may be kNoSlot.
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                   const Exported& out, int threads);
@@ -162,8 +162,8 @@ void find(const TableView* tables, const TableView* only, const Batch& batch, in
 size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored);
 
 // Advances the clock first; `clock` is that of the visit. there[i] (may be null): whether the id
-// was in the table before. writer[i] (may be null): whether write_rows writes the row of this
-// position, of all positions of the id.
+// was in the table before. writer[i] (may be null): whether this is the position of the id whose
+// row write_rows writes.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
@@ -172,7 +172,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
 // Applies `tick`: advances the step, or not, and updates the pins.
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 
-// Ends the pin.
+// Ends a pin (clock.h).
 void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
@@ -182,15 +182,15 @@ void gather(const TableView& table, const RowStore& store, const int64_t* slots,
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream);
 
-// Of several rows for one slot, writes that of the position in `writer` or, if writer is null, that
-// of the first thread to claim the slot in `claims`, a zeroed bitmap of the group's slots. Reads
-// neither when adding.
+// Of several rows for one slot, writes that of the position in `writer` or, if writer is null, of
+// the first thread to claim the slot in `claims`, a zeroed bitmap of the group's slots. Neither is
+// read when adding.
 void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
                 const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);
 
-// As cpu::write_rows with in_order, and as cpu::keep_last_scores. slots: sorted, [n]; positions:
-// their positions in the call, ascending among equal slots. kNoSlot and kSkipped are skipped.
+// As cpu::write_rows and cpu::keep_last_scores. slots: sorted, [n]; positions: their positions in
+// the call, ascending among equal slots. kNoSlot and kSkipped are skipped.
 void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
                          const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
                          cudaStream_t stream);
@@ -274,8 +274,8 @@ struct RestoreOrder {
 };
 
 // As cpu::restore_entries, in the order of the entries, but the entry that entry i replaces goes to
-// place i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted, with the position of
-// each.
+// place i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted; places: the index of
+// each before the sort.
 void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
                    cudaStream_t stream);
 void restore_entries_in_order(const TableView& table, const Entries& entries,

@@ -1,4 +1,4 @@
-// When a table's miniatures see its ids. For both devices.
+// Decides when a table's miniatures see its ids, on both devices.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::hash_table {
 
-// Lookups of a call, for each slot of the table, up to which miniatures see its ids. Beyond that
+// Up to this number of lookups per slot of the table in a call, miniatures see its ids. Beyond that
 // the table is much too small for its batches, and a set would process hundreds of ids in turn.
 constexpr double kMostSeenPerSlot = 8;
 

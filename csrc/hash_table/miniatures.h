@@ -5,10 +5,10 @@
 // table takes the longest half-life whose miniature performs about as well as the best.
 //
 // A miniature has sets of up to 64 entries; an id belongs to one set. The effect of a call on a set
-// does not depend on the order of its ids: all hits count and store the step, then each missing id
+// does not depend on the order of its ids. All hits count and store the step. Then each missing id
 // takes a free entry or the entry of the lowest rank that the call has not touched, if a training
-// lookup replaces that rank by an id that was looked up once. If there are too few of these, the
-// missing ids with the lowest tags stay.
+// lookup would replace that rank by a new id. If there are too few of these entries, the missing
+// ids with the lowest tags stay.
 #pragma once
 
 #include <cstdint>
@@ -61,8 +61,8 @@ struct MiniatureSize {
   uint32_t sets;  // of each miniature
   uint32_t ways;  // entries of a set
 
-  // A thirty-second of the slots: at least 4 sets if these are at most a quarter, and at most 4,096
-  // entries.
+  // A thirty-second of the slots, at most 4,096 entries. At least 4 sets if these are at most a
+  // quarter of the slots.
   static MiniatureSize of(int64_t slots) {
     const int64_t sets = slots / (32 * kMiniatureWays);
     const int64_t least = slots < 16 * kMiniatureWays ? 1 : 4;
@@ -111,9 +111,8 @@ struct Miniatures {
     return true;
   }
 
-  // At the start of a call; `counted` is the number of the table's lookups before it. After as many
-  // lookups as the table has slots, c is chosen again, once the miniatures have been full for a
-  // while.
+  // Called at the start of a call. counted: the table's lookups before it. Chooses c again after as
+  // many lookups as the table has slots, once the miniatures have been full for a while.
   HKV_HOST_DEVICE void choose(uint64_t counted, int64_t slots, double* c) const {
     if (counted - tally->chosen_at < static_cast<uint64_t>(slots)) return;
     tally->chosen_at = counted;

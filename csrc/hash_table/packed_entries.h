@@ -3,10 +3,10 @@
 // touch and a new entry take one memory access.
 //
 // A bucket has its own sectors; places beyond its slots always hold kFreeStep. The first three of a
-// sector's eight words are last steps. Of an id the sector stores the part of the hash (a bijection
-// of ids) that the digest does not: 32 bits in words 3 to 5, 16 bits in the bytes from 24 on. The
-// last two bytes have a bit for each slot that distinguishes hashes with the same digest_of: it is
-// read only if the digest is one of these two values, and may have any value otherwise.
+// sector's eight words are last steps. The hash is a bijection of ids; the sector stores the part
+// of it that the digest lacks: 32 bits in words 3 to 5, 16 bits in the bytes from 24 on. The last
+// two bytes have a bit for each slot that distinguishes hashes with the same digest_of. Only two
+// digests need it; for others it is not read and may have any value.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ constexpr int kHighHalf = 4 * kSectorSlots;  // index of its half word
 constexpr int kFlagWord = kSectorWords - 1;  // its upper half holds the flags
 constexpr int kFlagShift = 16;
 
-// A bucket's sectors are in groups. A table stores the age of each group's oldest entry, so that
-// the search for the oldest entry of a bucket need not read all sectors.
+// A bucket's sectors are in groups. A table stores a lower bound of each group's last steps, so
+// that the search for a bucket's oldest entry need not read all sectors.
 constexpr int kGroups = 4;
 constexpr int kGroupSectors = 6;
 

@@ -1,4 +1,4 @@
-// How an insertion places missing ids, and what it gives back of the entries that leave.
+// How an insertion places missing ids, and what it returns of entries that it evicts or refuses.
 #pragma once
 
 #include <cstdint>

@@ -17,16 +17,16 @@ struct ReplicaIds {
   int64_t all() const { return touched() + num_left; }
 };
 
-// What the ids of all replicas are to this one. Arrays have room for all touched ids of all
+// How the ids of all replicas relate to this one. Arrays have room for all touched ids of all
 // replicas, unless said otherwise.
 struct MetIds {
   int64_t* ids;     // those that some replica touched, in the order of first occurrence
   bool* known;      // whether a replica that touched or lost the id had it at the last sync
   bool* touched;    // whether this replica touched it
-  bool* is_new;     // and it was new to it
+  bool* is_new;     // whether it was also new to this replica
   int64_t* slots;   // its slot here, or kNoSlot
-  int64_t* absent;  // the indices of ids without a slot here; as many as the others touched
-  int64_t* left;    // ids that left a replica and that none touched; as many as left any
+  int64_t* absent;  // indices of ids without a slot here; room for the ids that others touched
+  int64_t* left;    // ids that left a replica and that none touched; room for those that left any
   int64_t* places;  // of each id that this replica touched, its index in `ids`
 };
 

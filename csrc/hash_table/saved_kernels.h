@@ -1,4 +1,4 @@
-// CPU kernels of loads of saved tables. They run beside threads that read files.
+// CPU kernels that load saved tables. They run beside threads that read files.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,7 @@ struct IdSet {
 };
 
 // Adds the ids whose hash begins with the `bits` bits of `part`, until the set holds more than
-// most(). Returns an id that was there already, which ends it, too. Runs on the caller's thread
-// alone.
+// most(). If an id is in the set already, stops and returns it. Runs on the caller's thread alone.
 std::optional<int64_t> add_ids(IdSet& set, const int64_t* ids, int64_t n, int bits, uint64_t part);
 
 }  // namespace torchrec_hkv::hash_table::cpu

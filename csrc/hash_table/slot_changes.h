@@ -22,7 +22,7 @@ struct SlotChanges {
   int64_t n;           // positions
   const bool* was;     // [n] whether the slots had entries
   const bool* marked;  // [n] or null: entries that changed without a lookup
-  uint32_t since;      // entries whose last step is not before it were looked up
+  uint32_t since;      // entries with this last step or a later one were looked up
   bool moved;          // entries may have moved: the entry of each occupied slot may be another one
   uint8_t* changes;    // [n]
 
@@ -51,7 +51,7 @@ struct SlotComparison {
   const bool* marked;  // [n] or null, as SlotChanges
   uint32_t since;
   bool moved;
-  bool freed;  // slots may have been freed: an entry may have gone, and none come in its place
+  bool freed;  // slots may have been freed without getting another entry
 };
 
 // The result of such a comparison; slots ascend.

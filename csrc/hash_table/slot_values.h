@@ -7,7 +7,7 @@
 
 namespace torchrec_hkv::hash_table {
 
-// Row i: the row of an entry, then its state. Further columns belong to others.
+// Row i: the row of an entry, then its state. Further columns are not accessed.
 struct ValueMatrix {
   float* data;
   int64_t stride;  // columns from one row to the next

@@ -7,7 +7,8 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// At the start of a call whose step is `now`: calls touch entries in steps of the window only.
+// Moves the window at the start of a call with step `now`: calls touch entries in steps of the
+// window only.
 void follow_clock(const TableView& table, uint32_t now, int threads);
 
 }  // namespace torchrec_hkv::hash_table::cpu

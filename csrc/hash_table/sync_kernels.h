@@ -37,7 +37,7 @@ void compare_slots(const TableView& table, const SlotComparison& comparison, Slo
 void read_values(const TableView& table, const int64_t* slots, int64_t n, const ValueMatrix& out,
                  uint32_t* last_steps, uint64_t* scores, int threads);
 
-// Overwrites the same values at slots[i] if the slot holds ids[i]. Does nothing for other slots and
+// Overwrites these values at slots[i] if the slot holds ids[i]. Does nothing for other slots and
 // for kNoSlot. A slot may occur once only.
 void write_values(const TableView& table, const int64_t* slots, int64_t n, const int64_t* ids,
                   const ValueMatrix& from, const uint32_t* last_steps, const uint64_t* scores,
@@ -51,8 +51,8 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 // Merges the records of two replicas, except for the flags. Rows and states become means over the
 // replicas that have the id. For an id that neither had at the last sync, they are means over both:
 // a replica without it contributes the initial row and states of 0. Overwrites the entry at
-// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own`, which may also be
-// overwritten otherwise.
+// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own`, which may be
+// overwritten in any case.
 void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
                    const float* theirs, int threads);
 

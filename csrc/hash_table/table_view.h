@@ -1,13 +1,13 @@
-// A hash table as kernels see it: raw pointers, owned by someone else.
+// A hash table as kernels see it: raw pointers, which it does not own.
 //
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
-// score, row and optimizer state lie in arrays of their own at the slot's number, bucket *
-// bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id has two
-// candidate buckets; nothing moves once placed, so a slot number stays valid until its id is
-// evicted. The digest marks a free slot, because every 64-bit id is legal.
+// score, row and optimizer state are in separate arrays, at the slot's number bucket * bucket_slots
+// + position; on a GPU ids and steps may be packed (packed_entries.h). Every id has two candidate
+// buckets. Unless the table grows, an entry's slot number stays valid until its id is evicted. The
+// digest marks a free slot, because every 64-bit id is legal.
 //
-// Slots of a group's tables are numbered through: slot + first_slot is unique in the group.
+// Slots are also numbered across the tables of a group: slot + first_slot is unique in it.
 #pragma once
 
 #include <cstdint>
@@ -97,7 +97,7 @@ struct TableView {
   int64_t first_slot;                     // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
-  // Of half as many buckets, how many are yet to be split (grow.h); 0: none. CPU only.
+  // Buckets of the table before it doubled that are yet to be split (grow.h). CPU only.
   uint32_t unsplit;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, if columns are sharded
@@ -107,7 +107,7 @@ struct TableView {
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
-  // Under kAgedLfu, at the start of a call with this step, before its lookups are counted.
+  // Called under kAgedLfu at the start of a call with this step, before its lookups are counted.
   HKV_HOST_DEVICE void begin_aged_call(uint32_t now) const {
     const uint64_t counted = counters[kLookups];
     AgedLfu renewed = *aged;  // loaded at once
@@ -119,7 +119,7 @@ struct TableView {
   HKV_HOST_DEVICE Ranking ranking() const {
     return aged == nullptr ? Ranking{false, 0} : aged->ranking();
   }
-  // Whether a slot, numbered through the group, belongs to this table; false for kNoSlot.
+  // Whether a slot, numbered across the group, belongs to this table; false for kNoSlot.
   HKV_HOST_DEVICE bool has(int64_t slot) const {
     return static_cast<uint64_t>(slot - first_slot) < static_cast<uint64_t>(num_slots);
   }
@@ -133,7 +133,7 @@ struct TableView {
   }
 };
 
-// The table of a slot that is numbered through the group.
+// The table of a slot that is numbered across the group.
 HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_tables, int64_t slot) {
   int32_t low = 0;
   int32_t high = num_tables;

@@ -6,27 +6,27 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-// Times that differ by a smaller part are equal.
+// Times whose relative difference is smaller count as equal.
 constexpr double kRounding = 1e-9;
-// Ranks are balanced if the slowest one takes no more than the mean times this.
+// Ranks are balanced if the slowest rank takes at most this multiple of the mean time.
 constexpr double kBalanced = 1.005;
 
-// Shards that change places.
+// A move of shards between two ranks.
 struct Swap {
-  double time;                  // of the slower one of the two ranks
-  std::vector<Movable*> moved;  // from the slowest rank
-  Movable* other = nullptr;     // goes the other way; none if null
+  double time;                  // time of the slower one of the two ranks
+  std::vector<Movable*> moved;  // shards that leave the slowest rank
+  Movable* other = nullptr;     // shard that moves to it; null for none
   int to = -1;
 };
 
 constexpr Need kNothing{0, 0, 0};
 
-// Whether a rank has room for something if it gives away something else.
+// Whether a rank has memory for `comes` once `goes` has left.
 bool fits(const Rank& rank, const Need& comes, const Need& goes) {
   return added(rank.hbm, goes.hbm) >= comes.hbm && added(rank.host, goes.host) >= comes.host;
 }
 
-// The other ranks, those with least time first.
+// The other ranks, in ascending order of time.
 std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
   std::vector<int> order(ranks.size());
   std::iota(order.begin(), order.end(), 0);
@@ -35,7 +35,7 @@ std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
   return order;
 }
 
-// Keeps a change that makes the slower one of two ranks faster than the best so far.
+// Stores a move as the best if the slower of its two ranks is faster than with the best so far.
 void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<Movable*>& moved,
            const Need& comes, Movable* other, Swap& best) {
   const Need& goes = other ? *other->need : kNothing;
@@ -60,7 +60,7 @@ Swap best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank
       offer(ranks, from, to, {moved}, *moved->need, nullptr, best);
       for (Movable* other : by_rank[to]) offer(ranks, from, to, {moved}, *moved->need, other, best);
     }
-    // Good enough: other ranks would take as long again.
+    // Good enough: trying another rank would take as long again.
     if (!best.moved.empty() && best.time <= 0.75 * time + 0.25 * ranks[to].time) break;
   }
   return best;
@@ -73,7 +73,7 @@ Swap best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_ran
   const auto size = [](const Movable* shard) {
     return static_cast<double>(shard->need->hbm) + static_cast<double>(shard->need->host) + 1;
   };
-  // The slowest for their memory come first.
+  // Shards with the most time for their memory come first.
   std::stable_sort(own.begin(), own.end(), [&](const Movable* a, const Movable* b) {
     return a->need->time * size(b) > b->need->time * size(a);
   });
@@ -93,7 +93,7 @@ Swap best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_ran
         sum = then;
         return true;
       };
-      // Slow ones up to half of the difference; then, for the memory, fast ones.
+      // Takes slow shards up to half of the time difference, then fast ones to fill the memory.
       size_t count = 0;
       while (count < own.size() && take(own[count])) ++count;
       for (size_t at = own.size(); at > count; --at) {

@@ -9,11 +9,11 @@
 namespace torchrec_hkv::planner {
 
 // Moves shards, or swaps one or several for another, as long as this makes the slowest rank faster
-// and all fit. For s shards on r ranks, a step takes a time of s^2 / r^2 where another rank has
-// little to do, and at most s^2 / r.
+// and all shards fit. For s shards on r ranks, a step takes O(s^2 / r^2) if another rank has little
+// to do, and at most O(s^2 / r).
 //
-// ranks: what is free, at least 0.
-// most_offers: the number of changes that are looked at, about.
+// ranks: free memory, at least 0.
+// most_offers: approximate limit of the number of changes that are tried.
 void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers);
 
 }  // namespace torchrec_hkv::planner

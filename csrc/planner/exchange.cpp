@@ -8,7 +8,7 @@ namespace {
 // Number of steps for each rank after which an exchange gives up.
 constexpr int kMostSteps = 8;
 
-// Bytes that count as endless. Their sums fit in 64 bits.
+// Number of bytes that counts as unlimited. Sums of it fit in 64 bits.
 constexpr int64_t kEndless = int64_t{1} << 60;
 
 int64_t missing(int64_t hbm, int64_t host) {
@@ -18,13 +18,13 @@ int64_t missing(int64_t hbm, int64_t host) {
 int64_t missing(const Rank& rank) { return missing(rank.hbm, rank.host); }
 
 struct Change {
-  int64_t gain = 0;  // how much less is missing
+  int64_t gain = 0;  // reduction of the missing memory
   Movable* moved = nullptr;
-  Movable* other = nullptr;  // goes the other way; none if null
+  Movable* other = nullptr;  // shard that moves the other way; null for none
   int to = -1;
 };
 
-// What is missing on two ranks less than before if one gives (hbm, host) to the other.
+// Reduction of the memory that two ranks lack if one gives (hbm, host) bytes to the other.
 int64_t gain_of(const Rank& from, const Rank& to, int64_t hbm, int64_t host) {
   return missing(from) + missing(to) - missing(added(from.hbm, hbm), added(from.host, host)) -
          missing(subtracted(to.hbm, hbm), subtracted(to.host, host));
@@ -41,7 +41,7 @@ Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
   };
   std::vector<int> others;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
-    // A rank that is full can't take more without lacking as much.
+    // A full rank would lack as much as it takes.
     if (rank != from && (ranks[rank].hbm > 0 || ranks[rank].host > 0)) others.push_back(rank);
   }
   std::stable_sort(others.begin(), others.end(), [&](int a, int b) {
@@ -53,7 +53,7 @@ Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
       for (Movable* other : by_rank[to]) offer(moved, other, to);
       if (best.gain == all) return best;
     }
-    if (best.gain > all / 2) break;  // good enough: other ranks would take as long again
+    if (best.gain > all / 2) break;  // good enough: another rank would take as long again
   }
   return best;
 }

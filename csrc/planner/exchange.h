@@ -1,4 +1,4 @@
-// Moves shards from ranks whose memory does not suffice to other ranks.
+// Moves shards from ranks with too little memory to other ranks.
 #pragma once
 
 #include <vector>
@@ -11,20 +11,20 @@ namespace torchrec_hkv::planner {
 struct Movable {
   const Need* need;
   int rank;
-  size_t position;  // of the caller's
+  size_t position;  // index of the shard for the caller
 };
 
 using ByRank = std::vector<std::vector<Movable*>>;
 
-// Gives a shard to another rank.
+// Moves a shard to another rank.
 void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank);
 
-// Moves shards, or swaps two, as long as this lessens the memory that is missing. In each step the
-// best of these changes is made for the rank that lacks most, or one that provides half of it. For
-// s shards on r ranks, a step takes a time of s^2 / r.
+// Moves shards, or swaps two, as long as this reduces the missing memory. Each step makes the best
+// change for the rank that lacks the most, or one that provides half of what it lacks. For s shards
+// on r ranks, a step takes O(s^2 / r).
 //
-// ranks: free memory, less than nothing where it is missing.
-// Returns whether nothing is missing.
+// ranks: free memory, negative if memory is missing.
+// Returns whether all shards fit.
 bool exchange(std::vector<Rank>& ranks, std::vector<Movable>& shards);
 
 }  // namespace torchrec_hkv::planner

@@ -11,7 +11,7 @@ namespace {
 
 bool is_short(const Rank& rank) { return rank.hbm < 0 || rank.host < 0; }
 
-// Options with a shard that may be on several ranks and is at least as large.
+// Options with a shard of at least this many bytes that may be on several ranks.
 std::vector<size_t> at_least(const std::vector<const Parts*>& options, int64_t bytes) {
   std::vector<size_t> found;
   for (size_t at = 0; at < options.size(); ++at) {

@@ -7,10 +7,11 @@
 
 namespace torchrec_hkv::planner {
 
-// Lists of options, of each of which some must be spread further for all to fit. For each rank that
-// lacks memory after the largest shards were placed where most is left: the options with a shard on
-// it. For each block of shards that fits no host: the options with shards at least as large. No
-// list if all fit, and only an empty one if the options for all ranks do not fit.
+// Lists of options. For all options to fit, some options of each list must be spread over more
+// ranks. There is a list for each rank that lacks memory after shards were placed, the largest
+// first, where most memory is left: the options with a shard on it. There is a list for each block
+// of shards that fits no host: the options with shards at least as large. The result has no list if
+// all fit, and only an empty list if the options for all ranks do not fit.
 //
 // rooms, per_host: as for pack.
 std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,

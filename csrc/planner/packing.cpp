@@ -12,11 +12,11 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-// A search gives up after this number of attempts to place a unit, beside one for each unit:
-// kMostAttempts for up to kFewUnits units, else kFewerAttempts.
+// Besides one attempt per unit, a search makes at most this many attempts to place a unit:
+// kMostAttempts for up to kFewUnits units, otherwise kFewerAttempts.
 constexpr size_t kFewUnits = 64;
 constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
-// Number of changes that are looked at to make the slowest rank faster.
+// Number of changes that are tried to make the slowest rank faster.
 constexpr int64_t kMostOffers = 4'000'000, kFewerOffers = 100'000;
 // Shares of all bytes that are placed by memory before the rest is placed by time.
 constexpr double kShares[] = {0.5, 0.9, 0.97, 0.99, 0.999};
@@ -55,11 +55,11 @@ class Fastest {
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
-// is_greedy: returns whether memory never kept a unit from the site that was preferred.
+// is_greedy: out: whether each unit is on its preferred site, so that memory had no influence.
 std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_greedy = nullptr) {
   struct Step {
     bool listed = false;      // whether `others` is set
-    std::vector<int> others;  // sites still to be tried, the last first
+    std::vector<int> others;  // sites that are not tried yet, the last one first
   };
   std::vector<Step> steps;
   bool back = false;
@@ -82,7 +82,7 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_gr
         step.listed = true;
         step.others = sites.all(unit);
         std::reverse(step.others.begin(), step.others.end());
-        step.others.pop_back();  // was tried
+        step.others.pop_back();  // this site has been tried
       }
       if (!step.others.empty()) {
         site = step.others.back();
@@ -103,7 +103,7 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_gr
 }
 
 // Places units, the largest first, and then exchanges shards that do not fit. Empty if it fails.
-// first: the number of units that go where most memory is left. Others go where `sites` prefers.
+// first: number of units that go where most memory is left. The others go where `sites` prefers.
 std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites, size_t first) {
   bool all_fit = true;
   sites.prefer_time(false);
@@ -129,8 +129,8 @@ std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites, size_t f
   return placed;
 }
 
-// Places units of which not all fit where ranks have least to do: those that take most memory where
-// most of it is left, and the others by time.
+// Places units if the ranks with the least time lack memory for some: the units that take the most
+// memory go where most memory is left, and the others where time is least.
 std::vector<int> mixed(const std::vector<Unit>& units, const Sites& sites) {
   double all = 0;
   for (const Unit& unit : units) all += static_cast<double>(unit.size);
@@ -161,8 +161,8 @@ double balanced(const std::vector<Unit>& units, std::vector<Rank> ranks, int64_t
   return most;
 }
 
-// The fastest of assignments after shards were moved. To save time, only the one is balanced that
-// is fastest before, unless all should be.
+// The fastest assignment after balancing. To save time, only the assignment that is fastest before
+// is balanced, unless `all` is set.
 std::vector<int> fastest(const std::vector<Unit>& units, const std::vector<Rank>& ranks, bool all,
                          std::vector<std::vector<int>> found) {
   std::vector<int> best;
@@ -219,7 +219,7 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
     has_hbm += static_cast<double>(rank.hbm);
     has_host += static_cast<double>(rank.host);
   }
-  // Sums of doubles are exact up to 2^53 bytes; the search decides beyond.
+  // Sums of doubles are exact up to 2^53 bytes; beyond that, the search decides.
   constexpr double kRounding = 1 + 1e-12;
   if (hbm > has_hbm * kRounding || host > has_host * kRounding) return std::nullopt;
   const bool has_hosts = need_hosts(units), fast = effort != Effort::kFits;
@@ -232,7 +232,7 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
     bool is_greedy = false;
     if (fast) found = search(units, by_time, &is_greedy);
     if (!is_greedy) {
-      // Memory decides where shards are, so that some ranks may have little to do.
+      // Memory determines where shards are, so some ranks may have little to do.
       std::vector<int> some = fast ? mixed(units, by_time) : std::vector<int>();
       std::vector<int> all = exchanged(units, by_memory, units.size());
       if (found.empty() && some.empty() && all.empty() && units.size() <= kFewUnits) {

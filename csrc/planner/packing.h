@@ -7,7 +7,7 @@
 
 namespace torchrec_hkv::planner {
 
-// What a shard needs of a rank: bytes of HBM and of host memory, and the time of a step.
+// The needs of a shard on its rank: bytes of HBM and of host memory, and the time of a step.
 struct Need {
   int64_t hbm;
   int64_t host;
@@ -18,8 +18,8 @@ struct Need {
 enum class Spread {
   kAnyRank,    // each on any rank
   kAllRanks,   // on all ranks, in order
-  kHostRanks,  // blocks of as many shards as a host has ranks: each on the ranks of a host, in
-               // order
+  kHostRanks,  // in blocks of as many shards as a host has ranks; each block is on the ranks of one
+               // host, in order
   kOneHost,    // on any ranks of one host
 };
 
@@ -32,7 +32,7 @@ struct Parts {
 
   std::vector<Need> needs;
   Spread spread;
-  // Over all shards, and of the largest one.
+  // Sums over all shards, and values of the largest shard.
   int64_t hbm = 0, host = 0;
   int64_t most_hbm = 0, most_host = 0, most_bytes = 0;
   double time = 0;
@@ -47,26 +47,26 @@ struct Room {
 // The index of a rank for each shard of each option.
 using Placement = std::vector<std::vector<int>>;
 
-// What an assignment is for: only to know whether one exists, to estimate its time, or to be used.
+// The purpose of an assignment: to know whether one exists, to estimate its time, or to use it.
 enum class Effort { kFits, kQuick, kThorough };
 
-// Assigns each shard to a rank with enough memory. Unless for kFits, minimizes the time of the
-// slowest rank: by comparing all assignments of up to kFewShards shards if each may be on any rank,
-// else by a search that prefers ranks and hosts with little time. Where that fails, the largest
-// shards are placed where most memory is left, and shards are moved as long as the slowest rank
-// becomes faster. For kFits, all are placed where most memory is left. The time for kThorough is at
-// most that for kQuick. Blocks of an option are on different hosts while there are any. Nothing is
-// returned if no assignment was found.
+// Assigns each shard to a rank with enough memory; returns nothing if no assignment was found. For
+// kFits, all shards are placed where most memory is left. Otherwise the time of the slowest rank is
+// minimized: for up to kFewShards shards that may be on any rank, by comparing all assignments; in
+// other cases by a search that prefers ranks and hosts with little time. If the search fails, the
+// largest shards are placed where most memory is left, and shards are moved as long as the slowest
+// rank becomes faster. The time for kThorough is at most that for kQuick. Blocks of an option are
+// on different hosts as long as there are unused hosts.
 //
-// rooms: of ranks, those of a host after one another.
-// per_host: number of ranks of a host. Ranks that are left over belong to no host.
+// rooms: free memory of the ranks; ranks of a host are adjacent.
+// per_host: number of ranks of a host. Remaining ranks belong to no host.
 constexpr int kFewShards = 6;
 std::optional<Placement> pack(const std::vector<const Parts*>& options,
                               const std::vector<Room>& rooms, int per_host, Effort effort);
 
-// Where each shard is if it goes to the rank with the most memory, the largest shard first, though
-// that may become less than nothing. Shards that must be on one host are not kept together.
-// rooms: the free memory; what is left is returned here.
+// Assigns each shard, the largest first, to the rank with the most free memory, which may become
+// negative. Shards that must be on one host are not kept together.
+// rooms: free memory of the ranks; in and out.
 Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms);
 
 // The time of a step on the slowest rank.

@@ -12,11 +12,11 @@ namespace {
 
 // Shards take no more than a rank's memory divided by these numbers.
 constexpr int64_t kParts[] = {1, 2, 4, 8, 16, 32};
-// Number of steps between no table and all tables spread as far as possible.
+// Number of steps from no table to all tables spread as far as possible.
 constexpr size_t kSteps = 24;
 // Number of times that tables are spread further.
 constexpr int kMostSpreads = 64;
-// A shard that is spread further takes at most this part of what it took.
+// After a table is spread further, its largest shard takes at most this part of the previous one.
 constexpr double kSmaller = 0.75;
 
 int64_t bytes(const Parts& parts) { return added(parts.hbm, parts.host); }
@@ -42,7 +42,7 @@ class Finder {
     std::vector<bool> moved(tables_.size(), false);
     if (patterns(moved) || adapt(moved)) return true;
     if (host_ == 0) return false;
-    std::vector<size_t> movable;  // the largest first
+    std::vector<size_t> movable;  // the largest table first
     for (const size_t at : order_) {
       const Choices& table = *tables_[at];
       if (table.at(table.whole_in_host()).hbm < table.at(table.whole()).hbm) movable.push_back(at);
@@ -60,8 +60,8 @@ class Finder {
   }
 
  private:
-  // Moves tables to host memory until the others fit into HBM. Returns whether each is moved, and
-  // their number.
+  // Moves tables to host memory until the others fit into HBM. Returns whether each table is moved,
+  // and the number of moved tables.
   std::pair<std::vector<bool>, size_t> as_needed(const std::vector<size_t>& movable) const {
     std::vector<bool> moved(tables_.size(), false);
     size_t count = 0;
@@ -83,7 +83,7 @@ class Finder {
     return {std::move(moved), count};
   }
 
-  // Options of which no shard takes more than a part of a rank's memory.
+  // Options whose shards each take at most a part of a rank's memory.
   std::vector<int> within(int64_t part, const std::vector<bool>& moved) const {
     const int64_t hbm = most_hbm_ / part, host = most_host_ / part;
     std::vector<int> chosen(tables_.size());
@@ -100,7 +100,7 @@ class Finder {
     return chosen;
   }
 
-  // Patterns in which these tables are in host memory.
+  // Tries patterns in which these tables are in host memory.
   bool patterns(const std::vector<bool>& moved) {
     for (const int64_t part : kParts) {
       if (offer(within(part, moved))) return true;
@@ -138,7 +138,7 @@ class Finder {
       if (groups.empty()) return offer(chosen);
       bool has_changed = false;
       for (const std::vector<size_t>& group : groups) {
-        // Another rank may lack memory for a table that is spread already.
+        // A table may already have been spread because another rank lacked memory.
         const auto is_changed = [&](size_t at) { return &of(at, chosen) != options[at]; };
         if (std::any_of(group.begin(), group.end(), is_changed)) continue;
         const auto [table, option] = cheapest(group, chosen, moved, hbm_ - hbm, host_ - host);
@@ -157,8 +157,8 @@ class Finder {
     return tables_[at]->at(chosen[at]);
   }
 
-  // Of some tables, the one that takes least more memory for each byte that it takes less on a rank
-  // if it is spread further, and its option then. hbm, host: free memory of all ranks.
+  // The table of a group that costs the least additional memory, for each byte saved on a rank, if
+  // it is spread further, and its option then. hbm, host: free memory of all ranks.
   std::pair<size_t, int> cheapest(const std::vector<size_t>& group, const std::vector<int>& chosen,
                                   const std::vector<bool>& moved, int64_t hbm, int64_t host) const {
     std::pair<size_t, int> best{0, -1};
@@ -196,7 +196,8 @@ class Finder {
   const std::function<bool(const std::vector<int>&)>& fits_;
   std::vector<size_t> order_;  // the largest table first
   std::vector<int> last_;
-  int64_t hbm_ = 0, host_ = 0, most_hbm_ = 0, most_host_ = 0;  // of all ranks, of the largest one
+  // Memory of all ranks together, and of the largest rank.
+  int64_t hbm_ = 0, host_ = 0, most_hbm_ = 0, most_host_ = 0;
 };
 
 }  // namespace

@@ -9,25 +9,25 @@
 
 namespace torchrec_hkv::planner {
 
-// The options of a table, and which are the most economical ones.
+// The options of a table, and the most economical ones.
 class Choices {
  public:
-  // options: at least one. Of equal ones the first is preferred.
+  // options: at least one. Among equal options the first is preferred.
   explicit Choices(std::vector<std::shared_ptr<const Parts>> options);
 
   const Parts& at(int option) const { return *options_[static_cast<size_t>(option)]; }
-  // The option that takes the least memory.
+  // The option that takes the least memory in total.
   int whole() const { return whole_; }
   // The option whose largest shard takes the least memory.
   int spread() const { return spread_; }
-  // The same for HBM alone.
+  // The corresponding options if only HBM counts.
   int whole_in_host() const { return whole_in_host_; }
   int spread_in_host() const { return spread_in_host_; }
-  // The option with the least memory of those whose shards take no more than this. spread() if
-  // there is none.
+  // The option with the least memory whose shards each take at most this much; spread() if there is
+  // none.
   int within(int64_t hbm, int64_t host) const;
-  // The option with the least memory of those whose largest shard takes much less than that of
-  // `option`, and, if in_host, no more HBM in total. -1 if there is none.
+  // The option with the least memory whose largest shard takes much less than that of `option` and,
+  // if in_host, that takes no more HBM in total. -1 if there is none.
   int spread_further(int option, bool in_host) const;
 
  private:
@@ -38,11 +38,11 @@ class Choices {
 // Calls `fits` with combinations of options, by table, until it returns true. Only combinations
 // that fit into the memory of all ranks together are tried.
 //
-// Tables are spread over ranks so that no shard takes more than a part of a rank's memory, a
-// smaller and smaller one; then the largest tables as far as possible, more and more of them. This
-// is repeated with as many tables in host memory as needed, and with all of them. If nothing fits,
-// tables on ranks that lack memory are spread further one by one, those first that take little more
-// memory then.
+// First, tables are spread so that no shard takes more than a part of a rank's memory; this part
+// decreases. Then the largest tables are spread as far as possible, in increasing numbers. This is
+// repeated with as many tables in host memory as needed, and with all tables in host memory. If
+// nothing fits, tables on ranks that lack memory are spread further one by one. Tables that then
+// take little additional memory come first.
 //
 // per_host: number of ranks of a host.
 // Returns whether a combination was found.

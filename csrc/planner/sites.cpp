@@ -20,8 +20,8 @@ Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time
   for (Rank& rank : ranks_) rank.time = 0;
 }
 
-// Ranks are preferred by their time, or the emptiest first; of equal ones, as in TorchRec, those
-// that come first on their host.
+// Prefers ranks with less time, or emptier ranks. Among equal ranks, those with lower numbers on
+// their host come first, as in TorchRec.
 bool Sites::is_preferred(const Rank& a, const Rank& b) const {
   if (prefers_time_) return a.time < b.time;
   return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
@@ -123,7 +123,7 @@ void Sites::undo(const Unit& unit, size_t begin) {
   }
 }
 
-// The preferred rank of a host, of those with enough memory; -1 if there is none.
+// The preferred rank of a host with enough memory; -1 if there is none.
 int Sites::in_host(const Need& need, int host) const {
   int found = -1;
   for (int r = host * per_host_; r < (host + 1) * per_host_; ++r) {
@@ -132,8 +132,8 @@ int Sites::in_host(const Need& need, int host) const {
   return found;
 }
 
-// Hosts on which a unit may be, the preferred first: by the time of all ranks together, or those
-// whose fullest rank is emptiest.
+// Hosts on which a unit may be, the preferred first: by the total time of their ranks, or by the
+// free memory of their fullest rank.
 std::vector<int> Sites::hosts(const Unit& unit) const {
   std::vector<Rank> of_hosts;
   std::vector<int> order;
@@ -156,7 +156,7 @@ std::vector<int> Sites::hosts(const Unit& unit) const {
 
 bool Sites::are_equal(const Unit& unit, int a, int b) const {
   if (unit.spread == Spread::kAnyRank) {
-    // Ranks of different hosts differ if others must be on one host.
+    // Ranks of different hosts are not equal if other units must be on one host.
     return ranks_[a].equals(ranks_[b]) && (!has_hosts_ || a / per_host_ == b / per_host_);
   }
   const auto ranks = ranks_.begin();

@@ -1,4 +1,4 @@
-// Ranks and hosts while shards are placed on them (packing.cpp).
+// The state of ranks and hosts while shards are placed on them (packing.cpp).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv::planner {
 
-// Sums of bytes may exceed 64 bits if the memory of ranks is taken as endless.
+// Adds bytes. Sums may exceed 64 bits if the memory of ranks counts as unlimited.
 inline int64_t added(int64_t a, int64_t b) {
   int64_t sum;
   return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
@@ -33,7 +33,7 @@ struct Rank {
     host = subtracted(host, need.host);
     time += need.time;
   }
-  // Undoes take(). before: the time before.
+  // Undoes take(). before: the rank's time before take().
   void free(const Need& need, double before) {
     hbm += need.hbm;
     host += need.host;
@@ -44,7 +44,7 @@ struct Rank {
   }
 };
 
-// What is placed in one step: a shard, or all shards that must be on one host.
+// The shards that are placed in one step: one shard, or all shards that must be on one host.
 struct Unit {
   const Need* needs;
   size_t count;
@@ -54,28 +54,28 @@ struct Unit {
   size_t apart = 0;      // number of units before this one that must be on other hosts
 };
 
-// Ranks while units are placed. The sites of a unit are ranks or hosts.
+// The ranks while units are placed. The sites of a unit are ranks or hosts.
 class Sites {
  public:
   // has_hosts: whether there are units that must be on one host.
   // by_time: whether ranks and hosts with little time are preferred, rather than empty ones. If
-  // not, times are zeros: what fits must not depend on whether times are known.
+  // false, times are zeros, so that the result does not depend on whether times are known.
   Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time);
 
-  // Changes what is preferred; times are kept.
+  // Changes the preference; times are kept.
   void prefer_time(bool prefers_time) { prefers_time_ = prefers_time; }
 
-  // Whether first() has passed over a preferred site for lack of memory.
+  // Whether first() has skipped a preferred site because it lacked memory.
   bool has_passed_over() const { return has_passed_over_; }
 
   double slowest() const;
   // The preferred site with enough memory; -1 if there is none.
   int first(const Unit& unit);
-  // Sites with enough memory, the preferred first. Of equal ones only the first is listed.
+  // Sites with enough memory, the preferred first. Among equal sites only the first is listed.
   std::vector<int> all(const Unit& unit);
   // Places a unit; false if there is not enough memory.
   bool take(const Unit& unit, int site);
-  // Places a shard on the rank with the most memory, which may become less than nothing.
+  // Places a shard on the rank with the most free memory, which may become negative.
   void overflow(const Unit& unit);
   // Undoes the last successful take().
   void free(const Unit& unit);
@@ -97,10 +97,10 @@ class Sites {
   int per_host_;
   bool has_hosts_, by_time_, prefers_time_;
   bool has_passed_over_ = false;
-  std::vector<int> order_;      // of ranks: the first of each host, the second of each, and so on
-  std::vector<int> taken_;      // ranks of shards
-  std::vector<double> before_;  // times of these ranks before
-  std::vector<int> placed_;     // sites of units
+  std::vector<int> order_;      // ranks: the first of each host, the second of each, and so on
+  std::vector<int> taken_;      // ranks of the placed shards
+  std::vector<double> before_;  // times of these ranks before the shards were placed
+  std::vector<int> placed_;     // sites of the placed units
 };
 
 }  // namespace torchrec_hkv::planner

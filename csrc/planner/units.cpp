@@ -5,7 +5,7 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-// Adds the units of an option. False if its shards can't be given to hosts.
+// Adds the units of an option. False if its shards can't be assigned to hosts.
 bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
                std::vector<Unit>& units) {
   const Need* needs = parts.needs.data();
@@ -26,7 +26,7 @@ bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
   const size_t block = static_cast<size_t>(per_host);
   if (count % block != 0) return false;
   for (size_t i = 0; i < count / block; ++i) {
-    // Of one size, so that they are placed after one another.
+    // Units of an option have one size, so that they are placed one after the other.
     units.push_back({needs + i * block, block, parts.spread, option, i * block, size,
                      i % static_cast<size_t>(num_hosts)});
   }

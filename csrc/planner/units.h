@@ -1,4 +1,4 @@
-// What is placed on ranks, step by step.
+// Units of shards, which are placed on ranks step by step.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,9 @@
 
 namespace torchrec_hkv::planner {
 
-// Makes the units of options, the largest first, and the ranks with what options for all ranks
-// leave of their memory, which may be less than nothing. False if shards can't be given to hosts.
+// Makes the units of options, the largest first, and the ranks. Options for all ranks are
+// subtracted from the ranks' free memory, which may become negative. False if shards can't be
+// assigned to hosts.
 bool make_units(const std::vector<const Parts*>& options, const std::vector<Room>& rooms,
                 int per_host, std::vector<Rank>& ranks, std::vector<Unit>& units);
 

@@ -19,7 +19,7 @@ inline int64_t mixed(int64_t id) {
   return product(bits, kFirst);
 }
 
-// Sampled ids are in one of so many groups.
+// The number of groups of sampled ids.
 constexpr int kGroups = 128;
 inline int group_of(int64_t bits) { return static_cast<int>(bits >> 24) & (kGroups - 1); }
 

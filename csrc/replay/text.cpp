@@ -20,7 +20,7 @@ std::string_view trimmed(std::string_view field) {
   return field;
 }
 
-// Parses a field that is not empty. False: it is no number of 64 bits.
+// Parses a field that is not empty. Returns false if it is no number of 64 bits.
 bool parse_number(std::string_view field, TextKind kind, int64_t* value) {
   const bool minus = field.front() == '-';
   if (minus || field.front() == '+') field.remove_prefix(1);
@@ -35,7 +35,7 @@ bool parse_number(std::string_view field, TextKind kind, int64_t* value) {
   return true;
 }
 
-// Reads eight bytes, the first as the lowest. Whether all are digits.
+// Reads eight bytes, the first as the lowest. Returns whether all are digits.
 bool are_digits(const char* at, uint64_t* eight) {
   std::memcpy(eight, at, 8);
   constexpr uint64_t kUpper = 0xf0f0f0f0f0f0f0f0ull, kZeros = 0x3030303030303030ull;
@@ -43,7 +43,7 @@ bool are_digits(const char* at, uint64_t* eight) {
   return (*eight & kUpper) == kZeros && ((*eight + 0x0606060606060606ull) & kUpper) == kZeros;
 }
 
-// The number of eight digits: neighbours are joined to twice as wide lanes, three times.
+// The number that eight digits form: neighbours are joined to lanes twice as wide, three times.
 uint64_t number_of(uint64_t eight) {
   eight = (eight & 0x0f0f0f0f0f0f0f0full) * ((10 << 8) + 1) >> 8;
   eight = (eight & 0x00ff00ff00ff00ffull) * ((100 << 16) + 1) >> 16;
@@ -57,7 +57,7 @@ class Parser {
 
   bool is_at_end() const { return at_ == end_; }
 
-  // The next field of the line. Sets `is_last` at its end.
+  // The next field of the line. Sets *is_last to whether it is the last one.
   std::string_view field(bool* is_last) {
     const char* const begin = at_;
     const char first = separator_.front();
@@ -75,8 +75,8 @@ class Parser {
     return found;
   }
 
-  // The same for an integer of up to 19 digits, which fit in 64 bits, without quotes or other
-  // marks: true if it is one.
+  // As `field`, for an integer of up to 19 digits, which fit in 64 bits, without quotes or other
+  // marks. Returns whether there is one.
   bool plain_integer(int64_t* value, bool* is_last) {
     const bool minus = at_ != end_ && *at_ == '-';
     const char* const begin = at_ + (minus ? 1 : 0);
@@ -115,7 +115,7 @@ class Parser {
   std::string_view separator_;
 };
 
-// Adds the id of a line.
+// Collects the ids of a column.
 class Column {
  public:
   explicit Column(TextColumn* column) : column_(column) {}

@@ -9,7 +9,7 @@ namespace torchrec_hkv::replay {
 
 enum class TextKind { kInteger, kHexadecimal, kText };
 
-// Where a field does not have the form of the others.
+// A field that does not have the expected form.
 struct TextFault {
   int64_t line = -1;  // in the block; -1: no fault
   int64_t fields = 0;

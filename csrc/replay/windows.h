@@ -44,7 +44,7 @@ struct TakenIds {
 // sample are counted by group.
 class Window {
  public:
-  // length: lookups in a window; 0: one window covers the log. cells: a power of two from 64 on.
+  // length: lookups in a window; 0: one window covers the log. cells: a power of two, at least 64.
   // within_parts: a window ends with the part of the log.
   Window(int64_t length, int64_t cells, bool within_parts);
 

@@ -18,7 +18,7 @@ void TableGroup::watch_offsets(hash_table::Batch* batch) const {
 void TableGroup::check_bad_offsets() const {
   const volatile hash_table::BadOffsets* const report = host_words_.bad_offsets();
   if (report == nullptr || report->found != host_words_.number()) return;
-  std::atomic_thread_fence(std::memory_order_acquire);  // the other words were written before it
+  std::atomic_thread_fence(std::memory_order_acquire);  // the other words were written earlier
   const int64_t bag = report->bag, from = report->from, to = report->to, ids = report->num_ids;
   host_words_.bad_offsets()->found = 0;
   order_->run(kWriteAll, [&] {
@@ -26,7 +26,7 @@ void TableGroup::check_bad_offsets() const {
     refused_.zero_();
   });
   const char* const when =
-      ". The GPU has found it in an earlier call; since then no row has been updated.";
+      ". The GPU found this in an earlier call; no row has been updated since.";
   TORCH_CHECK_VALUE(bag != 0 || from == 0, "offsets must begin with 0, but begin with ", from,
                     when);
   TORCH_CHECK_VALUE(to >= from, "offsets must not decrease, but go from ", from, " to ", to,

@@ -22,7 +22,7 @@ void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t n
   TORCH_CHECK_VALUE(offsets.is_contiguous(), "offsets must be contiguous.");
   TORCH_CHECK_VALUE(num_bags > 0 || num_ids == 0, "a batch without bags must have no ids, but has ",
                     num_ids, ".");
-  if (group.device().is_cuda()) return;  // reading it would wait for the device
+  if (group.device().is_cuda()) return;  // reading the offsets would wait for the device
   const int64_t* at = offsets.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(at[0] == 0, "offsets must begin with 0, but begin with ", at[0], ".");
   for (int64_t b = 0; b < num_bags; ++b) {

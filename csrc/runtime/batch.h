@@ -13,14 +13,13 @@ namespace torchrec_hkv::runtime {
 // Alignment of a gradient on a GPU, whose kernels read four columns at a time.
 constexpr uintptr_t kGradAlignment = 16;
 
-// How the bags of a call are assigned to the group's features, with the arrays that describe it on
-// the device. It must outlive the kernels of its batches.
+// The assignment of a call's bags to the group's features, with the arrays that describe it on the
+// device. It must outlive the kernels of its batches.
 class BagLayout {
  public:
-  // batch_size bags for each feature. If `bags` is given, it has the number of bags of each
-  // feature, and batch_size is ignored. rounds: how often the group's features occur. Several
-  // batches form one batch in which the features occur several times; each round has the next
-  // columns of the output. Throws ValueError.
+  // batch_size: number of bags of each feature; ignored if `bags` gives the number by feature.
+  // rounds: number of batches that form one batch, in which the features occur once for each round;
+  // each round has the next columns of the output. Throws ValueError.
   BagLayout(const TableGroup& group, int64_t batch_size, at::OptionalIntArrayRef bags,
             int64_t rounds = 1);
   BagLayout(const BagLayout&) = delete;
@@ -46,17 +45,17 @@ class BagLayout {
   std::vector<hash_table::FeatureBags> ragged_;  // empty if all features have equally many bags
   at::Tensor ragged_on_device_;                  // the bytes of ragged_, on a GPU
   at::Tensor tables_;   // int32 [rounds * features], undefined for one round
-  at::Tensor columns_;  // the same
+  at::Tensor columns_;  // like tables_
 };
 
-// Throws TypeError or ValueError before it reads anything, also for offsets of an earlier call that
-// a GPU reported.
+// Checks the arguments of a call. Throws TypeError or ValueError, also if a GPU has reported bad
+// offsets of an earlier call.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                              const at::Tensor& offsets, const BagLayout& layout);
-// A batch of one bag. The group must have one feature.
+// The same for a batch of one bag. The group must have one feature.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids);
 
-// Scratch of find_or_insert on a GPU; empty on a CPU. scored: whether scores are given.
+// Scratch memory of find_or_insert on a GPU; empty on a CPU. scored: whether scores are given.
 at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
                           const hash_table::Placement& placement, bool scored);
 

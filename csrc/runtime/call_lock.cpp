@@ -9,8 +9,8 @@ namespace {
 
 constexpr std::array<Access, 3> kAllWritten{Access::kWrite, Access::kWrite, Access::kWrite};
 
-// Whether a call needs a part. A call that touches none of them changes the host's knowledge of the
-// index.
+// The access that a call needs to each part. A call that touches no part changes the host's
+// knowledge of the index.
 std::array<Access, 3> needs(const Use& use) {
   std::array<Access, 3> parts = use.parts();
   const bool none =
@@ -32,8 +32,8 @@ bool CallLock::others_hold_unchanged(Id thread) const {
 bool CallLock::may_begin(const std::array<Access, 3>& parts, Id thread) const {
   if (alone_depth_ > 0 && alone_ != thread) return false;
   if (writes(parts) && !unchanged_.empty()) {
-    // Also if this thread holds the group alone: a later hold of the same thread may forbid
-    // changes.
+    // This applies even if the thread also holds the group alone: a hold of the same thread may
+    // forbid changes.
     return false;
   }
   const bool held = alone_depth_ > 0 || !unchanged_.empty();
@@ -83,7 +83,7 @@ void CallLock::hold(Hold kind) {
   std::unique_lock<std::mutex> locked(mutex_);
   const bool is_alone = alone_depth_ > 0 && alone_ == thread;
   if (kind == Hold::kUnchanged) {
-    // Until all writes have ended.
+    // Waits until all writes have ended.
     constexpr std::array<Access, 3> all_read{Access::kRead, Access::kRead, Access::kRead};
     wait(locked, all_read, [&] { return may_begin(all_read, thread); });
     ++unchanged_[thread];

@@ -1,7 +1,7 @@
 // Decides which calls of a group run at the same time in several host threads. Calls that read a
 // part of the group run together; a call that writes it runs alone. A thread can also hold a group
-// over several calls: `kUnchanged` keeps all threads from changing it, so that a save sees one
-// state; `kAlone` keeps all other threads out, so that several calls appear as one.
+// over several calls. `kUnchanged` keeps all threads from changing the group, so that a save sees
+// one state. `kAlone` makes all other threads wait, so that several calls appear as one.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ namespace torchrec_hkv::runtime {
 
 enum class Access : int {
   kNone,
-  kFollow,  // comes after earlier readers and writers; later calls do not wait for it
+  kFollow,  // waits for earlier readers and writers; later calls do not wait for it
   kRead,
   kWrite,
 };
@@ -25,12 +25,12 @@ enum class Access : int {
 struct Use {
   Access index;   // digests, ids, steps, scores, clock, counters
   Access rows;    // rows and states without a pin
-  Access pinned;  // rows and states with a pin: no insertion touches them
+  Access pinned;  // rows and states with a pin, which insertions do not touch
 
   std::array<Access, 3> parts() const { return {index, rows, pinned}; }
 };
 
-constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // only ordered with threads
+constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // ordered on the host only
 constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
 constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
 constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
@@ -61,8 +61,8 @@ class CallLock {
     const std::array<Access, 3> parts_;
   };
 
-  // Waits until no other thread conflicts. A thread may hold a group several times, and releases it
-  // as often. Throws for kAlone if the thread holds the group only unchanged.
+  // Waits until no other thread conflicts. A thread may hold a group several times, and must
+  // release it as often. Throws for kAlone if the thread holds the group only unchanged.
   void hold(Hold kind);
   // Called by the thread that called hold(). Throws if it has no such hold.
   void release(Hold kind);
@@ -81,7 +81,7 @@ class CallLock {
   std::array<int64_t, 3> readers_{};
   std::array<bool, 3> written_{};
   std::array<int64_t, 3> waiting_writers_{};
-  std::unordered_map<Id, int64_t> unchanged_;  // number of such holds by thread
+  std::unordered_map<Id, int64_t> unchanged_;  // number of kUnchanged holds by thread
   Id alone_{};                                 // the thread that holds it alone
   int64_t alone_depth_ = 0;
 };

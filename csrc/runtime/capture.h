@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// For the device's current stream.
+// Whether the device's current stream is captured.
 inline bool is_capturing([[maybe_unused]] c10::Device device) {
 #ifdef TORCHREC_HKV_CUDA
   if (device.is_cuda()) {

@@ -6,7 +6,7 @@
 namespace torchrec_hkv::runtime {
 
 // Upper bound on the ids and bags of a call: kernels store positions in 32 bits, and the scratch
-// table of an insertion has at most 2^31 places.
+// table of an insertion has at most 2^31 entries.
 constexpr int64_t kMaxBatch = int64_t{1} << 31;
 
 inline void check_dtype(const at::Tensor& tensor, const char* name, at::ScalarType dtype) {

@@ -1,4 +1,4 @@
-// torch's dtypes as types of rows and outputs.
+// Converts torch's dtypes to types of rows and outputs.
 #pragma once
 
 #include "common/dtypes.h"
@@ -6,7 +6,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// Refuses other dtypes than float32, float16 and bfloat16; `name` says of what.
+// Throws TypeError unless the dtype is float32, float16 or bfloat16. name: the tensor's.
 inline RowType row_type_of(at::ScalarType dtype, const char* name) {
   switch (dtype) {
     case at::kFloat:

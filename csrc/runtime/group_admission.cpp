@@ -39,7 +39,7 @@ Admission make_admission(const AdmissionConfig& config, uint64_t seed, const at:
     admission.num_sets = static_cast<uint64_t>(sets_of(config));
   } else if (config.kind == AdmissionKind::kSketched) {
     admission.sketch = reinterpret_cast<uint32_t*>(counts.data_ptr());
-    // A row holds more of the smaller cells, and a cell need not count beyond `count`.
+    // Smaller cells allow more cells in a row, and a cell need not count beyond `count`.
     admission.sketch_bits = config.count <= 255 ? 8 : 16;
     admission.sketch_width =
         static_cast<uint64_t>(row_words_of(config)) * 32 / admission.sketch_bits;

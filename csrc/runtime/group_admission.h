@@ -24,11 +24,12 @@ int64_t admission_bytes(const AdmissionConfig& config);
 
 class GroupAdmission {
  public:
-  // seeds: of the tables, mixed with their names.
+  // seeds: seeds of the tables, mixed with their names.
   GroupAdmission(const std::vector<AdmissionConfig>& configs, const std::vector<uint64_t>& seeds,
                  at::Device device);
 
-  // In host memory, with pointers to the group's device; null if every table admits every id.
+  // The admissions in host memory, with pointers to the group's device; null if all tables admit
+  // all ids.
   const hash_table::Admissions* get() const { return admissions_ ? &*admissions_ : nullptr; }
   int64_t bytes(int64_t table) const { return counts_.at(table).numel(); }
   // A table's counts: bytes of cells or of a sketch, on the group's device; empty if the table does

@@ -67,7 +67,7 @@ std::shared_ptr<Pin> GroupClock::pin() {
 }
 
 std::shared_ptr<Pin> GroupClock::find(int64_t number) {
-  std::shared_ptr<Pin> pin;  // before the lock, which its end takes too
+  std::shared_ptr<Pin> pin;  // declared before the lock, because its destructor takes the lock
   std::lock_guard<std::mutex> lock(mutex_);
   const bool held = number >= 0 && places_[number % kMaxPins].held;
   if (held) pin = places_[number % kMaxPins].pin.lock();
@@ -105,7 +105,7 @@ Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
   tick.released = released_;
   std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
   if (capturing) {
-    // Released pins stay noted: the graph may be replayed late or never.
+    // Released pins stay in the list: the graph may be replayed late or never.
     if (pin) places_[tick.pin].captured = true;
     return tick;
   }
@@ -119,7 +119,7 @@ int64_t GroupClock::now() {
 }
 
 int64_t GroupClock::first_open_step() {
-  // Before the device is read: a pin that ends meanwhile counts as one that does not.
+  // Set before the device is read: a pin that ends meanwhile counts as waiting.
   bool waiting = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -132,7 +132,7 @@ int64_t GroupClock::first_open_step() {
 }
 
 void GroupClock::write(int64_t word, int64_t value) {
-  const at::AutoDispatchBelowADInplaceOrView below;  // also if the clock is an inference tensor
+  const at::AutoDispatchBelowADInplaceOrView below;  // in case the clock is an inference tensor
   clock_.select(0, word).fill_(static_cast<int32_t>(static_cast<uint32_t>(value)));
 }
 
@@ -150,7 +150,7 @@ void GroupClock::set(int64_t now) {
     const auto waiting = std::count_if(places_.begin(), places_.end(),
                                        [](const Place& place) { return place.held; });
     TORCH_CHECK_VALUE(waiting == 0, "a table can't be loaded while the backward of ", waiting,
-                      " lookups is still to come: run it, or delete the outputs, first.");
+                      " lookups has not run: run it, or delete the outputs, first.");
   }
   write_now(now);
 }

@@ -1,5 +1,5 @@
-// The host's side of a group's clock: the pins in use, and what the next counted call must tell the
-// device. The step itself is on the device (csrc/hash_table/clock.h).
+// The host's part of a group's clock: the pins in use, and the changes that the next counted call
+// must report to the device. The step itself is on the device (csrc/hash_table/clock.h).
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@ namespace torchrec_hkv::runtime {
 
 class GroupClock;
 
-// Keeps the rows of a lookup in place from its find_or_insert to its backward. Ends with release()
-// or with the last reference.
+// Keeps the rows of a lookup in place from find_or_insert to the backward. It ends with release()
+// or when the last reference is dropped.
 class Pin {
  public:
   Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation)
@@ -48,7 +48,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
  public:
   explicit GroupClock(at::Device device);
 
-  // A new pin. It holds nothing until a counted call takes it. Throws if all pins are in use.
+  // Creates a pin. It has no effect until a counted call takes it. Throws if all pins are in use.
   std::shared_ptr<Pin> pin();
   // The pin with this number. Throws ValueError if it is not in use.
   std::shared_ptr<Pin> find(int64_t number);
@@ -56,14 +56,14 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   // Reads the device's clock, and waits for the device.
   int64_t now();
   // The earliest step whose rows may still change without another lookup: the step of the oldest
-  // lookup whose backward has not run, or else the next step. Lookups without a pin have no
+  // lookup whose backward has not run, otherwise the next step. Lookups without a pin have no
   // backward. Waits for the device.
   int64_t first_open_step();
-  // Throws if a backward has not run: it would write to slots that other ids have by then.
+  // Throws if a backward has not run, because it would write to slots that then have other ids.
   void set(int64_t now);
   // Sets the clock to at least this step.
   void set_at_least(int64_t now);
-  // From 0 to 2^32 - 1. Does not wait for the device.
+  // epoch: from 0 to 2^32 - 1. Does not wait for the device.
   void set_epoch(int64_t epoch);
 
  private:
@@ -72,7 +72,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
 
   struct Place {
     uint32_t generation = 0;
-    std::weak_ptr<Pin> pin;  // expired or released: free
+    std::weak_ptr<Pin> pin;  // the place is free if the pin is expired or released
     bool held = false;
     bool captured = false;  // a CUDA graph takes the pin in each replay: never free again
   };
@@ -83,7 +83,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   // The tick of the next call. Clears the list of released pins.
   hash_table::Tick next(const std::optional<int64_t>& pin, bool counts);
   bool captured(const Pin& pin);
-  // `noted`: the next counted call tells the device.
+  // noted: whether the next counted call reports the end to the device.
   void end(const Pin& pin, bool noted);
 
   const at::Device device_;
@@ -95,19 +95,19 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   int64_t counted_ = 0;  // the device's step, without replays of graphs
 };
 
-// One counted call. Construct it when nothing but the call itself can fail. On a CPU the clock has
-// then been advanced, and the visit keeps its value, whatever other threads do; on a GPU the call's
-// first kernel advances it.
+// One counted call. Construct it when only the call itself can still fail. On a CPU the constructor
+// advances the clock, and the visit keeps its value even if other threads advance it; on a GPU the
+// call's first kernel advances the clock.
 class CountedCall {
  public:
-  // counts: false if the call belongs to the present step and only ends pins.
+  // counts: false if the call belongs to the current step and only ends pins.
   CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
 
   hash_table::Visit visit(const uint64_t* scores) const {
     return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
   }
-  // Rows of pins that end are free to be replaced, so the work that needed them must come first.
-  // Rows of other pins stay in place, so their lookups and backwards need not wait for the call.
+  // Rows of pins that end may be replaced, so work that needs them must come first. Rows of other
+  // pins stay in place, so their lookups and backwards need not wait for the call.
   Use use(bool inserts) const {
     return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
                tick_.released != 0 ? Access::kFollow : Access::kNone};

@@ -1,5 +1,5 @@
-// Growing memory of a GPU, by CUDA's virtual memory management. The driver's functions are looked
-// up at run time, so that no further library is linked.
+// Growing GPU memory, by CUDA's virtual memory management. The driver's functions are looked up at
+// run time, so that no additional library is linked.
 #include "runtime/growing_host_memory.h"
 
 #ifdef TORCHREC_HKV_CUDA

@@ -38,7 +38,7 @@ HostAddresses::HostAddresses(int64_t bytes) : bytes_(to_pages(bytes)) {
   data_ = mapped_ = static_cast<char*>(data);
   if (bytes_ >= kHugePage) {
     data_ += (kHugePage - 1) - (reinterpret_cast<uintptr_t>(mapped_) + kHugePage - 1) % kHugePage;
-    // Only advice: without it the system is slower.
+    // Advice only; if the system ignores it, accesses are slower.
     (void)madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
   }
 }

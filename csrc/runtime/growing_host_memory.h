@@ -14,7 +14,8 @@ namespace torchrec_hkv::runtime {
 
 // Addresses of several arrays, one after the other. They are in huge pages if the system grants
 // them: ids access pages at random, and with small pages nearly every access to a large table would
-// miss the TLB. A huge page may hold parts of several arrays, so that small ones are in one, too.
+// miss the TLB. A huge page may hold parts of several arrays, so that small arrays are in huge
+// pages, too.
 class HostAddresses {
  public:
   explicit HostAddresses(int64_t bytes);
@@ -22,22 +23,22 @@ class HostAddresses {
   HostAddresses(const HostAddresses&) = delete;
   HostAddresses& operator=(const HostAddresses&) = delete;
 
-  // The next `bytes`, in pages of their own. Nothing backs them yet.
+  // Takes the next `bytes` addresses, in pages of their own. They are not backed yet.
   char* take(int64_t bytes);
-  // Enough for arrays of so many bytes together.
+  // Number of bytes that suffices for arrays of `bytes` in total.
   static int64_t bytes_for(int64_t bytes, int64_t arrays);
 
  private:
   int64_t bytes_ = 0;
   int64_t taken_ = 0;
   char* data_ = nullptr;
-  char* mapped_ = nullptr;  // data_, and the memory before it up to a huge page's border
+  char* mapped_ = nullptr;  // begin of the mapping; data_ may be aligned to a huge page
   size_t mapped_bytes_ = 0;
 };
 
 class GrowingHostMemory : public GrowingMemory {
  public:
-  // At addresses that are its own, or at the next ones of several arrays.
+  // The memory has its own addresses, or the next addresses for several arrays.
   explicit GrowingHostMemory(int64_t most_bytes);
   GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t most_bytes);
   void grow(int64_t bytes) override;
@@ -47,13 +48,14 @@ class GrowingHostMemory : public GrowingMemory {
   const int64_t reserved_ = 0;
 };
 
-// Gets the pages of this memory, as its first use would. Advice: a system that does not take it
-// gets them then.
+// Maps the pages of memory like their first use. If the system does not support this, their first
+// use maps them.
 void populate_host(char* data, int64_t bytes);
 
 #ifdef TORCHREC_HKV_CUDA
-// Registered with CUDA as one range, because copies must not cross the border of two registrations.
-// It is registered again when it grows; sizes double, so this costs as much again in total.
+// Pinned memory. It is registered with CUDA as one range, because copies must not cross the border
+// of two registrations. It is registered again when it grows; sizes double, so this doubles the
+// total cost.
 class GrowingPinnedMemory : public GrowingMemory {
  public:
   GrowingPinnedMemory(int64_t most_bytes, c10::Device device);

@@ -1,9 +1,9 @@
 // Host memory that a GPU reads and writes in place, by CUDA's managed memory.
 //
-// Pages stay on the host (preferred location) and are mapped for the GPU in pieces of 2 MiB. Rows
-// at random places then move at the rate of the link: 51 GB/s read and 44 GB/s written on an H200.
-// Pinned memory (cudaHostAlloc, cudaHostRegister of huge pages, cuMemCreate) gives 8 to 15 GB/s and
-// 30 million rows a second, because its mapping has too many pieces for the GPU's TLB.
+// Pages stay on the host (preferred location) and are mapped for the GPU in pieces of 2 MiB. Random
+// rows then move at the rate of the link: 51 GB/s read and 44 GB/s written on an H200. Pinned
+// memory (cudaHostAlloc, cudaHostRegister of huge pages, cuMemCreate) reaches 8 to 15 GB/s and 30
+// million rows a second, because its mapping has too many pieces for the GPU's TLB.
 #include "runtime/growing_host_memory.h"
 
 #ifdef TORCHREC_HKV_CUDA

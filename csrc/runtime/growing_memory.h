@@ -12,7 +12,7 @@ namespace torchrec_hkv::runtime {
 enum class Place {
   kHost,    // pages are zeroed when they are first touched
   kShared,  // host memory that a GPU reads and writes in place
-  kDevice,  // a GPU's
+  kDevice,  // GPU memory
 };
 
 class GrowingMemory {
@@ -25,7 +25,7 @@ class GrowingMemory {
   char* data() const { return data_; }
   // Backed bytes: the requested number, rounded up.
   int64_t bytes() const { return bytes_; }
-  // Device of tensors over it; the host if it is shared.
+  // Device of tensors in this memory; the host if it is shared.
   c10::Device device() const { return device_; }
   // Backs the first `bytes`, at most the reserved number. Memory is never given back. On failure
   // nothing has changed. On a GPU no running work may use the memory.
@@ -39,11 +39,11 @@ class GrowingMemory {
 };
 
 // Reserves addresses for `most_bytes` without backing them. No running work may use the memory when
-// it is destroyed; a GPU's waits for that.
+// it is destroyed; the destructor of GPU memory waits for such work.
 std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
                                                    c10::Device device);
 
-// Makes whole pages of Place::kHost read as zeros again, without touching them.
+// Makes whole pages of Place::kHost read as zeros again, without writing to them.
 void discard_host(char* data, int64_t bytes);
 
 }  // namespace torchrec_hkv::runtime

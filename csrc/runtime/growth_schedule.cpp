@@ -1,4 +1,4 @@
-// When tables of a group grow, and how far; see TableGroup.
+// Decides when tables of a group grow, and how far; see TableGroup.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -13,11 +13,12 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Consecutive calls that may read a table's size, and so wait for the device. After that the table
-// grows until they need not: a table of constant size must not wait in every step.
+// Number of consecutive calls that may read a table's size and thus wait for the device. After them
+// the table grows until calls need not read it: a table of constant size must not wait in each
+// step.
 constexpr int64_t kMostLooks = 16;
 
-// Buckets that a call splits at least. A small table doubles in one call.
+// Least number of buckets that a call splits. A small table doubles in one call.
 constexpr int64_t kLeastSplit = 64;
 
 }  // namespace
@@ -105,7 +106,7 @@ std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const
   HKV_ON_DEVICE(device_, hash_table::cpu::find(views(), batch, out, threads),
                 hash_table::cuda::find(views(), only_view_now(), batch, out, stream));
   const at::Tensor missing = slots.lt(0);
-  // First id of each feature.
+  // The position of the first id of each feature.
   const at::Tensor starts = offsets
                                 ? offsets->cpu().index_select(0, at::tensor(first_bags, at::kLong))
                                 : at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
@@ -141,10 +142,11 @@ void TableGroup::split_some(const std::vector<int64_t>& sizes) {
     const TableMemory& memory = memory_[t];
     if (memory.unsplit() == 0) continue;
     Growth& growth = growth_[t];
-    // The number of misses is an upper bound of the number of new entries: not every id is
+    // The number of misses is an upper bound on the number of new entries: not every id is
     // admitted, and an id may be missed several times. If a user has reset the counters, the host
-    // counts the entries in time, because it keeps a bound of its own. This call is taken to miss
-    // as many as the last, so that calls that count entries and others split as many buckets.
+    // still counts the entries in time, because it keeps its own bound. This call is assumed to
+    // have as many misses as the last, so that it splits equally many buckets whether or not
+    // entries are counted.
     const int64_t missed = misses(t);
     growth.misses = std::min(growth.misses, missed);
     const int64_t of_last_call = std::max<int64_t>(0, missed - growth.misses_before_last);

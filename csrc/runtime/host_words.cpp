@@ -13,7 +13,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Never destroyed, as groups may end after static objects.
+// Never destroyed, because groups may be destroyed after static objects.
 struct FreeWords {
   std::mutex mutex;
   std::vector<HostWords*> words;

@@ -14,9 +14,10 @@ struct HostWords {
   hash_table::BadOffsets bad_offsets;
 };
 
-// The words of one group; none on a CPU. Their memory lives as long as the process: a kernel that
-// is still running when the group ends may write the words of a later group. A hint affects only
-// speed; the reader of the other word compares its number.
+// The words of one group; none on a CPU. Their memory lives as long as the process. A kernel that
+// is still running when a group ends may therefore write the words of a later group. This is
+// harmless: a hint affects only speed, and the reader of the other word compares the group's
+// number.
 class GroupHostWords {
  public:
   explicit GroupHostWords(c10::Device device);

@@ -1,4 +1,4 @@
-// An optimizer, as configured by Python.
+// The configuration of an optimizer from Python.
 #pragma once
 
 #include <cstdint>

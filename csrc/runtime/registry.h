@@ -1,4 +1,4 @@
-// Living objects by number, for operators: their schemas take numbers but not our objects.
+// Live objects by number, for operators: their schemas take numbers, but not these objects.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// Objects of one class. A number is never used again. Thread-safe.
+// Objects of one class. Numbers are never reused. Thread-safe.
 template <typename Object>
 class Registry {
  public:
@@ -23,7 +23,7 @@ class Registry {
     objects_[next_] = object;
     return next_++;
   }
-  // Null if no living object has the number.
+  // Null if no live object has the number.
   std::shared_ptr<Object> find(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = objects_.find(number);

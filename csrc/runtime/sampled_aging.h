@@ -1,6 +1,6 @@
-// The half-life of a table under LFU with aging, where a part of its ids is replayed in a smaller
-// table (torchrec_hkv/replay). It follows from all lookups, and c from miniatures that see all ids,
-// as in the table itself.
+// The half-life of a table under LFU with aging if a part of its ids is replayed in a smaller table
+// (torchrec_hkv/replay). As in the whole table, it is computed from all lookups, and c by
+// miniatures that get all ids.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,17 +17,18 @@ namespace torchrec_hkv::runtime {
 
 class SampledAging {
  public:
-  // slots: of the table. c: fixed; without a value, miniatures choose it, beginning with kFirstC.
+  // slots: number of slots of the whole table. c: the fixed c; without a value, miniatures choose
+  // it, beginning with kFirstC.
   SampledAging(int64_t slots, std::optional<double> c);
 
-  // Begins a call. Returns the half-life in calls; infinite where c is.
+  // Begins a call. Returns the half-life in calls; infinite if c is.
   double begin_call();
-  // Ends it: the table looks up `ids`, int64 on the CPU. `evicts`: whether it has ever evicted.
+  // Ends a call that looks up `ids`, int64 on the CPU. evicts: whether the table has ever evicted.
   void end_call(const at::Tensor& ids, bool evicts);
 
-  // Begins a call, and gives a table of a sample the same half-life.
+  // Begins a call, and sets the same half-life in the table of a sample.
   void begin_call_of(TableGroup& group, int64_t table);
-  // Ends a call of `lookups` ids. `ids`: at least those that the miniatures sample, in order.
+  // Ends a call of `lookups` ids. ids: in order, at least the ids that the miniatures sample.
   void end_call(const int64_t* ids, int64_t n, int64_t lookups, bool evicts);
 
   // The ids that the miniatures sample have a miniature_hash() whose upper half is below this.
@@ -40,7 +41,7 @@ class SampledAging {
   int64_t slots_;
   hash_table::AgedLfu aged_;
   hash_table::MiniatureTally tally_{};
-  std::vector<uint32_t> entries_;  // none: c is fixed
+  std::vector<uint32_t> entries_;  // empty if c is fixed
   hash_table::Miniatures miniatures_{};
   uint64_t lookups_ = 0;
   uint32_t now_ = 0;

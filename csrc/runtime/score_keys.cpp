@@ -39,7 +39,7 @@ at::Tensor ids_where(const TableGroup& group, const at::Tensor& scores,
                      const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags, Is is) {
   at::Tensor mask = at::zeros(scores.sizes(), scores.options().dtype(at::kBool));
   if (!offsets) return is(group.view(group.feature_table(0)).eviction) ? mask.fill_(true) : mask;
-  // Views of the offsets, so that nothing is copied to the device, which would make the host wait.
+  // Views of the offsets: copying numbers to the device would make the host wait.
   const auto start = [&](int64_t f) { return offsets->slice(0, first_bags[f], first_bags[f] + 1); };
   const at::Tensor positions = at::arange(scores.numel(), scores.options());
   for (int64_t f = 0; f < group.num_features(); ++f) {

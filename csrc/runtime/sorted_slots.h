@@ -1,4 +1,4 @@
-// Sorted slots, for writes that must match those of a single thread.
+// Sorted slots, for writes whose results must equal those of a single thread.
 #pragma once
 
 #include <tuple>

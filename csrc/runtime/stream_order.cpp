@@ -14,7 +14,7 @@ StreamOrder::Turn::Turn(StreamOrder& order, const Use& use, bool moves)
 #endif
 }
 
-// Throws like any other part of a call, unless another exception is being thrown.
+// May throw like other parts of a call, unless another exception is being thrown.
 StreamOrder::Turn::~Turn() noexcept(false) {
 #ifdef TORCHREC_HKV_CUDA
   if (std::uncaught_exceptions() == exceptions_) order_.end(use_, moves_);
@@ -53,8 +53,8 @@ StreamOrder::StreamOrder(c10::Device device) : device_(device) {
 
 StreamOrder::~StreamOrder() {
   if (!several_) return;
-  // Not checked: the driver may be gone at exit, and the graph of a stream that is being captured
-  // frees nothing.
+  // Errors are not checked: the driver may be gone at exit. No wait is needed while the stream is
+  // captured, because its graph frees nothing.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(first_, &status) != cudaSuccess ||
       status != cudaStreamCaptureStatusNone) {
@@ -83,7 +83,7 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
 void StreamOrder::begin(const Use& use, bool moves) {
   moving_ = false;
   const cudaStream_t stream = current_stream(device_);
-  if (!several_ && stream == first_) return;  // before calling the driver, which takes time
+  if (!several_ && stream == first_) return;  // saves calls of the driver, which take time
   if (is_capturing(device_)) return;
   if (!several_) {
     several_ = true;
@@ -93,7 +93,7 @@ void StreamOrder::begin(const Use& use, bool moves) {
   }
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Access access = use.parts()[p];
-    // A call that moves rows waits for earlier moves when it reaches its own.
+    // A call that moves rows waits for earlier moves only when it begins its own.
     const bool later = moves && p == kRowsPart;
     if (access != Access::kNone) wait(parts_[p].writes, later);
     if (access == Access::kWrite || access == Access::kFollow) wait(parts_[p].reads);

@@ -1,6 +1,6 @@
 // Orders a group's calls in several threads (call_lock.h) and on several CUDA streams. Events order
-// conflicting calls on streams, and the host does not wait for the device. Readers run together; a
-// writer runs alone. While a group has seen only one stream, nothing is recorded.
+// conflicting calls on streams, so the host does not wait for the device. Readers run together; a
+// writer runs alone. As long as a group has used only one stream, no events are recorded.
 //
 // Calls that are captured in a CUDA graph are not ordered with calls outside: the caller orders the
 // replay (docs/concepts/ordering.md).
@@ -27,7 +27,7 @@ class StreamOrder {
  public:
   // The group's memory belongs to the current stream, as in PyTorch's allocator.
   explicit StreamOrder(c10::Device device);
-  // Makes later work of the construction's stream wait for all calls.
+  // Makes later work of the constructor's stream wait for all calls.
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
@@ -44,9 +44,9 @@ class StreamOrder {
     const Turn turn(*this, use);
     return enqueue();
   }
-  // The same for a call that first writes the index and at the end moves rows: enqueue(moves_begin)
-  // calls moves_begin() in between. So the next such call on another stream can run up to its own
-  // moves while this call's rows move.
+  // The same for a call that first writes the index and then moves rows: enqueue(moves_begin) calls
+  // moves_begin() in between. The next such call on another stream can then run up to its own moves
+  // while this call's rows move.
   template <typename Enqueue>
   auto run_and_move(const Use& use, Enqueue&& enqueue) {
     const CallLock::Call call(calls_, use);
@@ -86,11 +86,11 @@ class StreamOrder {
   struct Mark {  // the work of a stream up to an event
     cudaStream_t stream;
     std::shared_ptr<Event> event;
-    bool moves = false;  // of run_and_move
+    bool moves = false;  // whether the work includes moves of run_and_move
   };
   struct Part {
-    std::vector<Mark> writes;  // the last one, if any
-    std::vector<Mark> reads;   // since then, at most one a stream
+    std::vector<Mark> writes;  // the last write, if any
+    std::vector<Mark> reads;   // later reads, at most one per stream
   };
 
   std::shared_ptr<Event> record(cudaStream_t stream);
@@ -99,8 +99,8 @@ class StreamOrder {
   void end(const Use& use, bool moves);
 
   cudaStream_t first_ = nullptr;
-  bool several_ = false;  // streams have been seen
-  bool moving_ = false;   // the present call has written and marked its index
+  bool several_ = false;  // whether several streams have been used
+  bool moving_ = false;   // whether the current call has written and marked its index
   std::array<Part, 3> parts_;
   std::vector<std::shared_ptr<Event>> events_;  // reused once no mark refers to them
 #endif

@@ -10,7 +10,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// From this number of slots on, an index is several times a GPU's L2 cache.
+// From this number of slots on, an index is several times as large as a GPU's L2 cache.
 std::atomic<int64_t> packed_from{int64_t{1} << 24};
 
 }  // namespace

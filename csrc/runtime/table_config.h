@@ -1,4 +1,4 @@
-// The config of a table, as Python passes it.
+// The configuration of a table from Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +21,9 @@ struct TableConfig {
   int64_t column_offset;
   Eviction eviction;
   double aging;   // under kAgedLfu: AgedLfu::c (hash_table/aged_lfu.h)
-  bool adaptive;  // under kAgedLfu: miniatures choose c (miniatures.h), which begins as `aging`
+  bool adaptive;  // under kAgedLfu: miniatures choose c (miniatures.h), beginning with `aging`
   RowType row_type;
-  uint64_t seed;  // already mixed with the table's name
+  uint64_t seed;  // mixed with the table's name
   InitialConfig initial;
   int64_t hbm_slots;       // rows and states in HBM; if there are more slots, these are
                            // frames (hash_table/frames.h), or 0. CUDA only
@@ -31,22 +31,22 @@ struct TableConfig {
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
-  bool restore_counts;       // remembers half of their counts, and restores them to ids that return
-  bool deterministic;        // results depend on the calls only, on a GPU too
+  bool restore_counts;       // whether ids that return get half of their counts back
+  bool deterministic;        // whether results depend on the calls only, even on a GPU
 };
 
-// Throws ValueError with the name of the table for an invalid config. cuda: whether it is on a GPU.
+// Throws ValueError with the table's name for an invalid config. cuda: whether it is on a GPU.
 void check_config(const TableConfig& config, bool cuda);
 
-// Whether the ids and last steps of a GPU's group of these tables are packed
-// (hash_table/packed_entries.h): of one large table under LRU that does not grow. Kernels for
-// several tables and plain finds in tables that may grow do not support packing; for these, and
-// with scores, it would be slower.
+// Whether the ids and last steps of a group of these tables on a GPU are packed
+// (hash_table/packed_entries.h): if the group has one large table under LRU that does not grow.
+// Kernels for several tables, and plain finds in tables that may grow, do not support packing. It
+// would be slower for them, and with scores.
 bool can_be_packed(const std::vector<TableConfig>& configs);
 // For tests: sets the number of slots from which on a table is large. Returns the previous number.
 int64_t set_packed_from(int64_t slots);
 
-// Whether a table's last steps and counts are together (hash_table/counted_steps.h).
+// Whether a table's last steps and counts share words (hash_table/counted_steps.h).
 bool is_counted(const TableConfig& config, at::Device device);
 
 // Bytes of the marks that remember evicted ids, and of the miniatures.
@@ -54,8 +54,8 @@ int64_t evicted_bytes(const TableConfig& config);
 int64_t miniature_bytes(const TableConfig& config);
 
 at::ScalarType scalar_type(RowType type);
-// Elements of a row as the table stores it, of the type above: its columns, or of rows of 8 bits
-// its bytes (common/dtypes.h).
+// Number of elements of a stored row, of the type above: its columns, or the bytes of an int8 row
+// (common/dtypes.h).
 int64_t stored_width(const TableConfig& config);
 
 }  // namespace torchrec_hkv::runtime

@@ -134,7 +134,7 @@ at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tens
   if (is_counted(configs_[table], device_)) return read_counted(table, slots, /*counts=*/true);
   const at::Tensor scores =
       slots ? memory.scores.tensor.index_select(0, *slots) : memory.scores.tensor;
-  // A GPU adds to a count without a test (hash_table/cuda/score_update.cuh).
+  // A GPU adds to counts without an overflow test (hash_table/cuda/score_update.cuh).
   return counts_lookups(configs_[table].eviction) ? scores.masked_fill(scores.lt(0), INT64_MAX)
                                                   : scores;
 }
@@ -262,7 +262,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   growth_[table].most_entries += occupied.sum().item<int64_t>();
   grow(table, before);  // reserved memory stays reserved
   fill_frames(table);
-  // Steps continue from the loaded ones, so that loaded entries are not newer than later lookups.
+  // Steps continue from the loaded steps, so that loaded entries are not newer than later lookups.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
   clock_->set_at_least(newest);

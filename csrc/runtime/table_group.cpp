@@ -88,7 +88,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
     restores_counts_ = restores_counts_ || config.restore_counts;
-    // Only kernels that place ids in order restore counts.
+    // Only the kernels that place ids in order restore counts.
     deterministic_ = deterministic_ || config.deterministic || config.restore_counts;
     evicted_.push_back(at::zeros({evicted_bytes(config) / static_cast<int64_t>(sizeof(uint16_t))},
                                  at::dtype(at::kShort).device(device)));
@@ -127,7 +127,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
 }
 
 void TableGroup::upload_views() {
-  const at::AutoDispatchBelowADInplaceOrView below;  // also if they are an inference tensor
+  const at::AutoDispatchBelowADInplaceOrView below;  // in case this is an inference tensor
   views_.copy_(at::from_blob(host_views_.data(), views_.sizes(), at::kByte));
 }
 
@@ -161,7 +161,7 @@ void TableGroup::make_aging() {
     if (config.expire_after == 0) continue;
     expires = true;
     const uint32_t period = hash_table::sweep_period(static_cast<uint32_t>(config.expire_after));
-    // After the growth, because a CUDA graph sweeps the table of its replay.
+    // Set after the growth, because a CUDA graph sweeps the table that exists at its replay.
     const auto buckets = static_cast<uint32_t>(memory_[t].geometry().num_buckets);
     most_buckets = std::max(most_buckets, (buckets - 1) / period + 1);
   }
@@ -186,7 +186,7 @@ void TableGroup::set_aging(int64_t table, double c) {
                     "' chooses its c itself: make it with an AgedLFU to set it.");
   TORCH_CHECK_VALUE(c >= 0, "table '", name, "': c of AgedLFU is ", c, ", but must be at least 0.");
   configs_[table].aging = c;
-  const at::AutoDispatchBelowADInplaceOrView below;  // also if it is an inference tensor
+  const at::AutoDispatchBelowADInplaceOrView below;  // in case it is an inference tensor
   aged_lfu_[table][0].fill_(c);
 }
 

@@ -1,5 +1,5 @@
-// How tables of a group grow; see TableGroup. csrc/hash_table/grow.h has the kernels, and
-// growth_schedule.cpp decides when.
+// Makes tables of a group grow; see TableGroup. csrc/hash_table/grow.h has the kernels;
+// growth_schedule.cpp decides when tables grow.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -106,7 +106,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
   const c10::OptionalDeviceGuard guard(device_);
   TORCH_CHECK(!is_capturing(device_), "table '", configs_[table].name,
               "' can't grow while a CUDA graph is being captured: reserve its capacity before.");
-  wait_for(device_);  // calls that use the present slots and views
+  wait_for(device_);  // for calls that use the current slots and views
   back(table, num_buckets);
   if (device_.is_cpu()) {
     while (memory.num_buckets() < num_buckets) {
@@ -134,7 +134,7 @@ void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] in
   }
   fill_frames(table);
   note_growth();
-  wait_for(device_);  // work of any stream
+  wait_for(device_);  // for work on any stream
 #endif
 }
 
@@ -167,7 +167,7 @@ bool TableGroup::move_rows_to_host([[maybe_unused]] int64_t table,
       copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
     }
   }
-  // A pending backward may have to write any slot's row in host memory.
+  // A pending backward may write the row of any slot in host memory.
   memory.empty_frames(clock_->now());
   host_views_[table] = view_without_frames(table);
   return true;

@@ -6,7 +6,7 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Slots at the full capacity, if rows are in host memory.
+// Number of slots at full capacity if their rows are in host memory then, otherwise 0.
 int64_t most_on_host(const TableLayout& layout) {
   const int64_t slots = layout.geometry.num_slots();
   return slots > layout.hbm_slots ? slots : 0;
@@ -22,13 +22,13 @@ int64_t sets_of(const TableLayout& layout) {
 // Addresses of a table's arrays on a CPU.
 std::shared_ptr<HostAddresses> addresses_of(const TableLayout& layout, at::Device device) {
   if (!device.is_cpu()) return nullptr;
-  constexpr int64_t kArrays = 13;  // at most
+  constexpr int64_t kArrays = 13;  // upper bound on the number of arrays
   const int64_t bytes = memory_of(layout, layout.geometry.num_buckets, device).host;
   return std::make_shared<HostAddresses>(HostAddresses::bytes_for(bytes, kArrays));
 }
 
-// Creates one array. addresses: of the table, on a CPU. In HBM, arrays of tables that never grow
-// use PyTorch's allocator.
+// Creates one array. addresses: addresses of the table's arrays, on a CPU. In HBM, arrays of tables
+// that never grow use PyTorch's allocator.
 SlotArray make_array(const TableLayout& layout, at::Device device,
                      const std::shared_ptr<HostAddresses>& addresses, at::ScalarType dtype,
                      std::vector<int64_t> row, int64_t most, bool on_host = false) {
@@ -83,7 +83,7 @@ char* SlotArray::data() const {
 
 int64_t SlotArray::bytes() const {
   if (memory_ == nullptr) return tensor.numel() * tensor.element_size();
-  // A host allocates pages, but a table counts bytes, because it touches no more.
+  // The host allocates whole pages, but only the bytes that a table may touch are counted.
   return memory_->device().is_cpu() ? bytes_of(tensor.size(0)) : memory_->bytes();
 }
 
@@ -191,8 +191,8 @@ void TableMemory::clear() {
   static_assert(kEmptyDigest == 0);
   unsplit_ = 0;
   if (device_.is_cpu()) {
-    // Does not touch untouched pages, which read as free slots. The last step of a free slot
-    // matters on a GPU only.
+    // Does not touch unused pages, which read as free slots. The last step of a free slot matters
+    // on a GPU only.
     discard_host(digests.data(), digests.memory()->bytes());
   } else {
     digests.tensor.zero_();

@@ -1,4 +1,4 @@
-// The arrays of one table, for its present number of slots.
+// The arrays of one table, for its current number of slots.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@ class HostAddresses;
 // An array by slot (or bucket). Its address stays the same when it grows.
 class SlotArray {
  public:
-  // Of shape [n, row...], n up to `most`. place: empty for memory of PyTorch's allocator, which
-  // does not grow.
+  // An array of shape [n, row...], with n up to `most`. memory: null for memory of PyTorch's
+  // allocator, which does not grow.
   SlotArray(at::ScalarType dtype, std::vector<int64_t> row, int64_t most,
             std::shared_ptr<GrowingMemory> memory);
   explicit SlotArray(at::Tensor whole) : tensor(std::move(whole)), most_(tensor.size(0)) {}
 
-  // Backs n entries; does not touch them, and `tensor` stays as it is. At most `most`.
+  // Backs n entries, at most `most`, without touching them. `tensor` does not change.
   void back(int64_t n);
-  // `tensor` has n entries from now on; all of them must be backed.
+  // Sets the number of entries of `tensor`; all of them must be backed.
   void resize(int64_t n);
   char* data() const;
   int64_t most() const { return most_; }
@@ -53,7 +53,7 @@ struct TableLayout {
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
-  bool counted;       // last steps and counts are together (hash_table/counted_steps.h). CPU only
+  bool counted;       // last steps and counts share words (hash_table/counted_steps.h). CPU only
   int64_t hbm_slots;  // slots whose rows and states fit in HBM; if there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
@@ -85,13 +85,13 @@ class TableMemory {
   int64_t num_slots() const { return num_buckets_ * geometry().bucket_slots; }
   int64_t full_slots() const { return geometry().num_slots(); }
   bool grows() const { return num_buckets_ < geometry().num_buckets || unsplit_ > 0; }
-  // Of half as many buckets, how many are yet to be split (hash_table/grow.h). CPU only.
+  // Number of buckets before the doubling that are not split yet (hash_table/grow.h). CPU only.
   int64_t unsplit() const { return unsplit_; }
   void set_unsplit(int64_t buckets) { unsplit_ = buckets; }
-  // The slots that there were before buckets began to be split.
+  // Number of slots before the doubling.
   int64_t split_slots() const { return num_slots() / 2; }
 
-  // Backs the memory of this number of buckets. On failure the table does not change.
+  // Backs memory for this number of buckets. On failure the table does not change.
   void back(int64_t num_buckets);
   // Sets the number of buckets, which must be backed. The caller fills them.
   void resize(int64_t num_buckets);
@@ -101,7 +101,7 @@ class TableMemory {
   int64_t hbm_bytes() const;
   int64_t host_bytes() const;
 
-  // Whether the rows of the present slots are in host memory.
+  // Whether the rows of the current slots are in host memory.
   bool rows_on_host() const { return rows_on_host(num_slots()); }
   bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
   int64_t num_sets() const { return tags.tensor.size(0); }
@@ -113,17 +113,17 @@ class TableMemory {
   }
   // Whether states are in the same memory as their rows, HBM or host memory.
   bool states_move() const { return !layout_.all_states_in_hbm; }
-  // Frees all frames. step: the new `crowded` of each set.
+  // Frees all frames. step: the new value of `crowded` of each set.
   void empty_frames(int64_t step);
 
   SlotArray digests;  // int16 [num_buckets, 64]
-  // If packed, both are in `entries`.
+  // If packed, `entries` has ids and last steps.
   SlotArray ids;         // int64 [num_slots]
-  SlotArray last_steps;  // int32 [num_slots] or empty: counted
-  SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
-  SlotArray oldest;      // int32 [num_buckets, 4], packed
+  SlotArray last_steps;  // int32 [num_slots]; empty if counted
+  SlotArray entries;     // int32 [num_buckets, words of its sectors], if packed
+  SlotArray oldest;      // int32 [num_buckets, 4], if packed
   SlotArray scores;      // int64 [num_slots] or empty
-  SlotArray words;       // int32 [num_slots] or empty: counted
+  SlotArray words;       // int32 [num_slots], if counted
   SlotArray high;        // int16 [num_slots] or empty
   SlotArray upper;       // int16 [num_slots, 3] or empty
   // Refers to `high` and `upper`. Views hold its address, which does not change.

@@ -1,4 +1,4 @@
-// Tensors and those functions of ATen that the bindings call. ATen/ATen.h, which has all functions,
+// Tensors and the ATen functions that the bindings call. ATen/ATen.h, which has all functions,
 // takes three times as long to compile.
 #pragma once
 

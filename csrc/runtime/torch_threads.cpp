@@ -12,8 +12,8 @@ namespace torchrec_hkv::runtime {
 namespace {
 
 // at::parallel_for would be compiled into this library and use its own OpenMP threads. A loop over
-// a tensor runs in torch's library, on torch's threads. Here the tensor has one element for each
-// thread; none is read or written.
+// a tensor runs in torch's library, on torch's threads. The tensor here has one element for each
+// thread; its elements are neither read nor written.
 void run_on_torch_threads(int threads, const std::function<void()>& work) {
   constexpr int64_t kMost = 4096;
   static char elements[kMost];
@@ -26,7 +26,7 @@ void run_on_torch_threads(int threads, const std::function<void()>& work) {
 }  // namespace
 
 void use_torch_threads() {
-#ifndef __SANITIZE_THREAD__  // which does not see the synchronisation of OpenMP threads
+#ifndef __SANITIZE_THREAD__  // it does not detect the synchronization of OpenMP threads
   run_on(run_on_torch_threads);
 #endif
 }

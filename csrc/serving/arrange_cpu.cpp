@@ -1,4 +1,4 @@
-// Arranging the ids and the rows of a read-only table: by parts, and in the order of its index.
+// Arranges the ids and rows of a read-only table: by parts, and in the order of its index.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -32,7 +32,7 @@ void gather(const Gathered& its, int threads) {
 void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int threads) {
   const Geometry geometry{parts, 1};
   const auto part_of = [&](int64_t i) { return block_of_mix(mix_of_id(ids[i]), geometry); };
-  // Each share of the ids has places of its own in each part, so that their order stays.
+  // Each share of the ids has its own range in each part, so that the order of ids is kept.
   const int64_t shares = std::max(int64_t{1}, std::min<int64_t>(threads, n / (parts + 4096)));
   std::vector<int64_t> places(shares * parts, 0);
   const auto of_shares = [&](const auto& work) {

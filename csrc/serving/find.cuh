@@ -1,4 +1,4 @@
-// Finding rows of read-only tables on a GPU: a thread an id.
+// Finds rows of read-only tables on a GPU, one thread per id.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ __device__ inline Words load_bucket(const Bucket* bucket) {
 
 enum class InBucket { kNo, kErased, kFound };
 
-// Whether a bucket has an id, and the number of its row.
+// Searches an id in a bucket; *row is the number of its row.
 __device__ inline InBucket find_in_bucket(const Words& words, int64_t id, int64_t* row) {
   const auto header = static_cast<uint64_t>(words.at[0]);
   uint32_t matches = 0;
@@ -46,8 +46,8 @@ __device__ inline InBucket find_in_layer(const Layer& layer, int64_t id, int64_t
   return find_in_bucket(load_bucket(layer.buckets + choice.second), id, row);
 }
 
-// Where a row of the base is, in the GPU's memory or in the host's. Counts the row if its lookup is
-// sampled.
+// The address of a row of the base, in GPU memory or in host memory. Counts the row if its lookup
+// is sampled.
 __device__ inline const char* row_in_tiers(const Table& table, int64_t row, bool sampled,
                                            bool* is_in_host_memory) {
   const HotRows& hot = table.hot;
@@ -60,8 +60,8 @@ __device__ inline const char* row_in_tiers(const Table& table, int64_t row, bool
   return place < 0 ? table.base.rows + row * table.row_bytes : hot.rows + place * table.row_bytes;
 }
 
-// The row of an id, or null where the table has none. kTiered: the table may have rows in host
-// memory; the last two arguments are those of row_in_tiers.
+// The row of an id; null if the table lacks it. kTiered: the table may have rows in host memory;
+// the last two arguments are passed to row_in_tiers.
 template <bool kTiered = false>
 __device__ inline const char* find_row(const Table& table, int64_t id, bool sampled = false,
                                        bool* is_in_host_memory = nullptr) {

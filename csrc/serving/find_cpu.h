@@ -1,4 +1,4 @@
-// Finding rows of read-only tables on the CPU.
+// Finds rows of read-only tables on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 
 namespace torchrec_hkv::serving::cpu {
 
-// Into the second-level cache: a core has fewer requests to the first one under way at a time, and
-// it has no room for rows that are read some hundred rows later. GCC drops loops that only
-// prefetch, unless there is a statement that it may not drop.
+// Prefetches a line into the second-level cache. A core has fewer requests to the first-level cache
+// in flight, and that cache has no room for rows that are read some hundred rows later. GCC drops
+// loops that only prefetch, unless they have a statement that it must keep.
 inline void prefetch_line(const void* at) {
   __builtin_prefetch(at, 0, 2);
   asm volatile("");
@@ -31,7 +31,7 @@ inline void prefetch_row(const char* row, int64_t bytes) {
   for (; row < end; row += 64) prefetch_line(row);
 }
 
-// The positions of an id in a bucket, a bit each.
+// A bit for each position of a bucket: whether it has the id.
 inline uint32_t matches(const Bucket& bucket, int64_t id) {
 #ifdef __AVX2__
   const __m256i wanted = _mm256_set1_epi64x(id);
@@ -54,14 +54,14 @@ inline int position_of(const Bucket& bucket, int64_t id) {
   return found == 0 ? -1 : __builtin_ctz(found);
 }
 
-// The row of an id that a layer holds as erased.
+// Stands for the row of an id that is erased in a layer.
 inline constexpr char kErased = 0;
 
-// Finds the rows of some ids, in two steps, so that other work may be done while the buckets are on
-// their way from memory.
+// Finds the rows of some ids in two steps, so that other work can be done while the buckets are
+// fetched from memory.
 class Search {
  public:
-  // Prefetches the buckets of n ids, which must stay until the search is finished.
+  // Prefetches the buckets of n ids. The ids must stay valid until the search is finished.
   void begin(const Table& table, const int64_t* ids, int64_t n) {
     table_ = &table;
     ids_ = ids;
@@ -70,8 +70,8 @@ class Search {
     begin_in(table.changes, changed_);
   }
 
-  // rows[i] = the row of ids[i], or null where the table has none. Returns how many are null.
-  // prefetches: the rows that are found.
+  // rows[i] = the row of ids[i], or null if the table lacks it. Returns how many are null.
+  // prefetches: whether to prefetch the found rows.
   int64_t finish(const char** rows, bool prefetches) {
     prefetched_ = prefetches ? table_->row_bytes : 0;
     const bool has_base = table_->base.buckets != nullptr;
@@ -101,8 +101,8 @@ class Search {
     }
   }
 
-  // kOnlyNull: looks for ids whose row is null, else for all. Returns how many rows it finds;
-  // erased ones are not counted.
+  // kOnlyNull: searches only ids whose row is null, otherwise all ids. Returns the number of found
+  // rows, without erased ones.
   template <bool kOnlyNull>
   int64_t find_in(const Layer& layer, const Bucket* const* buckets, const char** rows) const {
     const Layer its = layer;

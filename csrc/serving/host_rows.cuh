@@ -1,6 +1,6 @@
 // The rows in host memory that a lookup reads. A GPU reads random pages of host memory at less than
-// half of the link's rate. So these rows are listed, and copied to the GPU's memory in the order of
-// their addresses (host_rows_cuda.cu).
+// half of the link's rate. These rows are therefore listed, and copied to GPU memory in the order
+// of their addresses (host_rows_cuda.cu).
 #pragma once
 
 #include <cstddef>
@@ -23,15 +23,15 @@ struct HostRows {
   HostRow* listed;      // [capacity]
   HostRow* ordered;     // [capacity]
   char* copies;         // [capacity, slot_bytes]
-  uint32_t* counts;     // rows of each stretch; later the place of its next row
-  uint32_t* number;     // of listed rows; those after `capacity` rows are not kept
-  uint16_t* stretches;  // [capacity] of each listed row
+  uint32_t* counts;     // number of rows of each stretch; later the position of its next row
+  uint32_t* number;     // number of listed rows; rows after the first `capacity` are not kept
+  uint16_t* stretches;  // [capacity], the stretch of each listed row
   const char** found;   // the rows of a lookup
   int64_t slot_bytes;   // a multiple of 16
-  uint32_t capacity;    // further rows are read in place; 0: all are
-  int32_t shift;        // from a byte of the tables' rows to its stretch
+  uint32_t capacity;    // further rows are read in place; 0: all rows are
+  int32_t shift;        // byte offset in the tables' rows >> shift is the stretch
 
-  // Divides staging.memory among these. bytes: the size that the memory must have.
+  // Divides staging.memory among these arrays. bytes: out: the required size of the memory.
   static HostRows in(const Staging& staging, size_t* bytes);
 
   // Lists a row of this table if it is in host memory. Called by all lanes of a warp.
@@ -53,7 +53,7 @@ struct HostRows {
   }
 };
 
-// Call it before rows are listed.
+// Must be called before rows are listed.
 void begin_list(const HostRows& rows, cudaStream_t stream);
 // Copies the listed rows, and points found[] to the copies.
 void copy_listed(const HostRows& rows, cudaStream_t stream);

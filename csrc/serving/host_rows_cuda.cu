@@ -12,12 +12,12 @@ constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
 // For fewer rows, ordering takes longer than it saves.
 constexpr int64_t kFewRows = 1 << 13;
-// Limit of the bytes that one lookup copies. It reads further rows in place.
+// Limit of the bytes that a lookup copies; it reads further rows in place.
 constexpr int64_t kMostCopiedBytes = int64_t{256} << 20;
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
-// Counts become the places of the first rows of stretches. One block.
+// Replaces counts by the positions of the stretches' first rows. One block.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(const HostRows rows) {
   using Scan = BlockScan<uint32_t, kScanThreads>;
   constexpr uint32_t kOwn = kMostStretches / kScanThreads;
@@ -68,7 +68,8 @@ __device__ __forceinline__ void copy_rows(const HostRow (&of)[kTogether], char* 
   }
 }
 
-// Neighbouring rows are copied by different warps, so that those in flight are of few stretches.
+// Neighbouring rows are copied by different warps, so that the rows in flight belong to few
+// stretches.
 __global__ void __launch_bounds__(kThreads) copy_kernel(const HostRows rows) {
   const uint32_t number = number_of(rows), lane = threadIdx.x % 32;
   const uint32_t step = gridDim.x * (kThreads / 32) * kTogether;
@@ -142,8 +143,8 @@ void copy_listed(const HostRows& rows, cudaStream_t stream) {
   HKV_CUDA_CHECK_LAUNCH();
   order_kernel<<<min(needed(kThreads), most), kThreads, 0, stream>>>(rows);
   HKV_CUDA_CHECK_LAUNCH();
-  // Warps on half of the multiprocessors saturate the link. More in flight would touch pages
-  // further apart.
+  // Warps on half of the multiprocessors saturate the link. More rows in flight would touch pages
+  // that are further apart.
   copy_kernel<<<min(needed(kThreads / 32 * kTogether), (most + 1) / 2), kThreads, 0, stream>>>(
       rows);
   HKV_CUDA_CHECK_LAUNCH();

@@ -1,8 +1,9 @@
 // The hot rows of a read-only table that is larger than a GPU's memory.
 //
-// All rows are in host memory, which the GPU reads. Those that are looked up most, the hot
-// rows, are also in the GPU's memory, densely and in the order of their numbers. A mask with a bit
-// a row says which these are; a count before each 32 rows gives their places.
+// All rows are in host memory, which the GPU reads. The rows that are looked up most, the hot rows,
+// are also in GPU memory, densely and in the order of their numbers. A mask has one bit for each
+// row, which says whether the row is hot. For each 32 rows, a count of the hot rows before them
+// gives the positions.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +16,18 @@ constexpr int kHotWordRows = 32;
 
 // 32 rows, from a multiple of 32 on.
 struct HotWord {
-  uint32_t mask;    // which are hot, the first in the lowest bit
-  uint32_t before;  // hot rows before these
+  uint32_t mask;    // which rows are hot, the first row in the lowest bit
+  uint32_t before;  // number of hot rows before these rows
 };
 static_assert(sizeof(HotWord) == 8);
 
 struct HotRows {
   const HotWord* words;  // null: the table has no rows in host memory
   const char* rows;
-  // How often lookups that were sampled read each row, at most kMostHotCount; null: not counted.
+  // Number of sampled lookups of each row, at most kMostHotCount; null: not counted.
   uint32_t* counts;
   unsigned long long* host_lookups;  // lookups that read a row in host memory; null: not counted
-  int64_t bytes_before;              // of the rows in host memory of the tables before this one
+  int64_t bytes_before;              // bytes of rows in host memory of the tables before this one
 };
 
 // Further lookups of a row don't change its count.
@@ -40,22 +41,22 @@ HKV_HOST_DEVICE uint32_t bits_of(uint32_t mask) {
 #endif
 }
 
-// The place of a row among the hot rows, or -1.
+// The position of a row among the hot rows, or -1.
 HKV_HOST_DEVICE int64_t hot_place(const HotWord& word, int64_t row) {
   const uint32_t bit = uint32_t{1} << (row % kHotWordRows);
   return (word.mask & bit) == 0 ? -1 : int64_t{word.before} + bits_of(word.mask & (bit - 1));
 }
 
-// Whether the id at a position of a call is sampled: an eighth of them, evenly spread, and others
-// in the next call.
+// Whether the id at a position of a call is sampled: an eighth of the positions, evenly spread, and
+// other positions in the next call.
 HKV_HOST_DEVICE bool is_sampled(int64_t position, uint32_t phase) {
   return (static_cast<uint32_t>(position) * 0x9e3779b9u + phase) >> 29 == 0;
 }
 
-// Rows to be copied to the hot ones.
+// Rows to be copied to the hot rows.
 struct HotCopy {
   const HotWord* words;
-  int64_t rows;  // of the table
+  int64_t rows;  // number of rows of the table
   const char* from;
   int64_t row_bytes;
   char* to;

@@ -12,20 +12,20 @@ namespace {
 constexpr int kHalfBits = 16;
 constexpr uint32_t kHalfMask = (uint32_t{1} << kHalfBits) - 1;
 
-// The smallest count of which rows are hot, and how many of the rows with this count are.
+// The smallest count of a hot row, and the number of rows with this count that are hot.
 struct Cut {
   uint32_t count;
   int64_t rows;
 };
 
-// The bin in which the `wanted`-th of the largest values is, and how many of it are wanted.
+// The bin of the `wanted`-th largest value, and the number of wanted values in it.
 Cut cut_of(const std::vector<int64_t>& bins, int64_t wanted) {
   auto bin = static_cast<uint32_t>(bins.size() - 1);
   while (bin > 0 && bins[bin] < wanted) wanted -= bins[bin--];
   return {bin, wanted};
 }
 
-// In two halves of the counts' bits. 0 < wanted <= n.
+// Computed from the upper, then from the lower half of the counts' bits. 0 < wanted <= n.
 Cut cut_of(const uint32_t* counts, int64_t n, int64_t wanted) {
   std::vector<int64_t> bins(size_t{1} << kHalfBits, 0);
   for (int64_t row = 0; row < n; ++row) ++bins[counts[row] >> kHalfBits];
@@ -48,7 +48,7 @@ void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const Ho
   const auto was_hot = [&](int64_t row) {
     return before != nullptr && hot_place(before[row / kHotWordRows], row) >= 0;
   };
-  // Among rows whose count is that of the cut, rows that were hot before are chosen first.
+  // Among rows with the count of the cut, rows that were hot before are chosen first.
   int64_t stay = 0;
   for (int64_t row = 0; row < n && before != nullptr; ++row) {
     stay += counts[row] == cut.count && was_hot(row);

@@ -1,4 +1,4 @@
-// Copies the hot rows of read-only tables to a GPU's memory, and finds the numbers of rows.
+// Copies the hot rows of read-only tables to GPU memory, and finds the numbers of rows.
 
 #include "common/cuda_check.h"
 #include "serving/find.cuh"
@@ -8,10 +8,10 @@ namespace torchrec_hkv::serving::cuda {
 namespace {
 
 constexpr int kCopyThreads = 256;
-// Enough to keep the way to host memory busy. Lookups run at the same time.
+// Enough blocks to saturate the link to host memory. Lookups run at the same time.
 constexpr int64_t kMostCopyBlocks = 128;
 
-// A warp takes the 32 rows of a word, one after the other. Word: 4 or 16 bytes of a row.
+// A warp copies the 32 rows of a hot word, one after the other. Word: 4 or 16 bytes of a row.
 template <typename Word>
 __global__ void __launch_bounds__(kCopyThreads) copy_hot_rows_kernel(HotCopy call) {
   const int lane = threadIdx.x % 32;

@@ -7,26 +7,26 @@
 
 namespace torchrec_hkv::serving::cpu {
 
-// Looks up one feature: pools the rows of each bag, or writes out each row. Unknown ids get their
+// Looks up one feature: pools the rows of each bag, or writes each row. Unknown ids get their
 // initial or default row and are counted.
 void look_up(const Feature& feature, int threads);
 
-// Where the ids of some blocks go.
+// The placement of the ids of some blocks.
 struct Placement {
   const int64_t* ids;  // [n], distinct, all of blocks [first_block, first_block + blocks)
   int64_t n;
   Geometry geometry;
   uint32_t first_block;
   uint32_t blocks;
-  int64_t first_row;   // rows are numbered from here
-  const bool* erased;  // [n]; null: none
+  int64_t first_row;   // number of the first row
+  const bool* erased;  // [n]; null: no id is erased
   Bucket* buckets;     // out: [blocks * block_buckets]
-  int64_t* order;      // out: [n]; row first_row + i is that of ids[order[i]]
+  int64_t* order;      // out: [n]; row first_row + i belongs to ids[order[i]]
 };
 
 enum class Placed { kYes, kForeignId, kRepeatedId, kFull };
 
-// Fills buckets. The result other than kYes says why not, of the id `*at`.
+// Fills buckets. A result other than kYes is the reason why the id `*at` could not be placed.
 Placed place(const Placement& placement, int64_t* at, int threads);
 
 // Rows to be converted to 8 or 4 bits.
@@ -36,24 +36,25 @@ struct Quantization {
   int32_t dim;
   RowFormat format;
   float unit;   // a power of two
-  float limit;  // the largest absolute value that this unit is for
+  float limit;  // the largest absolute value that this unit supports
   char* out;    // [n, row bytes]
 };
 
 struct Quantized {
-  int64_t rows;   // rows before the first with a value beyond the limit, or one that is not finite
+  int64_t rows;   // number of rows before the first with a value that exceeds the limit or is not
+                  // finite
   float largest;  // largest absolute value of that row
-  int room;       // doublings of the unit that all rows before can take: see lower()
+  int room;       // number of doublings of the unit that all rows before it support: see lower()
 };
 
-// Converts rows up to one beyond the limit. What is behind it may have been written too.
+// Converts rows up to the first that exceeds the limit. Output after it may have been written, too.
 Quantized quantize(const Quantization& its, int threads);
 
-// Converts quantized rows to a unit that is larger by a power of two. They are what quantize()
-// would have made of their values with that unit, if they have room for so many doublings.
+// Converts quantized rows to a unit that is larger by a power of two. If the rows have room for
+// this many doublings, the result equals that of quantize() with the larger unit.
 void lower(char* rows, int64_t n, int64_t row_bytes, int doublings);
 
-// Rows to be copied: row `order[i]` to place i.
+// Rows to be copied: row `order[i]` to position i.
 struct Gathered {
   const char* rows;
   const int64_t* order;  // [n]
@@ -70,12 +71,12 @@ struct Split {
   int64_t* counts;  // [parts]
 };
 
-// Sorts ids by parts, each a range of blocks, and else leaves their order.
+// Sorts ids by parts, which are ranges of blocks; the sort is stable.
 void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int threads);
 
-// Makes those rows hot that have the largest counts: `wanted`, or all. Of equal counts these are
-// the rows that were hot before (null: none were), then the first ones. words: out, for each 32
-// rows.
+// Makes the `wanted` rows with the largest counts hot, or all rows if there are fewer. Among equal
+// counts, rows that were hot before (null: none) are preferred, then the first rows. words: out,
+// one per 32 rows.
 void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
                      HotWord* words);
 

@@ -1,4 +1,4 @@
-// The CUDA kernels of read-only tables. They take pointers to device memory and wait for nothing.
+// The CUDA kernels of read-only tables. They take pointers to device memory and do not synchronize.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,17 +13,17 @@ namespace torchrec_hkv::serving::cuda {
 struct Staging {
   const char** found;  // scratch [num_found]
   int64_t num_found;
-  int64_t row_bytes;   // of the widest row in host memory
-  int64_t host_bytes;  // of all rows in host memory of the tables; 0: there are none
+  int64_t row_bytes;   // bytes of the widest row in host memory
+  int64_t host_bytes;  // bytes of all rows in host memory; 0 if there are none
   char* memory;        // staging_bytes() bytes, aligned to 16
 };
-// Bytes of `memory`, which need not be set yet.
+// Required bytes of `memory`, which need not be set yet.
 size_t staging_bytes(const Staging& staging);
 
-// Writes out the row of each id; unknown ids get their initial or default row and are counted.
+// Writes the row of each id; unknown ids get their initial or default row and are counted.
 struct RowsCall {
   const Table* table;  // in device memory
-  // The same of the table on the host, to choose kernels by.
+  // Copies of the table's fields on the host, to choose kernels.
   RowFormat format;
   int32_t dim;
   int64_t row_bytes;
@@ -31,7 +31,7 @@ struct RowsCall {
   int64_t n;
   RowType type;       // of the output
   char* out;          // [n, dim]
-  int64_t* counters;  // [2]: adds the number of ids, and of unknown ones
+  int64_t* counters;  // [2]: the numbers of ids and of unknown ids are added
   Staging staging;    // if the table has rows in host memory; otherwise found is null
   uint32_t phase;     // of is_sampled, another in each call
 };
@@ -41,23 +41,23 @@ void look_up_rows(const RowsCall& call, cudaStream_t stream);
 struct PooledOutput {
   int32_t table;
   int32_t feature;
-  int32_t column;  // its first one
-  int32_t layer;   // how many outputs before it are of the same feature
+  int32_t column;  // first column
+  int32_t layer;   // number of earlier outputs of the same feature
   Mean mean;
   int32_t fused;
 };
 
 struct PoolCall {
   const Table* tables;  // in device memory
-  // In device memory. First come those whose tables have a multiple of four columns.
+  // In device memory. Outputs whose tables have a multiple of four columns come first.
   const PooledOutput* outputs;
   int32_t num_outputs;
-  int32_t num_in_fours;     // how many these are
-  int32_t widest_in_fours;  // columns of the widest table of them
-  int32_t widest_other;     // and of the others
+  int32_t num_in_fours;     // number of these outputs
+  int32_t widest_in_fours;  // columns of the widest table of these outputs
+  int32_t widest_other;     // columns of the widest table of the others
   const int64_t* ids;
   int64_t n;
-  const int64_t* offsets;  // [features * batch_size + 1]; what lies outside of the ids is left out
+  const int64_t* offsets;  // [features * batch_size + 1]; positions outside the ids are skipped
   int64_t batch_size;
   const float* weights;  // null: none
   RowType type;          // of the output

@@ -10,20 +10,20 @@
 namespace torchrec_hkv::serving::cpu {
 namespace {
 
-// Ids of a chunk: as many as their rows have room in the second-level cache beside those of the
+// Ids of a chunk: as many as their rows fit into the second-level cache besides the rows of the
 // chunk that is read meanwhile.
 constexpr int64_t kMostFound = 64, kLeastFound = 8, kBytesFound = 32768;
-// In a bag with more ids, rows are prefetched as they are read: so many bytes ahead.
+// In a bag with more ids, rows are prefetched while rows are read: this many bytes ahead.
 constexpr int64_t kBytesAhead = 16384, kLeastAhead = 2, kMostAhead = 64;
 
-// Whole bags, a chunk at a time, in three steps. While one chunk is read, the rows of the next one
-// and the buckets of the one after that are on their way from memory.
+// Processes whole bags in chunks, in three steps. While a chunk is read, the rows of the next chunk
+// and the buckets of the chunk after it are fetched from memory.
 class Chunks {
  public:
   Chunks(const Feature& feature, int64_t begin, int64_t end)
       : feature_(feature), table_(*feature.table), next_(begin), end_(end) {}
 
-  // Runs all; returns how many ids were unknown.
+  // Processes all chunks; returns the number of unknown ids.
   int64_t run() {
     for (int64_t number = 0; number < 2 || held_[(number - 2) % 3].begin < end_; ++number) {
       prepare(held_[number % 3]);
@@ -94,7 +94,7 @@ void look_up(const Feature& feature, int threads) {
   const int64_t ids = feature.offsets == nullptr
                           ? feature.bags
                           : feature.offsets[feature.bags] - feature.offsets[0];
-  // A thread is worth some thousand ids.
+  // A thread pays off from some thousand ids on.
   const int64_t grain = ids == 0 ? feature.bags + 1 : 4096 * feature.bags / ids + 1;
   parallel_for(feature.bags, grain, threads, [&](int64_t begin, int64_t end) {
     const int64_t unknown = Chunks(feature, begin, end).run();

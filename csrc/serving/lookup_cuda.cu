@@ -19,8 +19,8 @@ __device__ void count_host_lookups(const Table& table, int lookups) {
   }
 }
 
-// Adds to the numbers of ids that were looked up in a table, and of unknown ones. number: is added
-// by the first thread of the block.
+// Adds to a table's numbers of looked up ids and of unknown ids. number: number of ids, which the
+// first thread of the block adds.
 __device__ __forceinline__ void count_lookups(int64_t* of_table, int unknown, int64_t number) {
   auto* const counters = reinterpret_cast<unsigned long long*>(of_table);
   if (unknown > 0) atomicAdd(counters + 1, static_cast<unsigned long long>(unknown));
@@ -30,12 +30,19 @@ __device__ __forceinline__ void count_lookups(int64_t* of_table, int unknown, in
 }
 
 // Constants of rows_kernel. Eight loads in flight for each lane hide the latency of rows. With
-// blocks of 128 threads more warps fit on a multiprocessor than with 256.
+// blocks of 128 threads, more warps fit on a multiprocessor than with 256.
 constexpr int kRowsThreads = 128, kAhead = 8;
 
-// A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
-// at a time. kOut: the output's type, or kAnyType. kFound: rows have been found.
+// A warp processes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces for
+// each lane at a time. kOut: the output's type, or kAnyType. kFound: rows have been found already.
 constexpr int kAnyType = -1;
+// The type of outputs whose values are those of the rows as they are stored, or -2.
+constexpr int same_type(RowFormat format) {
+  return format == RowFormat::kFloat32    ? static_cast<int>(RowType::kFloat32)
+         : format == RowFormat::kFloat16  ? static_cast<int>(RowType::kFloat16)
+         : format == RowFormat::kBFloat16 ? static_cast<int>(RowType::kBFloat16)
+                                          : -2;
+}
 template <RowFormat kFormat, int kColumns, int kOut, bool kFound>
 __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   const int lane = threadIdx.x & 31;
@@ -51,14 +58,14 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
     count_lookups(call.counters, lane == 0 ? unknown : 0, blockIdx.x == 0 ? call.n : 0);
   }
 
-  // Fields of the table are read before the loop: the compiler would read them again after each
-  // store, which might change them for all it knows.
+  // Fields of the table are read before the loop. Otherwise the compiler reads them again after
+  // each store, because it can't rule out that the store changes them.
   const RowType type = kOut == kAnyType ? call.type : static_cast<RowType>(kOut);
   const float unit = call.table->unit;
   const int32_t pieces = call.dim / kColumns, total = here * pieces;
   const int64_t piece_bytes = int64_t{kColumns} * element_size(type);
   char* const out = call.out + first * pieces * piece_bytes;
-  // The row and the piece of it that a lane takes next, kept up to date without a division.
+  // The next row of a lane and the piece of that row, updated without a division.
   int32_t at_row = lane / pieces, at = lane % pieces;
   const int32_t step_rows = 32 / pieces, step = 32 % pieces;
   for (int32_t base = lane; base - lane < total; base += 32 * kAhead) {
@@ -83,6 +90,10 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
       if (piece >= total) break;
       float values[kColumns];
       if (known >> k & 1) {
+        if constexpr (kOut == same_type(kFormat)) {
+          held[k].store(out + piece * piece_bytes);
+          continue;
+        }
         // widen() needs the column only if a byte holds two columns and one of them is read.
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
         held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
@@ -95,9 +106,9 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   }
 }
 
-// found[i] = the row of the id at position i of [begin, end), or null; counts. rows: lists those in
-// host memory; their places are counted from `first_place`. Called by all threads of blocks of a
-// row of the grid.
+// found[i] = the row of the id at position i of [begin, end), or null; counts ids. Rows in host
+// memory are listed in `rows`, with positions from `first_place` on. Called by all threads of the
+// blocks in a row of the grid.
 template <bool kTiered>
 __device__ __forceinline__ void find_rows(const Table& table, const int64_t* ids, int64_t begin,
                                           int64_t end, uint32_t phase, const HostRows& rows,
@@ -135,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) find_rows_kernel(RowsCall call, Host
   find_rows<true>(*call.table, call.ids, 0, call.n, call.phase, rows, rows.found, 0, call.counters);
 }
 
-// found[layer * n + i] = the row of id i in the table of each output, or null; counts.
+// found[layer * n + i] = the row of id i in the table of each output, or null; counts ids.
 template <bool kTiered>
 __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call, HostRows rows) {
   const PooledOutput output = call.outputs[blockIdx.y];
@@ -147,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call, HostRows 
                      call.counters + 2 * output.table);
 }
 
-// The bags of one output: kColumns columns a lane, as many lanes a bag as that takes.
+// Pools the bags of one output. A lane takes kColumns columns, and a bag as many lanes as needed.
 template <RowFormat kFormat, int kColumns>
 __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, const Table& table) {
   constexpr int kRowsAhead = 4;
@@ -163,7 +174,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
   const char* const* const found = call.staging.found + output.layer * call.n;
   const float row_scale = output.mean == Mean::kScaledRows ? 1.0f / length : 1.0f;
   const int64_t out_bytes = element_size(call.type);
-  // As on a CPU: only rows in the types of tables that train.
+  // As on a CPU, only rows in types of trained tables use fused multiply-adds.
   const bool fused =
       output.fused && (kFormat == RowFormat::kFloat32 || kFormat == RowFormat::kFloat16);
   for (int32_t piece = lane; piece < pieces; piece += lanes) {
@@ -207,7 +218,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
     char* const out = call.out + (bag * call.columns + output.column + column) * out_bytes;
     if (kColumns == 1 || (output.column % 4 == 0 && call.columns % 4 == 0)) {
       store_columns<kColumns>(call.type, out, sums);
-    } else {  // another table's columns shift these
+    } else {  // columns of other tables misalign these
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) store_columns<1>(call.type, out + c * out_bytes, sums + c);
     }
@@ -251,31 +262,38 @@ void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
   HKV_CUDA_CHECK_LAUNCH();
 }
 
+// Whether rows and outputs are aligned to pieces of kColumns columns.
+template <RowFormat kFormat, int kColumns>
+bool fits_pieces(const RowsCall& call) {
+  return call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+}
+
+template <RowFormat kFormat, int kColumns>
+void launch_typed_rows(const RowsCall& call, cudaStream_t stream) {
+  constexpr auto as_int = [](RowType type) { return static_cast<int>(type); };
+  switch (call.type) {
+    case RowType::kFloat32:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kFloat32)>(call, stream);
+    case RowType::kFloat16:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kFloat16)>(call, stream);
+    default:
+      return launch_rows_of<kFormat, kColumns, as_int(RowType::kBFloat16)>(call, stream);
+  }
+}
+
 template <RowFormat kFormat>
 void launch_rows(const RowsCall& call, cudaStream_t stream) {
-  // As many columns a lane as suit most, where rows and outputs are aligned to them.
-  constexpr bool kIsQuantized = Piece<kFormat, 4>::kIsQuantized;
-  constexpr int kColumns = kIsQuantized ? 8 : 4;
-  const bool in_wide_pieces =
-      call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+  // The number of columns of a lane that is best for most tables, if rows and outputs are aligned.
+  constexpr int kWidest = kFormat == RowFormat::kFloat32 ? 4 : 8;
+  const bool in_widest = fits_pieces<kFormat, kWidest>(call);
+  const bool in_fours = fits_pieces<kFormat, 4>(call);
   if (call.staging.found != nullptr) {
-    return in_wide_pieces ? launch_rows_of<kFormat, kColumns, kAnyType, true>(call, stream)
-                          : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
+    return in_widest  ? launch_rows_of<kFormat, kWidest, kAnyType, true>(call, stream)
+           : in_fours ? launch_rows_of<kFormat, 4, kAnyType, true>(call, stream)
+                      : launch_rows_of<kFormat, 1, kAnyType, true>(call, stream);
   }
-  if (in_wide_pieces) {
-    switch (call.type) {
-      case RowType::kFloat32:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat32)>(call, stream);
-      case RowType::kFloat16:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kFloat16)>(call, stream);
-      default:
-        return launch_rows_of<kFormat, kColumns, static_cast<int>(RowType::kBFloat16)>(call,
-                                                                                       stream);
-    }
-  }
-  if constexpr (kIsQuantized) {
-    if (call.dim % 4 == 0) return launch_rows_of<kFormat, 4, kAnyType>(call, stream);
-  }
+  if (in_widest) return launch_typed_rows<kFormat, kWidest>(call, stream);
+  if (in_fours) return launch_typed_rows<kFormat, 4>(call, stream);
   launch_rows_of<kFormat, 1, kAnyType>(call, stream);
 }
 

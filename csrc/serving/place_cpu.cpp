@@ -1,4 +1,4 @@
-// Building the index of a read-only table, block by block.
+// Builds the index of a read-only table, block by block.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -10,11 +10,11 @@
 namespace torchrec_hkv::serving::cpu {
 namespace {
 
-// A block of a few thousand buckets at a load of .93 takes far fewer moves for an id.
+// A block of a few thousand buckets at a load factor of 0.93 needs far fewer moves for an id.
 constexpr int kMostMoves = 20000;
 constexpr int32_t kFree = -1;
 
-// The ids of one block at a time, by their numbers in `members`.
+// Places the ids of one block at a time, by their indices in `members`.
 class Block {
  public:
   explicit Block(const Placement& placement)
@@ -39,9 +39,10 @@ class Block {
     std::fill(counts_.begin(), counts_.end(), 0);
   }
 
-  // kYes, or kFull and the number of the id.
+  // Returns kYes, or kFull with the index of the id in *at.
   Placed place(int64_t* at) {
-    // Ids that find their first bucket full wait: fewest are then in their second one.
+    // Ids whose first bucket is full are placed last, so that the fewest ids are in their second
+    // bucket.
     waiting_.clear();
     for (int64_t i = 0; i < n_; ++i) {
       if (!put(choices_[i].first, static_cast<int32_t>(i))) {
@@ -54,7 +55,7 @@ class Block {
     return Placed::kYes;
   }
 
-  // Whether an id is there twice: both are in one of the same two buckets.
+  // Whether an id occurs twice. Both are in one of the same two buckets.
   bool find_repeated(int64_t* at) const {
     for (int64_t i = 0; i < n_; ++i) {
       for (const uint32_t bucket : {choices_[i].first, choices_[i].second}) {
@@ -67,13 +68,13 @@ class Block {
     return false;
   }
 
-  // The same, in buckets that were written.
+  // Like find_repeated above, in written buckets.
   bool find_repeated(const Bucket* written, int64_t* at) const {
     for (int64_t i = 0; i < n_; ++i) {
       const auto [first, second] = choices_[i];
       const uint32_t found = matches(written[first], ids_[i]) | matches(written[second], ids_[i])
                                                                     << kBucketIds;
-      // Where a block has one bucket, that is both.
+      // If a block has one bucket, both buckets are the same.
       const uint32_t its = first == second ? found & ((1u << kBucketIds) - 1) : found;
       if ((its & (its - 1)) != 0) return *at = members_[i], true;
     }
@@ -124,7 +125,8 @@ class Block {
     return choices_[i].first == bucket ? choices_[i].second : choices_[i].first;
   }
 
-  // Cuckoo hashing: an id whose other bucket has room makes way; where there is none, any does.
+  // Cuckoo hashing: an id whose other bucket has room is moved there; if there is none, any id is
+  // moved.
   bool settle(int32_t i) {
     uint32_t bucket = choices_[i].second;
     for (int moves = 0; moves < kMostMoves; ++moves) {
@@ -154,7 +156,7 @@ class Block {
 }  // namespace
 
 Placed place(const Placement& placement, int64_t* at, int threads) {
-  // Members of each block, in the order given: a counting sort.
+  // The members of each block, in the given order, by a counting sort.
   std::vector<int64_t> starts(placement.blocks + 1, 0);
   for (int64_t i = 0; i < placement.n; ++i) {
     const uint32_t block =

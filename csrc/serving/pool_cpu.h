@@ -1,4 +1,4 @@
-// What is made of the rows of one feature once they are found: sums of bags, or a copy of each.
+// Processes the found rows of one feature: sums the rows of each bag, or copies each row.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace torchrec_hkv::serving::cpu {
 
 // The rows of some ids.
 struct FoundRows {
-  const char* const* rows;  // of the ids from number `first` on; null where the table has none
+  const char* const* rows;  // rows of the ids from number `first` on; null for missing ids
   int64_t first;
-  int64_t last;   // the id after the last one
-  int64_t ahead;  // rows that are prefetched before they are read; 0: they have been
+  int64_t last;   // one past the last id
+  int64_t ahead;  // number of rows to prefetch ahead; 0 if rows have been prefetched
 
   const char* row(int64_t at) const { return rows[at - first]; }
 };
@@ -44,8 +44,8 @@ Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
   }
 }
 
-// A long bag is summed a block of rows at a time. Bytes of a block, which take half of an L1 cache,
-// and its least number of rows.
+// A long bag is summed in blocks of rows. Bytes of a block, which are half of an L1 cache, and its
+// least number of rows.
 constexpr int64_t kBlockBytes = 16384, kLeastBlockRows = 8;
 
 // Sums of the bags of a feature.
@@ -59,8 +59,8 @@ class Pool {
     std::vector<float> partial;
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t first = feature_.offsets[bag], last = feature_.offsets[bag + 1];
-      // Sums take 64, 8 or 1 columns of all rows at a time. The rows of a long bag would leave the
-      // cache before their next columns are read.
+      // Sums take 64, 8 or 1 columns of all rows at a time. Without blocks, the rows of a long bag
+      // would leave the cache before their next columns are read.
       const bool in_one_pass = table_.dim == 64 || table_.dim == 8 || table_.dim == 1;
       const int64_t block =
           in_one_pass ? last - first : std::max(kLeastBlockRows, kBlockBytes / table_.row_bytes);
@@ -79,7 +79,7 @@ class Pool {
   struct Block {
     int64_t bag, first, last;  // number of the bag; its rows are [first, last)
     int64_t from, to;          // the block's rows are [from, to)
-    float* partial;            // sums of the blocks before; unused if the bag has one block
+    float* partial;            // sums of the earlier blocks; unused if the bag has one block
   };
 
   void add(const Block& block) const {
@@ -145,7 +145,7 @@ class Pool {
     return feature_.weights == nullptr ? bag : feature_.weights[at] * bag;
   }
 
-  // What is done with the sums of a bag.
+  // Scales the sums of a bag to its mean. for_sums: calls a function for each vector of sums.
   template <typename ForSums>
   void finish(int64_t first, int64_t last, const ForSums& for_sums) const {
     if (feature_.mean == Mean::kScaledSum && last > first) {
@@ -168,7 +168,7 @@ class Pool {
 // Pools bags `begin` to `end`, whose rows were found.
 inline void pool(const Feature& feature, const FoundRows& found, int64_t begin, int64_t end) {
   const bool is_scaled = feature.weights != nullptr || feature.mean == Mean::kScaledRows;
-  // Only types that tables train in are rounded once.
+  // Only types of trained tables use fused multiply-adds, which round once.
   const RowFormat format = feature.table->format;
   const bool fused =
       feature.fused && (format == RowFormat::kFloat32 || format == RowFormat::kFloat16);
@@ -183,7 +183,7 @@ inline void pool(const Feature& feature, const FoundRows& found, int64_t begin, 
   });
 }
 
-// Writes out the rows that were found.
+// Writes the found rows.
 inline void write_rows(const Feature& feature, const FoundRows& found) {
   const Table& table = *feature.table;
   const int32_t dim = table.dim;

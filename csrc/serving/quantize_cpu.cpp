@@ -1,4 +1,4 @@
-// Conversion of rows to 8 and 4 bits.
+// Converts rows to 8 and 4 bits.
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -20,7 +20,7 @@ typedef int32_t Integers __attribute__((vector_size(32)));
 constexpr uint32_t kInfinityBits = 0x7f800000u, kNegativeZero = 0x80000000u;
 constexpr uint16_t kMostHalf = 0x7bffu;  // the largest float16
 constexpr int kMostRoom = 1 << 30;       // a zero can be halved without limit
-// 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even.
+// 1.5 * 2^23: adding a value to it rounds the value to an integer, ties to even.
 constexpr float kMagic = 12582912.0f;
 
 struct Range {
@@ -28,8 +28,8 @@ struct Range {
   uint32_t magnitude;  // bits of the largest absolute value; larger than kInfinityBits for NaN
 };
 
-// Reduces eight values to one. pick(a, b): one of two values, for each element of two vectors.
-// Halves are reduced at a time: one value after the other would take longer than the rest of a row.
+// Reduces eight values to one. pick(a, b): selects one of two values, for each element of vectors.
+// It reduces by halves: one value after the other would take longer than the rest of a row.
 template <typename Vector, typename Pick>
 [[gnu::always_inline]] inline auto reduced(const Vector& eight, const Pick& pick) {
   const Vector four = pick(eight, __builtin_shufflevector(eight, eight, 4, 5, 6, 7, 0, 1, 2, 3));
@@ -48,7 +48,7 @@ Range range_of(const float* row, int32_t dim) {
     for (; dim - c >= 8; c += 8) {
       Columns x;
       std::memcpy(&x, row + c, sizeof(x));
-#ifdef __AVX2__  // GCC takes a comparison and a blend for the choices below
+#ifdef __AVX2__  // GCC uses a comparison and a blend for the selections below
       low = (Columns)_mm256_min_ps((__m256)x, (__m256)low);
       high = (Columns)_mm256_max_ps((__m256)x, (__m256)high);
       magnitude =
@@ -70,7 +70,7 @@ Range range_of(const float* row, int32_t dim) {
     range.high = std::max(range.high, row[c]);
     range.magnitude = std::max(range.magnitude, float_bits(row[c]) & ~kNegativeZero);
   }
-  if (range.low == 0.0f) {  // -0 is less than 0, in whatever order they come
+  if (range.low == 0.0f) {  // -0 counts as less than 0, independently of the order
     const bool has_negative =
         std::any_of(row, row + dim, [](float x) { return float_bits(x) == kNegativeZero; });
     range.low = has_negative ? -0.0f : 0.0f;
@@ -79,12 +79,12 @@ Range range_of(const float* row, int32_t dim) {
   return range;
 }
 
-// How often a float16 can be halved without a change of its mantissa.
+// Number of times that a float16 can be halved without changing its mantissa.
 int room_of(uint16_t half) {
   return (half & 0x7fff) == 0 ? kMostRoom : std::max((half >> 10 & 31) - 1, 0);
 }
 
-// The same of a float.
+// The same for a float.
 int room_of(float x) {
   return x == 0.0f ? kMostRoom : std::max(static_cast<int>(float_bits(x) >> 23 & 255) - 1, 0);
 }
@@ -144,7 +144,7 @@ class Quantizer {
         row_bytes_(row_bytes_of(its.format, its.dim)),
         levels_(its.format == RowFormat::kInt8 ? 255.0f : 15.0f) {}
 
-  // Converts rows until one is beyond the limit.
+  // Converts rows until one exceeds the limit.
   Quantized run(int64_t begin, int64_t end) const {
     Quantized done{end, 0.0f, kMostRoom};
     for (int64_t i = begin; i < end; ++i) {

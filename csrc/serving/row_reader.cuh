@@ -31,8 +31,8 @@ struct Raw<16> {
   using Type = uint4;
 };
 
-// kColumns columns of a row as they are in memory, from a multiple of kColumns on. They are read
-// once, so that they need not stay in the first-level cache.
+// The bytes of kColumns columns of a row, from a multiple of kColumns on. They are read once, so
+// they need not stay in the first-level cache.
 template <RowFormat kFormat, int kColumns>
 struct Piece {
   static constexpr bool kIsQuantized = kFormat == RowFormat::kInt8 || kFormat == RowFormat::kInt4;
@@ -58,6 +58,14 @@ struct Piece {
     for (int k = 0; k < kBytes / kWordBytes; ++k) raw[k] = __ldcs(from + k);
   }
 
+  // Writes the columns as they are.
+  __device__ void store(char* out) const {
+#pragma unroll
+    for (int k = 0; k < kBytes / kWordBytes; ++k) {
+      __stcs(reinterpret_cast<Word*>(out) + k, raw[k]);
+    }
+  }
+
   __device__ void widen(float unit, int32_t column, float* values) const {
     const float scale = unit * from_float16(static_cast<uint16_t>(header & 0xffff));
     const float offset = unit * from_float16(static_cast<uint16_t>(header >> 16));
@@ -81,7 +89,7 @@ struct Piece {
   }
 };
 
-// Where the table has no row.
+// Columns of the initial or default row, for an id that the table lacks.
 template <int kColumns>
 __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int32_t column,
                                              float* values) {
@@ -93,8 +101,8 @@ __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int
   }
 }
 
-// As unknown_columns, which takes the address of an array and so keeps it out of registers. Here
-// only a copy is affected.
+// Like unknown_columns, which takes the address of an array and thus keeps it out of registers.
+// This function passes it the address of a copy.
 template <int kColumns>
 __device__ __forceinline__ void copy_unknown(const Table& table, int64_t id, int32_t column,
                                              float* values) {
@@ -104,7 +112,7 @@ __device__ __forceinline__ void copy_unknown(const Table& table, int64_t id, int
   for (int k = 0; k < kColumns; ++k) values[k] = its[k];
 }
 
-// Columns of an output; nobody reads them soon. kColumns: 1, 4 or 8.
+// Stores columns of an output, which are not read soon. kColumns: 1, 4 or 8.
 template <int kColumns>
 __device__ void store_columns(RowType type, char* out, const float* values) {
   if (type == RowType::kFloat32) {

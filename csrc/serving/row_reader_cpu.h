@@ -15,7 +15,7 @@
 
 namespace torchrec_hkv::serving::cpu {
 
-// Columns of a row from a column on. A vector of a row of 4 bits begins with an even column.
+// Reads columns of a row. A vector of a row of 4 bits begins at an even column.
 template <RowFormat kFormat>
 class Reader {
  public:
@@ -33,7 +33,7 @@ class Reader {
       if constexpr (sizeof(Vector) == sizeof(float)) {
         columns = offset_ + scale_ * static_cast<uint8_t>(row_[c]);
       } else {
-#ifdef __AVX2__  // GCC takes a byte at a time for the conversion below
+#ifdef __AVX2__  // GCC processes one byte at a time in the conversion below
         const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row_ + c));
         dequantize((Codes)_mm256_cvtepu8_epi32(bytes), columns);
 #else

@@ -1,12 +1,13 @@
 // Read-only tables for serving: a dense index over any 64-bit ids, and rows in one of five formats.
 //
-// The index is an array of 64-byte buckets of up to seven ids, 64 / (7 * load) bytes an id. An id
-// has two buckets. Most ids are in the first one; a bucket says whether some of its ids are in
-// their second one. Rows are dense: those of a bucket are adjacent, in the order of its ids.
+// The index is an array of 64-byte buckets with up to seven ids, 64 / (7 * load factor) bytes for
+// each id. An id has two buckets. Most ids are in their first bucket; a bucket stores whether some
+// of its ids are in their second one. Rows are dense: the rows of a bucket are adjacent, in the
+// order of its ids.
 //
-// Buckets are cut into blocks. Both buckets of an id are in one block, and blocks are ranges of the
-// mix that also decides which rank owns an id. So a table is built block by block from ids in the
-// order of their owners, in memory for one block.
+// Buckets are divided into blocks. Both buckets of an id are in one block. Blocks are ranges of the
+// mix that also determines the rank that owns an id. A table can therefore be built block by block
+// from ids in the order of their owners, with memory for one block.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ namespace torchrec_hkv::serving {
 constexpr int kBucketIds = 7;
 
 struct alignas(64) Bucket {
-  // Bits 0 to 39: number of the first row. 40 to 42: ids here. 43: whether ids that have this as
-  // their first bucket are in their second one. 48 to 54: which ids here are erased.
+  // Bits 0 to 39: number of the first row. 40 to 42: number of ids in this bucket. 43: whether an
+  // id whose first bucket is this one is in its second bucket. 48 to 54: which ids here are erased.
   uint64_t header;
   int64_t ids[kBucketIds];
 };
@@ -43,7 +44,7 @@ HKV_HOST_DEVICE bool is_erased(uint64_t header, int position) {
   return header >> (kErasedShift + position) & 1;
 }
 
-// How many buckets there are: `blocks` times `block_buckets`.
+// The number of buckets: `blocks` times `block_buckets`.
 struct Geometry {
   uint32_t blocks;
   uint32_t block_buckets;
@@ -61,7 +62,7 @@ HKV_HOST_DEVICE uint64_t mix_of_id(int64_t id) {
 HKV_HOST_DEVICE uint32_t block_of_mix(uint64_t mix, const Geometry& geometry) {
   return static_cast<uint32_t>((mix >> 32) * geometry.blocks >> 32);
 }
-// The two buckets of an id within its block; equal only where a block has one bucket.
+// The two buckets of an id within its block; equal only if the block has one bucket.
 HKV_HOST_DEVICE Choice choose_in_block(uint64_t mix, uint32_t block_buckets) {
   const uint64_t first = (mix & 0xffffffffull) * block_buckets >> 32;
   uint64_t second = (mix * 0xd1b54a32d192ed03ull >> 32) * block_buckets >> 32;
@@ -76,8 +77,8 @@ HKV_HOST_DEVICE Choice choose(int64_t id, const Geometry& geometry) {
 }
 
 // Rows of 8 and 4 bits begin with a float16 scale and a float16 offset, both in units of the
-// table's `unit`: value = unit * (offset + scale * code). Of 4 bits, column 2k is in the low half
-// of a byte. Rows are padded to a multiple of 4 bytes.
+// table's `unit`: value = unit * (offset + scale * code). In rows of 4 bits, column 2k is in the
+// low half of a byte. Rows are padded to a multiple of 4 bytes.
 enum class RowFormat : int32_t {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -100,15 +101,14 @@ HKV_HOST_DEVICE int64_t row_bytes_of(RowFormat format, int32_t dim) {
   }
 }
 
-// Ids and their rows. No buckets: none.
+// Ids and their rows; without buckets, the layer is empty.
 struct Layer {
   const Bucket* buckets;
   Geometry geometry;
   const char* rows;
 };
 
-// Ids whose rows are wanted: rows[i] = the number of the row of ids[i], or -1 where the layer has
-// none.
+// A search for rows: rows[i] = the number of the row of ids[i], or -1 if the layer lacks the id.
 struct RowNumbers {
   Layer layer;
   const int64_t* ids;
@@ -116,7 +116,7 @@ struct RowNumbers {
   int64_t* rows;
 };
 
-// A table: what a delta changed, which counts first, and the base.
+// A table: a layer with the changes of deltas, which takes precedence, and the base.
 struct Table {
   Layer base;
   Layer changes;
@@ -124,19 +124,19 @@ struct Table {
   int32_t dim;
   int64_t row_bytes;
   float unit;
-  // What an unknown id gets: this row, or where it is null the row that training starts from.
+  // The row of unknown ids; null: the initial row of training.
   const float* default_row;
   InitialRows initial_rows;
   // The hot rows, if the table is on a GPU and the rows of its base are in host memory.
   HotRows hot;
 };
 
-// What becomes of the sum of a bag, as the trainer does it, so that results have equal bits.
+// The computation of a bag's mean, as in training, so that results are bit-identical.
 enum class Mean : int32_t {
   kNone = 0,        // sum of weight * row
   kScaledRows = 1,  // sum of (weight / length) * row
   kScaledSum = 2,   // (sum of weight * row) * (1 / length)
-  kDividedSum = 3,  // (sum of weight * row) / (length, or sum of weights), of those that are not 0
+  kDividedSum = 3,  // (sum of weight * row) / (length, or sum of weights), if that is not 0
 };
 
 // One output of a lookup: the rows of one feature in one table.

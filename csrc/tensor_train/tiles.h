@@ -1,5 +1,5 @@
-// Lookup and gradients of tiles, by class of tables. One source file for each rank, because they
-// are slow to compile.
+// Lookup and gradients of tiles, by class of tables. Each rank has its own source file, because
+// these are slow to compile.
 #pragma once
 
 #include "tensor_train/cuda/kernels.h"
@@ -9,24 +9,24 @@ namespace torchrec_hkv::tensor_train::cuda {
 struct TileInput;
 
 struct TileRun {
-  KernelClass kernel;  // vectors and exact: only if places count in units of 4
+  KernelClass kernel;  // `vectors` and `exact` are set only if places are in units of 4
   Precision precision;
   bool backward;
-  bool few;     // prefixes: many small tiles
-  bool shares;  // equal shares of the prefixes for all blocks instead of tiles
-  // The batch is large enough for kernels for many ids a prefix; the device decides whether
-  // prefixes have many.
+  bool few;     // few prefixes, so use many small tiles
+  bool shares;  // all blocks get equal shares of the prefixes instead of tiles
+  // Whether the batch is large enough for kernels for many ids per prefix. The device decides
+  // whether prefixes have many ids.
   bool may_be_dense;
-  bool deterministic;  // of gradients: TileInput has sums in fixed point
+  bool deterministic;  // for gradients: TileInput has sums in fixed point
   int64_t num_ids;
   int64_t most_prefixes;  // at least 1
-  int32_t blocks;         // of columns, at most
+  int32_t blocks;         // largest number of blocks of columns
   int64_t only_lasts;     // slices of the last core if the group is one table; otherwise 0
   int32_t multiprocessors;
   cudaStream_t stream;
 };
 
-// Whether gradients of a table of q = 4, 4, 4 have a kernel for many ids a prefix.
+// Whether gradients of a table with q = 4, 4, 4 have a kernel for many ids per prefix.
 bool has_dense_gradients_32(int64_t only_lasts);
 bool has_dense_gradients_64(int64_t only_lasts);
 

@@ -1,16 +1,16 @@
-"""Fills a Redis server with the rows of a model's hash tables, and keeps it as new as its deltas.
+"""Publishes the rows of a model's hash tables to a Redis server, and updates them with deltas.
 
     apt install redis-server; pip install redis
     python examples/serving/redis_publish.py deltas/ --rows int8 --follow 1
 
 ``deltas/`` is the folder of a ``DeltaWriter``. The row of an id is the value of the key
-``PREFIX:GENERATION:TABLE:ID``; :func:`look_up` reads some. ``PREFIX:version`` is a hash with the
-``generation``, the number of the base that the rows began with, and the ``number`` and ``digest``
-of the newest checkpoint that is there. Deltas change rows in place, so that a reader may see rows
-of two versions while one is published; a new base is written beside the rows before, and readers
-change over in one step.
+``PREFIX:GENERATION:TABLE:ID``; :func:`look_up` reads rows. ``PREFIX:version`` is a hash with the
+``generation``, which is the number of the rows' base, and the ``number`` and ``digest`` of the
+newest published checkpoint. Deltas change rows in place, so a reader may see rows of two versions
+while a delta is published. A new base is written beside the old rows, and readers switch in one
+step.
 
-Neither TorchRec nor FBGEMM is needed.
+It needs neither TorchRec nor FBGEMM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrec_hkv.checkpoint.chain import Chain, digest_of
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
 
-#: Commands that are sent before their answers are waited for.
+#: Number of commands that are sent before waiting for their answers.
 PIPELINE = 10_000
 
 
@@ -36,11 +36,11 @@ class Publisher:
     """Writes a chain to a server.
 
     Args:
-        server: to write to.
+        server: the server.
         chain: folder of a ``DeltaWriter``.
-        row_format: of the rows.
-        prefix: of all keys.
-        unit: of quantised rows: the largest absolute value of a table must be at most 65504 units.
+        row_format: format of the rows.
+        prefix: prefix of all keys.
+        unit: unit of quantised rows; values must be at most 65504 units in magnitude.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Publisher:
         self._format, self._unit = row_format, unit
 
     def publish(self) -> int:
-        """Writes what the server lacks; returns how many checkpoints that were."""
+        """Writes the checkpoints that the server lacks; returns their number."""
         newest = Chain(self._chain).newest()
         if newest is None:
             return 0
@@ -107,7 +107,7 @@ class Publisher:
 
 
 def _changes(checkpoint: Checkpoint, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Ids, their rows, and ids that left."""
+    """Yields (ids, their rows, ids that left)."""
     none = torch.empty(0, dtype=torch.int64)
     if not checkpoint.is_delta:
         yield from ((ids, rows, none) for ids, rows in checkpoint.entries(table))
@@ -130,7 +130,7 @@ def look_up(
     prefix: str = "torchrec_hkv",
     unit: float = 2.0**-10,
 ) -> Tensor:
-    """Rows of some ids, ``[n, dim]``; zeros for those that the server lacks."""
+    """Returns the rows of ids, ``[n, dim]``; zeros for ids that the server lacks."""
     generation = server.hget(f"{prefix}:version", "generation").decode()
     found = server.mget([f"{prefix}:{generation}:{table}:{id_}" for id_ in ids])
     rows = torch.zeros(len(ids), dim)

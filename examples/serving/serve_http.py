@@ -5,13 +5,12 @@
 
     curl localhost:8000/predict -d '{"args": [[[0.5, 1.0]], {"ids": {"user": [[17]]}}]}'
 
-``args`` and ``kwargs`` are those of the model's forward: a tensor is nested lists of numbers, a
-``KeyedJaggedTensor`` is ``{"ids": {feature: [ids of each sample]}}``, with ``weights`` of the same
-shape where the model takes some. Requests that come while one is served, or within ``--wait-ms``,
-are served as one batch.
+``args`` and ``kwargs`` are the arguments of the model's forward. A tensor is nested lists of
+numbers. A ``KeyedJaggedTensor`` is ``{"ids": {feature: [ids of each sample]}}``, with ``weights``
+of the same shape if the model takes weights. Requests that arrive during a call of the model, or
+within ``--wait-ms``, are served as one batch.
 
-The event loop's thread calls the model: a call takes less than a change of threads costs, and what
-arrives meanwhile is the next batch.
+The event loop's thread calls the model, because a call takes less time than switching threads.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torchrec_hkv import serving
 
 
 def samples_of(given: Any) -> int:
-    """How many samples an argument has."""
+    """Returns the number of samples of an argument."""
     if isinstance(given, dict) and "ids" in given:
         return len(next(iter(given["ids"].values()), []))
     if isinstance(given, dict):
@@ -44,7 +43,7 @@ def samples_of(given: Any) -> int:
 
 
 def merged(parts: Sequence[Any]) -> Any:
-    """The arguments of several requests as those of one."""
+    """Concatenates the arguments of several requests."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -56,7 +55,7 @@ def merged(parts: Sequence[Any]) -> Any:
 
 
 def as_argument(given: Any) -> Any:
-    """An argument of the model."""
+    """Converts JSON to an argument of the model."""
     if isinstance(given, dict) and "ids" in given:
         return serving.KeyedIds.from_lists(given["ids"], given.get("weights"))
     if isinstance(given, dict):
@@ -65,7 +64,7 @@ def as_argument(given: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """A request that waits."""
+    """A waiting request."""
 
     args: list[Any]
     kwargs: dict[str, Any]
@@ -74,11 +73,11 @@ class Call(NamedTuple):
 
 
 class Batcher:
-    """Serves requests that wait at the same time as one batch.
+    """Serves concurrently waiting requests as one batch.
 
     Args:
-        model: that serves.
-        most: samples of a batch, but for one request with more.
+        model: the model.
+        most: largest number of samples of a batch with more than one request.
         wait: seconds that the first request of a batch waits for others.
     """
 
@@ -87,7 +86,7 @@ class Batcher:
         self._waiting: asyncio.Queue[Call] = asyncio.Queue()
 
     async def predict(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The model's outputs for a request."""
+        """Returns the model's outputs for a request."""
         samples = {samples_of(given) for given in (*args, *kwargs.values())}
         if len(samples) != 1:
             raise ValueError(
@@ -101,7 +100,7 @@ class Batcher:
         """Serves until it is cancelled."""
         while True:
             calls = [await self._waiting.get()]
-            # Without a wait: requests that have arrived are read first.
+            # With 0, the event loop still reads requests that have arrived.
             await asyncio.sleep(self._wait if self._waiting.empty() else 0)
             while not self._waiting.empty() and sum(c.samples for c in calls) < self._most:
                 calls.append(self._waiting.get_nowait())
@@ -124,7 +123,7 @@ class Batcher:
         except Exception as error:
             if len(calls) == 1:
                 return [error]
-            return [self._serve([call])[0] for call in calls]  # all but the bad one are served
+            return [self._serve([call])[0] for call in calls]  # only the bad request fails
         answers, first = [], 0
         for call in calls:
             own = slice(first, first + call.samples)
@@ -134,10 +133,10 @@ class Batcher:
 
 
 class Application(FastAPI):
-    """FastAPI, but for requests of predictions.
+    """FastAPI, except for prediction requests.
 
-    FastAPI solves dependencies of a route, and its middlewares wrap each message, which takes as
-    long as the model. These requests are therefore answered before, by the ASGI protocol.
+    FastAPI resolves dependencies of a route, and its middlewares wrap each message, which takes as
+    long as the model. Prediction requests therefore use the ASGI protocol directly.
     """
 
     def __init__(self, batcher: Batcher, **options: Any) -> None:
@@ -179,7 +178,7 @@ class Application(FastAPI):
 
 
 def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -> FastAPI:
-    """The application."""
+    """Creates the application."""
     batcher = Batcher(model, most, wait)
 
     @contextlib.asynccontextmanager
@@ -223,7 +222,7 @@ def main() -> None:
     if given.deltas is not None:
         serving.follow(model, given.deltas)
     app = make_app(model, given.max_batch, given.wait_ms / 1000)
-    # Python's collections otherwise visit all objects that were imported and loaded, which takes a
+    # Otherwise Python's garbage collections visit all imported and loaded objects, which takes a
     # tenth of a second.
     gc.collect()
     gc.freeze()

@@ -19,7 +19,7 @@ DIMS = {"lru": 12, "lfu": 8}
 
 
 def _write(rank, world_size, device, folder, sharding_type):
-    model = make_tables(world_size, device, sharding_type, "adagrad", rows=150)
+    model = make_tables(world_size, device, sharding_type, "adagrad", rows=150, deterministic=True)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     states = []
     for write in range(3):

@@ -120,7 +120,7 @@ def test_a_graph_that_is_dropped_holds_nothing(device_type):
     bags = Bags.random(3, 6, random_ids(20)).to(device_type)
     with group.accumulate():
         out = lookup(group, bags)
-    with pytest.raises(ValueError, match="the backward of 1 lookups is still to come"):
+    with pytest.raises(ValueError, match="the backward of 1 lookups has not run"):
         group.set_clock(5)
     del out
     gc.collect()

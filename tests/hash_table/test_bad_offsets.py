@@ -150,7 +150,7 @@ def test_counters_say_it():
     anchor = torch.empty(0, device="cuda")
     args = (bags.ids, bags.offsets, None, slots, BAGS, False, None, rate(0.1, group))
     group.pooled_lookup(anchor, *args)
-    with pytest.raises(ValueError, match=match + r"\. The GPU has found it in an earlier call"):
+    with pytest.raises(ValueError, match=match + r"\. The GPU found this in an earlier call"):
         group.counters()
     assert len(group.counters()) == 2
 

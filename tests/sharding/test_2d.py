@@ -27,7 +27,7 @@ def _refused(rank, world_size, device):
         )
 
     toy = ParameterConstraints(compute_kernels=["toy"])
-    with pytest.raises(ValueError, match=r"Table 'hash' .* backend 'toy' does not bring replicas"):
+    with pytest.raises(ValueError, match=r"Table 'hash' .* backend 'toy' can't sync replicas"):
         made(of={"hash": toy})
     cached = ParameterConstraints(compute_kernels=["tt"], options=TTOptions(cache_size=4))
     with pytest.raises(ValueError, match=r"Table 'cores' .* leave out cache_size"):

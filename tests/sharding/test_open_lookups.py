@@ -54,7 +54,7 @@ def _run(rank, world_size, device, folder):
         assert _collections_of(lambda: collect_open_lookups(lookups)) == 0
         output = model(features(device, 7))
         assert any(lookup.has_open_lookup() for lookup in lookups)
-        with pytest.raises(ValueError, match="lookups is still to come"):
+        with pytest.raises(ValueError, match="lookups has not run"):
             checkpoint.load(folder, model)
         _Holder(output)
         del output

@@ -14,25 +14,25 @@ from torchrec_hkv.hash_table import Admission, MinFrequency, Probability
 
 
 class EveryId:
-    """No admission."""
+    """Admits every id."""
 
     def begin_call(self, call: int) -> None:
-        """The call's number."""
+        """Begins a call."""
         self.call = call
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
-        """Which of the missing ids of a call are admitted; ids may repeat."""
+        """Returns the admitted ids among the missing ids of a call, which may repeat."""
         return set(missing)
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Clears the counts."""
 
 
 class CountedIds(EveryId):
-    """Counts in cells, ids in the order in which a call first names them (a CPU).
+    """Counts ids in cells, in the order of their first occurrence in a call, like on a CPU.
 
     Args:
-        admission: with ``entries``.
+        admission: an admission with ``entries``.
     """
 
     def __init__(self, admission: MinFrequency) -> None:
@@ -43,12 +43,12 @@ class CountedIds(EveryId):
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was counted."""
-        #: By set: 8 cells of an id, its count, and the call of the last time.
+        """Clears the counts."""
+        #: By set: 8 cells (id, count, last call).
         self.sets: dict[int, list[tuple[int, int, int] | None]] = {}
 
     def begin_call(self, call: int) -> None:
-        """Halves the counts where it is the time to."""
+        """Begins a call; halves the counts if it is time to."""
         self.call = call
         every = self.admission.halve_every
         if every is not None and call % every == 0:
@@ -59,7 +59,7 @@ class CountedIds(EveryId):
                         cells[at] = (id_, count // 2, last) if count > 1 else None
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
-        """All occurrences are counted before anything is decided."""
+        """Counts all occurrences before any decision."""
         asked = collections.Counter(missing)  # in order of the first occurrence
         return {id_ for id_, times in asked.items() if self._count(id_, times)}
 
@@ -86,10 +86,10 @@ class CountedIds(EveryId):
 
 
 class SketchedIds(EveryId):
-    """Counts in a count-min sketch.
+    """Counts ids in a count-min sketch.
 
     Args:
-        admission: with ``sketch_bytes``.
+        admission: an admission with ``sketch_bytes``.
     """
 
     ROWS = 4
@@ -103,11 +103,11 @@ class SketchedIds(EveryId):
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Clears the counts."""
         self.cells: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def begin_call(self, call: int) -> None:
-        """Halves the counts where it is the time to."""
+        """Begins a call; halves the counts if it is time to."""
         every = self.admission.halve_every
         if every is not None and call % every == 0:
             self.cells = collections.Counter({at: n // 2 for at, n in self.cells.items()})
@@ -118,23 +118,23 @@ class SketchedIds(EveryId):
         return [(row, (hashed >> 32) * self.width >> 32) for row, hashed in enumerate(hashes)]
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
-        """All occurrences are counted before anything is decided."""
+        """Counts all occurrences before any decision."""
         for id_ in missing:
             for place in self._places(id_):
                 self.cells[place] = min(self.limit, self.cells[place] + 1)
         return {id_ for id_ in missing if self.estimate(id_) >= self.admission.count}
 
     def estimate(self, id_: int) -> int:
-        """The sketch's count of an id."""
+        """Returns the sketch's count of an id."""
         return min(self.cells[place] for place in self._places(id_))
 
 
 @dataclasses.dataclass
 class DrawnIds(EveryId):
-    """Draws.
+    """Admits ids at random.
 
     Attributes:
-        p: probability.
+        p: probability of admission.
         table: the table's name.
         seed: the table's seed.
     """
@@ -144,7 +144,7 @@ class DrawnIds(EveryId):
     seed: int
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
-        """One draw an id."""
+        """Makes one draw per id."""
         return {id_ for id_ in missing if self._draw(id_) < self.p}
 
     def _draw(self, id_: int) -> float:
@@ -154,7 +154,7 @@ class DrawnIds(EveryId):
 
 
 def admission_model(admission: Admission | None, table: str, seed: int) -> EveryId:
-    """The model of a table's admission."""
+    """Creates the model of a table's admission."""
     match admission:
         case None:
             return EveryId()

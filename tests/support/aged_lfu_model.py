@@ -1,4 +1,4 @@
-"""LFU with aging in Python: the half-life and the ranks of a table, to the bit."""
+"""LFU with aging in Python: bit-exact half-life and ranks of a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BEND = 22544  # of 65536: .344
 
 
 def log2_of_count(count: int) -> int:
-    """log2 with 16 bits of fraction."""
+    """Computes log2 with 16 fractional bits."""
     count = min(max(count, 1), 2**52 - 1)
     exponent = count.bit_length() - 1
     f = (count << 16 >> exponent) - 65536
@@ -17,10 +17,10 @@ def log2_of_count(count: int) -> int:
 
 
 class AgedLFUModel:
-    """What a table measures to compare counts.
+    """A table's measurements for aging counts.
 
     Args:
-        c: lookups for each slot in a half-life.
+        c: number of lookups per slot in a half-life.
     """
 
     def __init__(self, c: float) -> None:
@@ -28,25 +28,25 @@ class AgedLFUModel:
         self.restart()
 
     def restart(self) -> None:
-        """The table was cleared or loaded: what was measured is of other steps."""
+        """Resets measurements, because the table was cleared or loaded."""
         self.lookups = self.steps = 0.0
         self.seen: tuple[int, int] | None = None
         self.half_life, self.unit = 0, 0.0
 
     def reload(self, now: int, counted: int) -> None:
-        """The table was saved after call ``now`` and loaded again, which changes nothing."""
+        """Applies saving the table after call ``now`` and loading it; measurements are kept."""
         if self.seen is not None:
             self.lookups += counted - self.seen[1]
             self.steps += now + 1 - self.seen[0]
         self.seen = None
 
     def begin_call(self, now: int, counted: int, slots: int) -> None:
-        """A call with ids begins.
+        """Begins a call with ids.
 
         Args:
-            now: its number.
-            counted: lookups of all calls before.
-            slots: of the table.
+            now: number of the call.
+            counted: lookups of all earlier calls.
+            slots: number of slots of the table.
         """
         if self.seen is not None:
             self.lookups += counted - self.seen[1]
@@ -58,21 +58,21 @@ class AgedLFUModel:
         self.set_half_life(slots)
 
     def set_half_life(self, slots: int) -> None:
-        """From what has been measured."""
+        """Sets the half-life from the measurements."""
         self.unit = slots * (self.steps / self.lookups if self.lookups else 0.0) * 65536
         if math.isfinite(self.c):
             self.half_life = self.half_life_of(self.c)
 
     def half_life_of(self, c: float) -> int:
-        """With another c: steps, with 16 bits of fraction."""
+        """Returns the half-life for another c, in steps with 16 fractional bits."""
         return int(min(c * self.unit, MOST_HALF_LIFE))
 
     def rank(self, count: int, touched: int) -> int:
-        """The lowest leaves."""
+        """Returns the rank of an entry. The entry with the lowest rank is evicted."""
         if math.isinf(self.c):
             return count
         return (touched << 16) + (self.half_life * log2_of_count(count) >> 16)
 
     def rank_of_new(self, now: int) -> int:
-        """The highest rank that a new id replaces: it counts as looked up four times."""
+        """Returns the highest rank that a new id replaces: it counts as looked up four times."""
         return self.rank(4, now)

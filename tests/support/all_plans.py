@@ -1,7 +1,8 @@
-"""All plans of small models, for tests of what the planner chooses: the best is the first by the
-number of tables that lose something, then by the loss, then by the time of the slowest rank.
+"""Enumerates all plans of small models, for tests of the planner's choice.
 
-Bytes and times of each option are the planner's estimates. Losses, places and order are not.
+The best plan has the fewest tables with loss, then the lowest loss, then the lowest time of the
+slowest rank. Bytes and times of each option are the planner's estimates; losses, placements and the
+order of plans are computed here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CURVES = {
 
 
 def curve_at(kind, share):
-    """Linear in the logarithm between neighbouring points, the last segment going on."""
+    """Interpolates linearly in the logarithm between points, and extrapolates the last segment."""
     points = [(0.0, 0.0)] + [(-math.log(s), loss) for s, loss in CURVES[kind].items()]
     x = -math.log(share)
     segments = list(itertools.pairwise(points))
@@ -47,7 +48,7 @@ def curve_at(kind, share):
 
 
 def loss_of(option, counts, rows):
-    """What an option loses, from first principles: None for nothing."""
+    """Computes the loss of an option from first principles; None without loss."""
     options = getattr(option, "backend_options", None)
     if isinstance(options, TTOptions):
         (p0, p1, p2), (q0, q1, q2), rank = options.p, options.q, options.ranks
@@ -66,7 +67,7 @@ def loss_of(option, counts, rows):
 
 
 def ways(option, num_ranks=RANKS):
-    """All ways to give the shards of an option to ranks: (bytes, time) by rank."""
+    """Yields all placements of the shards of an option: (bytes, time) by rank."""
     parts = [(s.storage.hbm + s.storage.ddr, s.perf.total) for s in option.shards]
     if option.partition_by == "uniform":
         yield [(each,) for each in parts]
@@ -79,13 +80,13 @@ def ways(option, num_ranks=RANKS):
 
 
 def best_plan(by_table, room, most_loss=math.inf, most_time=math.inf, fastest=False):
-    """The key of the best plan of all: number that lose, loss, time. None where nothing fits.
+    """Returns the key of the best plan: (tables with loss, loss, time). None if nothing fits.
 
     Args:
-        by_table: options of each table, with what they lose.
+        by_table: options of each table, with their losses.
         room: bytes of each rank, or a list of bytes by rank.
-        most_loss: of all tables together.
-        most_time: of the slowest rank.
+        most_loss: largest loss of all tables together.
+        most_time: largest time of the slowest rank.
         fastest: whether the fastest plan is the best.
     """
     rooms = rooms_by_rank(room)
@@ -109,17 +110,17 @@ def best_plan(by_table, room, most_loss=math.inf, most_time=math.inf, fastest=Fa
 
 
 def rooms_by_rank(room):
-    """Bytes of each rank."""
+    """Returns the bytes of each rank."""
     return [room] * RANKS if isinstance(room, int) else list(room)
 
 
 def by_time(key):
-    """The part of a plan's key by which plans are ordered when loss is traded for time."""
+    """Returns the part of a plan's key that orders plans when loss is traded for time."""
     return (key[2], key[1])
 
 
 def case(seed, sharding_types=("table_wise", "row_wise"), more_kernels=()):
-    """Tables with a few options each, for ranks of a CPU."""
+    """Creates tables with a few options each, for ranks on a CPU."""
     draw = random.Random(seed)
     tables, constraints, counts = [], {}, {}
     for index in range(draw.choice([2, 2, 3])):
@@ -155,7 +156,7 @@ def case(seed, sharding_types=("table_wise", "row_wise"), more_kernels=()):
 
 
 def equal_tables(seed):
-    """Tables that differ only in how often they are looked up."""
+    """Creates tables that differ only in their number of lookups."""
     model, constraints, counts, costs, draw = case(seed)
     first = model.ebc.embedding_bag_configs()[0]
     names = [f"t{index}" for index in range(draw.choice([2, 3]))]
@@ -176,13 +177,13 @@ def equal_tables(seed):
 
 
 def make_planner(constraints, costs, room, **kwargs):
-    """A planner with all memory for tables.
+    """Creates a planner that may use all memory for tables.
 
     Args:
-        constraints: by table.
+        constraints: constraints by table.
         costs: milliseconds of a table's step, by kernel.
         room: bytes of each rank, or a list of bytes by rank.
-        kwargs: of the planner.
+        kwargs: other arguments of the planner.
     """
     rooms = rooms_by_rank(room)
     return EmbeddingShardingPlanner(
@@ -201,14 +202,14 @@ def make_planner(constraints, costs, room, **kwargs):
 
 
 def all_options(model, constraints, counts, costs, room=1 << 40):
-    """The options of each table and the loss of each option.
+    """Returns the options of each table and the loss of each option.
 
     Args:
-        model: with the tables.
-        constraints: by table.
-        counts: lookups of the ids, by table.
+        model: model with the tables.
+        constraints: constraints by table.
+        counts: numbers of lookups of the ids, by table.
         costs: milliseconds of a table's step, by kernel.
-        room: bytes by rank. TorchRec gives a rank as large a share of a table's rows.
+        room: bytes by rank. TorchRec gives each rank the same share of a table's rows.
     """
     planner = make_planner(constraints, costs, room)
     by_table = {}
@@ -220,7 +221,7 @@ def all_options(model, constraints, counts, costs, room=1 << 40):
 
 
 def planned(planner, model):
-    """The key of the planner's plan, None where it refuses."""
+    """Returns the key of the planner's plan, or None if the planner refuses."""
     try:
         plan = planner.plan(model, get_default_sharders())
     except PlannerError:
@@ -230,7 +231,7 @@ def planned(planner, model):
 
 
 def rooms_of(by_table, draw):
-    """Bytes of a rank between what the smallest and what the largest options take."""
+    """Draws the bytes of a rank between those of the smallest and of the largest options."""
     sizes = [
         [sum(s.storage.hbm + s.storage.ddr for s in option.shards) for option, _ in table]
         for table in by_table
@@ -240,7 +241,7 @@ def rooms_of(by_table, draw):
 
 
 def same(planned, best):
-    """Whether keys are equal, but for rounding."""
+    """Returns whether keys are equal except for rounding."""
     if best is None or planned is None:
         return planned is best
     return planned == (best[0], pytest.approx(best[1]), pytest.approx(best[2]))

@@ -1,4 +1,4 @@
-"""The backends that tests of TorchRec's side run on: the toy, and one of the package."""
+"""The backends for tests of the TorchRec integration: the toy backend, and one of the package."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def random_ids(n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Ids over the whole int64 range, int64 ``[n]``."""
+    """Draws ids from the whole int64 range, int64 ``[n]``."""
     return torch.randint(INT64_MIN, INT64_MAX, (n,), generator=generator)
 
 
@@ -25,7 +25,7 @@ class Bags:
     Attributes:
         ids: int64 ``[n]``.
         offsets: int64 ``[features * batch_size + 1]``.
-        batch_size: bags a feature.
+        batch_size: number of bags per feature.
     """
 
     ids: Tensor
@@ -34,7 +34,7 @@ class Bags:
 
     @staticmethod
     def random(features: int, batch_size: int, pool: Tensor, longest: int = 5) -> Bags:
-        """Bags of 0 to ``longest`` ids drawn from ``pool`` with repetition."""
+        """Draws bags of 0 to ``longest`` ids from ``pool`` with repetition."""
         lengths = torch.randint(0, longest + 1, (features * batch_size,))
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         ids = pool[torch.randint(0, len(pool), (int(offsets[-1]),))]
@@ -42,27 +42,27 @@ class Bags:
 
     @staticmethod
     def flat(ids: Tensor) -> Bags:
-        """One feature with one bag of all ids."""
+        """Creates a batch with one feature and one bag of all ids."""
         ids = ids.contiguous()
         return Bags(ids, torch.tensor([0, ids.numel()], device=ids.device), 1)
 
     def to(self, device: str) -> Bags:
-        """The same on another device."""
+        """Copies the batch to another device."""
         return Bags(self.ids.to(device), self.offsets.to(device), self.batch_size)
 
     def feature(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids and offsets (from 0) of one feature."""
+        """Returns ids and offsets (from 0) of one feature."""
         bounds = self.offsets[index * self.batch_size : (index + 1) * self.batch_size + 1]
         return self.ids[bounds[0] : bounds[-1]], bounds - bounds[0]
 
 
 def insert(group: TableGroup, bags: Bags) -> Tensor:
-    """Slots after a training lookup; rows are not pinned afterwards."""
+    """Returns slots after a training lookup; rows are not pinned afterwards."""
     return group.find_or_insert(bags.ids, bags.offsets, bags.batch_size)
 
 
 def find(group: TableGroup, bags: Bags) -> Tensor:
-    """Slots, -1 where an id is not in its table."""
+    """Returns slots, -1 for ids that are not in their table."""
     return group.find(bags.ids, bags.offsets, bags.batch_size)
 
 
@@ -73,7 +73,7 @@ def lookup(
     mean: bool = False,
     learning_rate: float = 0.1,
 ) -> Tensor:
-    """A training lookup, as the backend does it."""
+    """Runs a training lookup like the backend."""
     anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
     pin = group.pin()
     slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
@@ -91,12 +91,12 @@ def lookup(
 
 
 def rate(learning_rate: float, group: TableGroup) -> Tensor:
-    """A learning rate as a group takes it."""
+    """Returns a learning rate as a tensor for a group."""
     return torch.full((), learning_rate, dtype=torch.float32, device=group.device)
 
 
 def rows_by_id(group: TableGroup, table: int = 0) -> dict[int, Tensor]:
-    """What a table holds: id to row of numbers, on the CPU."""
+    """Returns a table's rows by id, on the CPU."""
     state = group.export_table(table)
     occupied = state.occupied.cpu()
     ids = state.ids.cpu()[occupied].tolist()

@@ -1,4 +1,4 @@
-"""Runs a benchmark as ``python -m benchmarks.NAME`` does, alone or on ranks."""
+"""Runs a benchmark like ``python -m benchmarks.NAME``, in one process or on ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def run_benchmark(
     ranks: int | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A benchmark's output and exit code.
+    """Runs a benchmark; returns its output and exit code.
 
     Args:
         name: name of the benchmark.
-        arguments: arguments of its command line.
-        ranks: number of ranks, as under torchrun; None: without variables of ranks.
-        variables: environment variables beside those of this process.
+        arguments: command-line arguments.
+        ranks: number of ranks, as under torchrun; None to set no variables of ranks.
+        variables: additional environment variables.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     command = ["-m", f"benchmarks.{name}", *map(str, arguments)]

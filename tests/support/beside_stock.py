@@ -1,4 +1,4 @@
-"""Trains the same ids on stock ``fused`` tables and on tables of a backend, from equal rows."""
+"""Trains stock ``fused`` tables and tables of a backend on the same ids, from equal rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 #: Distinct ids. Stock tables have them as rows 0 .. IDS - 1.
 IDS = 40
 
-#: Rows of a backend's table: enough that nothing is evicted anywhere.
+#: Rows of a backend's table, enough to avoid evictions on all ranks.
 CAPACITY = 16 * IDS
 
 KEYS = ["f0", "f1", "f2", "g"]
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
 }
 
-#: Those that not every backend has.
+#: Optimizers that not every backend has.
 MORE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
     "clipped": (
@@ -49,7 +49,7 @@ MORE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] =
     ),
 }
 
-#: Those that stock tables have on GPUs only. Their CPU kernels ignore weight decay.
+#: Optimizers that stock tables have on GPUs only. Their CPU kernels ignore weight decay.
 GPU_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rowwise_adagrad_coupled": (
         RowWiseAdagrad,
@@ -65,7 +65,7 @@ GPU_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = 
     "lamb": (LAMB, {"lr": 0.01, "eps": 1e-6, "weight_decay": 0.05}),
 }
 
-#: Nothing is applied in the backward: the fused parameters of the sharder decide.
+#: No optimizer is applied in the backward: the fused parameters of the sharder decide.
 UNNAMED: dict[str, tuple[None, dict[str, Any]]] = {"none": (None, {})}
 
 _ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE_OPTIMIZERS, **GPU_OPTIMIZERS, **UNNAMED}
@@ -73,24 +73,24 @@ _ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE_OPTIMIZERS, **GPU_OPTIMIZERS, **UNNAMED}
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is trained.
+    """A training scenario.
 
     Attributes:
         backend: name of the backend.
-        sharding_type: of all tables.
-        pooling: ``"sum"``, ``"mean"`` or ``"weighted"`` (a sum).
+        sharding_type: sharding type of all tables.
+        pooling: ``"sum"``, ``"mean"`` or ``"weighted"`` (a weighted sum).
         optimizer: a key of one of the dictionaries above.
-        batches: ``"equal"``, ``"variable"`` (each feature has a batch size of its own) or
-            ``"absent"`` (rank 0 has no samples in some steps, in the last of them no rank has).
-        narrow: whether rank 0 sends its ids as int32; they are those of stock tables then.
-        wire: what the output exchange sends, a ``CommType``; None for float32.
-        columns: of a column-wise shard at least.
-        trained: whether there are backwards.
-        output: ``"fp16"`` or ``"bf16"``, of what lookups give; None for nothing said: float32.
-        rows: ``"fp16"`` or ``"bf16"``, of the backend's tables; None for float32.
-        stock_rows: likewise, of stock tables.
-        fused_params: of the sharder, beside the dtype of the output.
-        steps: how many.
+        batches: ``"equal"``, ``"variable"`` (each feature has its own batch size) or ``"absent"``
+            (rank 0 has no samples in some steps; in the last of these, no rank has samples).
+        narrow: whether rank 0 sends int32 ids, which are then the same as those of stock tables.
+        wire: dtype of the output exchange, a ``CommType``; None for float32.
+        columns: least number of columns of a column-wise shard.
+        trained: whether to run backwards.
+        output: dtype of the output, ``"fp16"`` or ``"bf16"``; None to set no dtype, for float32.
+        rows: dtype of rows of the backend's tables, ``"fp16"`` or ``"bf16"``; None for float32.
+        stock_rows: the same for stock tables.
+        fused_params: fused parameters of the sharder, besides the dtype of the output.
+        steps: number of steps.
     """
 
     backend: str
@@ -111,11 +111,11 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came out on one rank, stock first.
+    """Results of one rank, stock tables first.
 
     Attributes:
-        losses: ``[steps, 2]``.
-        rows: for each table, ``[2, ids, dim]``.
+        losses: losses, ``[steps, 2]``.
+        rows: rows of each table, ``[2, ids, dim]``.
     """
 
     losses: torch.Tensor
@@ -123,7 +123,7 @@ class Outcome:
 
 
 def raw_ids() -> torch.Tensor:
-    """An injective map from row numbers to ids all over int64, the same on all ranks.
+    """Returns ids for row numbers: distinct, spread over int64, and the same on all ranks.
 
     Returns:
         int64 ``[IDS]``.
@@ -138,7 +138,7 @@ def raw_ids() -> torch.Tensor:
 def _tables(
     rows: int, pooling: PoolingType, data_type: DataType, static_type: DataType
 ) -> list[EmbeddingBagConfig]:
-    """Two tables that share a feature and differ in dim, and a static one."""
+    """Creates two tables that share a feature and differ in dim, and a static table."""
     return [
         EmbeddingBagConfig(
             name="t0",
@@ -188,7 +188,7 @@ def _shard(
 
 
 def codecs_registry(wire: str | None) -> dict[str, Any] | None:
-    """For sharders, of exchanges at a ``CommType``; None for None."""
+    """Returns the sharders' codecs for exchanges with a ``CommType``; None for None."""
     if wire is None:
         return None
     precision = CommType(wire)
@@ -206,7 +206,7 @@ def _sharders(scenario: Scenario) -> list[Any]:
 
 
 def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
-    """A number of bags for each feature, and the bag of each sample, ``[features, BATCH]``."""
+    """Draws a number of bags per feature, and the bag of each sample, ``[features, BATCH]``."""
     sizes = torch.randint(1, BATCH + 1, (len(KEYS),), generator=generator).tolist()
     bags = [torch.randint(0, size, (BATCH,), generator=generator) for size in sizes]
     return sizes, torch.stack(bags)
@@ -215,7 +215,7 @@ def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
 def variable_sizes(
     lengths: list[torch.Tensor], inverse: torch.Tensor | None, device: torch.device
 ) -> dict[str, Any]:
-    """What a KeyedJaggedTensor is told where features have sizes of their own."""
+    """Returns arguments of a KeyedJaggedTensor whose features have different batch sizes."""
     if inverse is None:
         return {}
     return {
@@ -245,11 +245,11 @@ class _Batch:
     """Row numbers of a step on one rank.
 
     Attributes:
-        lengths: for each feature, of its bags.
-        ids: for each feature.
-        weights: of all.
-        inverse: ``[features, BATCH]``, the bag of each sample, where sizes vary.
-        target: one for each sample.
+        lengths: bag lengths of each feature.
+        ids: ids of each feature.
+        weights: weights of all ids.
+        inverse: ``[features, BATCH]``, the bag of each sample, if batch sizes vary.
+        target: target of each sample.
     """
 
     lengths: list[torch.Tensor]
@@ -275,7 +275,7 @@ class _Batch:
 def _probe(
     model: nn.Module, table_ids: torch.Tensor, scenario: Scenario, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The row of every id, read through the model, as bags of one id. Trains nothing.
+    """Reads the row of every id through the model, in bags of one id, without training.
 
     Returns:
         For each table, ``[IDS, dim]``.
@@ -283,7 +283,7 @@ def _probe(
     ones = torch.ones(IDS, dtype=torch.int64)
     weights = torch.ones(4 * IDS) if scenario.pooling == "weighted" else None
     ids = [table_ids, table_ids, table_ids, torch.arange(IDS)]
-    # TorchRec does not take batches of one size and of several by turns.
+    # TorchRec does not support alternating between equal and variable batch sizes.
     inverse = torch.arange(IDS).expand(4, IDS) if scenario.batches == "variable" else None
     outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device, inverse)).wait()
     by_key = outputs.to_dict()
@@ -305,12 +305,12 @@ def _copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) -
 def train_beside_stock(
     rank: int, world_size: int, device: torch.device, scenario: Scenario
 ) -> Outcome:
-    """Runs on every rank."""
+    """Trains both models. Runs on every rank."""
     torch.manual_seed(11)
     stock = _shard(scenario, IDS, "fused", world_size, device)
     ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     mapped = torch.arange(IDS) if scenario.narrow else raw_ids()
-    # Read through a model of their own: stock tables count each lookup as a step of the optimizer.
+    # Reads through a separate model, because stock tables count each lookup as an optimizer step.
     twin = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     initial = _probe(twin, mapped, scenario, device)
     _copy_rows(stock, initial)
@@ -337,7 +337,7 @@ def train_beside_stock(
                 loss.backward()
             step_losses.append(float(loss.detach()))
         assert dtypes[0] == dtypes[1]
-        if scenario.pooling != "mean":  # TorchRec divides sums over ranks by float32
+        if scenario.pooling != "mean":  # TorchRec divides sums over ranks in float32
             assert dtypes[0] == OUTPUTS[scenario.output]
         losses.append(step_losses)
     stock_rows = _probe(stock, torch.arange(IDS), scenario, device)

@@ -12,11 +12,11 @@ Entry = tuple[int, int, int]  # id, count and last step
 
 
 class BucketModel:
-    """Calls of ``HashTable.find_or_insert`` that name each id once.
+    """Models calls of ``HashTable.find_or_insert`` with distinct ids.
 
     Args:
-        capacity: of the table.
-        c: of its policy.
+        capacity: capacity of the table.
+        c: parameter c of its policy.
     """
 
     def __init__(self, capacity: int, c: float) -> None:
@@ -27,15 +27,15 @@ class BucketModel:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots in all buckets."""
+        """Returns the number of slots in all buckets."""
         return len(self.buckets) * self.bucket_slots
 
     def set_clock(self, clock: int) -> None:
-        """Steps pass that are not measured."""
+        """Advances the clock; the skipped steps are not measured."""
         self.clock, self.aged.seen = clock, None
 
     def call(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """The slots of the ids after a call, or -1."""
+        """Runs a call; returns the slots of the ids after it, or -1."""
         self.clock += 1
         self.aged.begin_call(self.clock, self.lookups, self.num_slots)
         self.lookups += len(ids)
@@ -49,7 +49,7 @@ class BucketModel:
         return [self._slot(id_) for id_ in ids]
 
     def entries(self) -> dict[int, Entry]:
-        """By slot."""
+        """Returns the entries by slot."""
         return {
             b * self.bucket_slots + p: entry
             for b, bucket in enumerate(self.buckets)

@@ -1,4 +1,4 @@
-"""Calibrations that no device was measured for: constants as a test wants them."""
+"""Artificial calibrations with constants for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torchrec_hkv.planner import Calibration
 
 
 def calibration(device_type: str = "cpu", **per_id: float) -> Calibration:
-    """Milliseconds that an id takes in forward and backward each, by kernel."""
+    """Creates a calibration. per_id: milliseconds per id in the forward and in the backward, by
+    kernel."""
     return Calibration(
         device_type=device_type,
         device="of a test",

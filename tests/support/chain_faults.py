@@ -1,4 +1,4 @@
-"""What goes wrong with chains of deltas: processes that are killed, and damaged files."""
+"""Faults of chains of deltas: killed processes, and damaged files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.checkpoint.record import TENSORS
 
 @contextlib.contextmanager
 def killed_after(calls: int) -> Iterator[None]:
-    """Kills the process at a call of a function of C, counted over all of its threads."""
+    """Kills the process at a call of a C function; calls are counted over all threads."""
     left = [calls]
 
     def count(frame: object, event: str, _: object) -> None:
@@ -38,7 +38,7 @@ def killed_after(calls: int) -> Iterator[None]:
 
 
 def spoil(root: Path, key: str, what: str, random: Random) -> bool:
-    """Damages something that the newest state of a chain needs.
+    """Damages a file or folder that the newest state of a chain needs.
 
     Args:
         root: the folder of the chain.
@@ -78,13 +78,13 @@ def spoil(root: Path, key: str, what: str, random: Random) -> bool:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent in read
     ]
-    if (root / "deltas.json").exists():  # not where the first write was killed
+    if (root / "deltas.json").exists():  # missing if the first write was killed
         paths.append(root / "deltas.json")
     path = random.choice(paths)
     data = bytearray(path.read_bytes())
     if what == "lost":
         if path.name == "deltas.json" and len(Chain(root).names()) == 1:
-            return False  # as after a kill of the first write
+            return False  # like after a kill of the first write
         path.unlink()
         return True
     if what == "longer":
@@ -94,7 +94,7 @@ def spoil(root: Path, key: str, what: str, random: Random) -> bool:
     elif what == "cut":
         left = data[: random.randrange(len(data))]
         if left == data.rstrip():
-            return False  # only the line's end of a JSON file
+            return False  # only the newline at the end of a JSON file
         data = left
     else:
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)

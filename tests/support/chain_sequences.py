@@ -1,6 +1,6 @@
-"""A table in shards that is trained, written as a chain of deltas and loaded, beside a dictionary.
+"""A sharded table that is trained, written as a chain of deltas and loaded, and a dictionary model.
 
-All that reads and writes chains is the package's.
+Only the package reads and writes chains.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ SMALL = {"batch_bytes": 4096, "threads": 1}
 
 
 class Sequence(TrainedShards):
-    """A table in shards, its dictionary, and its chain.
+    """A sharded table, its dictionary, and its chain.
 
     Args:
-        seed: of all that is random.
-        folder: for the chain.
+        seed: seed of all random choices.
+        folder: folder for the chain.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.root = folder / "chain"
         self.did: collections.Counter[str] = collections.Counter()
-        self.states: dict[int, State] = {}  # of the chain, by number
+        self.states: dict[int, State] = {}  # states of the chain, by number
         super().__init__(random.Random(seed))
         has_package = importlib.util.find_spec("zstandard") is not None
         self._compression = self.random.choice((False, False, has_package))
@@ -67,7 +67,7 @@ class Sequence(TrainedShards):
     def _begin(self, shards: Shards) -> None:
         super()._begin(shards)
         self._trackers = [ChangeTracker(group, 0) for group in shards.groups]
-        self._previous: str | None = None  # digest; None: the next write is a base
+        self._previous: str | None = None  # digest; None if the next write is a base
 
     # -- writes -----------------------------------------------------------------------------------
 
@@ -76,15 +76,15 @@ class Sequence(TrainedShards):
         self._check_newest()
 
     def write_behind(self) -> None:
-        """Training continues before anything is written."""
+        """Writes without blocking, and continues training meanwhile."""
         path = self._write_and_go_on()
         self.check()
         assert path.is_dir()
         self._check_newest()
 
     def _check_newest(self) -> None:
-        """What was written holds the state of its moment. A later delta may hide an entry that is
-        wrong, so this is checked before there is one."""
+        """Checks that the newest checkpoint has the state at its time. A later delta may hide a
+        wrong entry, so this is checked before the next write."""
         state = self.states[self._newest()]
         self._check_load(self.root, state, self.random.choice((1, 2, 3)))
 
@@ -111,7 +111,7 @@ class Sequence(TrainedShards):
         self._begin_write(handle)(copy.copy(self.model))
 
     def _begin_write(self, handle: SaveHandle | None) -> Callable[[State], Path]:
-        """As :class:`checkpoint.DeltaWriter` writes, but for the model."""
+        """Begins a write like :class:`checkpoint.DeltaWriter`, but without a model."""
         self.root.mkdir(exist_ok=True)
         chain = Chain(self.root)
         number = chain.next_number()
@@ -121,7 +121,7 @@ class Sequence(TrainedShards):
         link = Link(number, "base" if is_base else "delta", self._previous)
         self._previous = None
         place, save_id = AtomicFolder(self.root / link.name), new_save_id()
-        shard_bytes = self.random.choice((600, 2048, 2048))  # several files a shard
+        shard_bytes = self.random.choice((600, 2048, 2048))  # gives several files per shard
         place.remove_token(place.prepare())
         for index, group in enumerate(self.shards.groups):
             if is_base:
@@ -166,7 +166,7 @@ class Sequence(TrainedShards):
         return finish
 
     def keep(self) -> None:
-        """Retention."""
+        """Applies a retention."""
         if self.states:
             Chain(self.root).keep_bases(self.random.choice((1, 2)))
             kept = Chain(self.root).names()
@@ -175,8 +175,8 @@ class Sequence(TrainedShards):
     # -- loads ------------------------------------------------------------------------------------
 
     def _load(self, path: Path, world_size: int) -> tuple[Shards, list[int]]:
-        """As :func:`checkpoint.load` does, but for the model; gives how many entries found no place
-        in each shard, too."""
+        """Loads like :func:`checkpoint.load`, but without a model. Also returns the number of
+        entries without a slot in each shard."""
         layers = read_saved(path)
         folder, record = layers[0]
         for name, file in record.files.items():
@@ -201,19 +201,19 @@ class Sequence(TrainedShards):
         assert loaded.items() <= state.items()
         assert len(loaded) + sum(lost) == len(state)
         for (group, ids, _), own in zip(shards.split(list(state)), lost, strict=True):
-            # Only what is full lets go of entries.
+            # Only full shards drop entries.
             assert own == 0 or len(ids) > 0.95 * group.full_slots(0)
         return shards
 
     def load(self) -> None:
-        """Any prefix, at any number of ranks; the table stays as it is."""
+        """Loads any prefix of the chain with any number of ranks, without changing the table."""
         if self.states:
             number = self.random.choice(list(self.states))
             path = self.root / Chain(self.root).names()[number]
             self._check_load(path, self.states[number], self.random.choice((1, 2, 3, 5)))
 
     def resume(self) -> None:
-        """The newest state at another number of ranks; training and writes continue from there."""
+        """Loads the newest state with another number of ranks, and continues from there."""
         if self.states:
             world_size = self.random.choice((1, 2, 3))
             shards = self._check_load(self.root, self.states[self._newest()], world_size)
@@ -222,7 +222,7 @@ class Sequence(TrainedShards):
             self._see()
 
     def _see(self) -> None:
-        """As :meth:`checkpoint.DeltaWriter.resume` does: deltas continue if possible."""
+        """Like :meth:`checkpoint.DeltaWriter.resume`: deltas continue if possible."""
         folder, record = read_saved(self.root)[0]
         owners = [tuple(shard.owners) for shard in record.tables[KEY].shards]
         if len(self.model) < len(self.states[self._newest()]) or owners != self.shards.owners:
@@ -237,7 +237,7 @@ class Sequence(TrainedShards):
             self.did["resumed with deltas"] += 1
 
     def compact(self) -> None:
-        """Into another folder, or as the chain's new base."""
+        """Compacts the chain into another folder, or to its new base."""
         if not self.states:
             return
         newest = self.states[self._newest()]
@@ -252,12 +252,12 @@ class Sequence(TrainedShards):
         base = checkpoint.compact(self.root, **SMALL)
         self.states[Link.read(base).number] = newest
         self._check_load(self.root, newest, self.random.choice((1, 2, 3)))
-        self._previous = None  # a writer is to be made anew
+        self._previous = None  # a new writer is needed
 
-    # -- what goes wrong --------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """A write, at once or behind, or a merge, in a process that dies on the way."""
+        """Kills a process during a blocking or non-blocking write, or a merge."""
         what = self.random.choice(("write", "behind", "compact"))
         if what == "compact" and not self.states:
             what = "write"
@@ -267,7 +267,7 @@ class Sequence(TrainedShards):
         child = os.fork()
         if child == 0:
             code = 1
-            torch.set_num_threads(1)  # the threads of a pool are not in a child
+            torch.set_num_threads(1)  # a forked child has no threads of a pool
             try:
                 with killed_after(calls):
                     if what == "write":
@@ -285,7 +285,7 @@ class Sequence(TrainedShards):
         assert code in (0, -signal.SIGKILL), (what, code)
         self.did[f"killed {what}" if code else f"not killed {what}"] += 1
         for number in set(Chain(self.root).names()) - before if self.root.exists() else ():
-            # Killed after it stood in its place.
+            # The process was killed after the new checkpoint was in its place.
             newest = self._newest()
             self.states[number] = self.states[newest] if what == "compact" else state
         self._previous = None
@@ -297,7 +297,7 @@ class Sequence(TrainedShards):
             self._begin(self.shards)
 
     def damage(self) -> None:
-        """A bit, a length, a file, a folder or two of them; then all is as it was again."""
+        """Damages a bit, a length, a file or folders, checks the error, and undoes the damage."""
         if not self.states:
             return
         backup = self.root.parent / "backup"
@@ -307,19 +307,19 @@ class Sequence(TrainedShards):
             shutil.rmtree(backup)
             return
         self.did[f"damage: {what}"] += 1
-        with pytest.raises(ValueError, match=r"."):  # and with no other error
+        with pytest.raises(ValueError, match=r"."):  # no other error
             self._load(self.root, self.random.choice((1, 2, 3)))
         shutil.rmtree(self.root)
         backup.rename(self.root)
         self._check_load(self.root, self.states[self._newest()], 1)
 
     def do(self, name: str) -> None:
-        """One operation."""
+        """Runs one operation."""
         getattr(self, name)()
         self.did[name] += 1
 
 
-#: Names of operations, as often as they are wanted.
+#: Names of operations, repeated by their weights.
 OPERATIONS = (
     *("train",) * 6,
     *("write",) * 4,

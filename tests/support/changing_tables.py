@@ -1,4 +1,4 @@
-"""Tables that change at random in every way, and all that they hold, as a dictionary."""
+"""Tables that change randomly in every way, and their contents as dictionaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Held = dict[int, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]
 
 
 def held(group: TableGroup, table: int) -> Held:
-    """All that a table holds, by id."""
+    """Returns a table's whole contents by id."""
     state = group.export_table(table)
     slots = state.occupied.nonzero().flatten().cpu()
     bits = torch.int32 if state.rows.dtype == torch.float32 else torch.int16
@@ -47,12 +47,12 @@ def held(group: TableGroup, table: int) -> Held:
 
 
 class Changing:
-    """A group of two tables that a seed changes, one operation after the other.
+    """A group of two tables that changes by random operations.
 
     Args:
-        seed: of everything.
-        device: of the tables.
-        folder: for saves that operations load.
+        seed: seed of all random choices.
+        device: device of the tables.
+        folder: folder for saves that operations load.
     """
 
     def __init__(self, seed: int, device: str, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Changing:
         )
 
     def make(self) -> TableGroup:
-        """A new group like this one."""
+        """Creates an empty group with the same tables."""
         return TableGroup(self.specs, [0, 1], self.optimizer, self.device)
 
     def _draw_ids(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Changing:
         return ids
 
     def _call(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of both tables, and offsets by table."""
+        """Draws ids of both tables, and offsets by table."""
         counts = [self.random.choice((0, 1, 7, 40)) for _ in self.specs]
         ids = [
             own[torch.randint(0, len(own), (n,), generator=self.generator)]
@@ -120,7 +120,7 @@ class Changing:
         return torch.randint(0, 50, (n,), generator=self.generator).to(self.device)
 
     def change(self) -> str:
-        """One operation; returns which."""
+        """Runs one operation; returns its name."""
         names = ["train"] * 6 + [
             "forward",
             "backward",
@@ -146,7 +146,7 @@ class Changing:
         self._backward()
 
     def _forward(self) -> None:
-        """A training lookup whose backward may come much later, or never."""
+        """Runs a training lookup whose backward may run much later, or never."""
         ids, offsets = self._call()
         if self.optimizer is None or any(s.eviction == "customized" for s in self.specs):
             self.group.find_or_insert_slots(ids, offsets, 1, self._scores(ids.numel()))
@@ -211,17 +211,17 @@ class Changing:
 
     def _load(self) -> None:
         if self._saved is not None:
-            self._pending.clear()  # a table whose backward is to come can't be loaded
+            self._pending.clear()  # a table with a pending backward can't be loaded
             files.load(self.group, 0, self._saved, allow_loss=True)
 
 
 class Written:
-    """A table's base and deltas, as they are written.
+    """Writes a table's base and deltas.
 
     Args:
-        group: the table's.
-        table: its index there.
-        folder: for all of them.
+        group: the table's group.
+        table: index of the table in the group.
+        folder: folder for all writes.
     """
 
     def __init__(self, group: TableGroup, table: int, folder: Path) -> None:
@@ -231,7 +231,7 @@ class Written:
         self.states: list[Held] = []
 
     def write(self) -> Manifest:
-        """Writes one more."""
+        """Writes the base or the next delta."""
         folder = self._folder / f"{len(self.folders):03d}"
         # Small files and batches, so that there are several of each.
         sizes = {"batch_bytes": 4096, "shard_bytes": 2048}
@@ -241,7 +241,7 @@ class Written:
         return Manifest.read(folder)
 
     def layers(self, last: int) -> list[tuple[Path, Manifest]]:
-        """Those that make up the table of a write, the newest first."""
+        """Returns the writes that form the table at a write, the newest first."""
         layers = []
         for folder in reversed(self.folders[: last + 1]):
             manifest = Manifest.read(folder)

@@ -1,4 +1,4 @@
-"""A TableGroup whose every call is compared with a model of each of its tables."""
+"""A TableGroup. Every call is compared with a model of each of its tables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SYMMETRIC = Uniform(-1, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one table is given in a call.
+    """The arguments of a call for one table.
 
     Attributes:
-        ids: its ids.
-        rows: one for each, where the call takes rows.
-        scores: where the policy takes them and the call gives any.
-        flags: one for each, where the call takes beliefs.
+        ids: ids of the table.
+        rows: one row per id, if the call takes rows.
+        scores: scores, if the policy takes scores and the call gives some.
+        flags: one flag per id, if the call takes beliefs.
     """
 
     ids: list[int]
@@ -36,9 +36,9 @@ class Part:
 
 
 class TableOfGroup:
-    """One table of a group, with as much of HashTable as a CheckedTable looks at.
+    """One table of a group, with the parts of HashTable that a CheckedTable uses.
 
-    What a call of the group gave for it is put into ``answer``, and any changing call returns it.
+    ``answer`` gets the group call's results for this table, which any changing call returns.
     """
 
     def __init__(self, group: TableGroup, index: int) -> None:
@@ -63,7 +63,7 @@ class TableOfGroup:
         return torch.cat([before, after]).to(self.device)
 
     def narrow(self, rows: Tensor) -> Tensor:
-        """Rows of the group as the table has them; what it has not must be zeros."""
+        """Converts rows of the group to rows of the table; other columns must be zeros."""
         assert not rows[:, self.dim :].any()
         return rows[:, : self.dim].to(self.dtype)
 
@@ -72,7 +72,7 @@ class TableOfGroup:
         return sum(map(self.group.full_slots, range(self.index)))
 
     def of_group(self, slots: Tensor) -> Tensor:
-        """Slots as the table numbers them."""
+        """Converts slots of the group to slots of the table."""
         return torch.where(slots < 0, slots, slots - self.first_slot)
 
     def find_slots(self, ids: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class TableOfGroup:
 
 
 class CheckedGroup:
-    """A group of tables, one feature each, beside their models.
+    """A group of tables with one feature each, and their models.
 
     Args:
-        specs: the tables; their names and seeds must be ``"checked"`` and 5.
+        specs: the tables, whose names and seeds must be ``"checked"`` and 5.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -147,7 +147,7 @@ class CheckedGroup:
     def _scores(self, parts: Sequence[Part]) -> Tensor | None:
         if all(part.scores is None for part in parts):
             return None
-        # Tables that make their own scores don't look at what stands at their places.
+        # Tables that compute their own scores ignore the scores at their positions.
         scores = [part.scores or [77] * len(part.ids) for part in parts]
         return self._joined([[signed(score) for score in of_table] for of_table in scores])
 
@@ -158,17 +158,17 @@ class CheckedGroup:
         ]
         joined = self.group.join_rows(rows)
         for table, part in zip(self.tables, joined.split([len(r) for r in rows]), strict=True):
-            part[:, table.dim :] = float("nan")  # is not to be read
+            part[:, table.dim :] = float("nan")  # must not be read
         return joined
 
     def _answers(self, parts: Sequence[Part], *tensors: Tensor) -> Iterator[list[Tensor]]:
-        """What of tensors by position each table is given."""
+        """Splits tensors by position into those of each table."""
         lengths = [len(part.ids) for part in parts]
         columns = [tensor.split(lengths) for tensor in tensors]
         yield from map(list, zip(*columns, strict=True))
 
     def find(self, parts: Sequence[Part]) -> None:
-        """One call for all tables, and those that the models know of each."""
+        """Compares one call for all tables with the models."""
         rows, found = self.group.find_rows(*self._ids(parts))
         slots = self.group.find_slots(*self._ids(parts))
         answers = self._answers(parts, rows, found, slots)
@@ -246,7 +246,7 @@ class CheckedGroup:
             checked.erase(part.ids)
 
     def erase_if(self, **conditions: int) -> None:
-        """The same conditions for all tables; how many went is the sum."""
+        """Erases by the same conditions in all tables; the result is the sum."""
         expected = sum(len(checked._select(conditions)) for checked in self.checked)
         assert self.group.erase_if(**conditions) == expected
         for checked in self.checked:
@@ -254,7 +254,7 @@ class CheckedGroup:
             checked.erase_if(**conditions)
 
     def export_if(self, batch_size: int, **conditions: int) -> None:
-        """All tables at once, then each by itself."""
+        """Exports all tables at once, then each separately."""
         parts = list(self.group.export_if(batch_size=batch_size, **conditions))
         assert all(1 <= len(part.ids) <= batch_size for part in parts)
         pairs = [
@@ -269,25 +269,25 @@ class CheckedGroup:
             checked.export_if(batch_size, **conditions)
 
     def expire(self) -> None:
-        """All that is too old leaves."""
+        """Removes all expired entries."""
         self.group.expire()
         for checked in self.checked:
             if checked.model.expire_after is not None:
                 checked.expire()
 
     def next_epoch(self) -> None:
-        """A later epoch, for all tables."""
+        """Begins a later epoch in all tables."""
         for checked in self.checked:
             checked.model.epoch += 1
         self.group.set_epoch(self.checked[0].model.epoch)
 
 
 class GroupDriver:
-    """Makes up calls of a CheckedGroup.
+    """Generates calls of a CheckedGroup.
 
     Args:
         checked: the group.
-        seed: of the calls.
+        seed: seed of the calls.
     """
 
     def __init__(self, checked: CheckedGroup, seed: int) -> None:
@@ -301,7 +301,7 @@ class GroupDriver:
     def _part(self, index: int, name: str, with_scores: bool) -> Part:
         checked = self.checked.checked[index]
         spec = self.checked.group.tables[index]
-        # Some tables are given nothing, some more than they can hold.
+        # Some tables get no ids, some get more than they can hold.
         size = self.random.choice([0, 3, min(100, len(self.pools[index]) // 3)])
         ids = self.random.choices(self.pools[index], k=self.random.randint(0, size))
         ids += ids[: self.random.choice([0, 0, 1, 50])]
@@ -318,7 +318,7 @@ class GroupDriver:
         return Part(ids, rows, scores, flags)
 
     def call(self) -> None:
-        """One call of any kind."""
+        """Runs one random call."""
         calls: dict[str, Callable[[], None]] = {
             "select": self._select,
             "next_epoch": self.checked.next_epoch,
@@ -345,7 +345,7 @@ class GroupDriver:
 
 
 def random_specs(number: int, seed: int, policies: Sequence[str] = POLICIES) -> list[TableSpec]:
-    """Tables of any dims, capacities and policies."""
+    """Creates tables with random dims, capacities and policies."""
     draw = random.Random(seed)
     return [
         TableSpec(

@@ -1,4 +1,4 @@
-"""A HashTable whose every call is compared with the model."""
+"""A HashTable. Every call is compared with a model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SYMMETRIC = Uniform(-1, 1)
 
 
 class CheckedTable:
-    """A table beside its model; takes Python numbers.
+    """A table and its model; takes Python numbers.
 
     Args:
         policy: the eviction policy.
-        capacity: as for the table.
-        dim: as for the table.
+        capacity: argument of the table.
+        dim: argument of the table.
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of rows.
-        initializer: of initial rows.
-        admission: as for the table.
-        expire_after: as for the table.
-        initial_capacity: as for the table.
-        hbm_bytes: as for the table.
-        deterministic: as for the table.
+        dtype: dtype of rows.
+        initializer: distribution of initial rows.
+        admission: argument of the table.
+        expire_after: argument of the table.
+        initial_capacity: argument of the table.
+        hbm_bytes: argument of the table.
+        deterministic: argument of the table.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CheckedTable:
 
     @classmethod
     def of_table(cls, table: Any, spec: TableSpec, device: str) -> CheckedTable:
-        """One whose calls go to ``table``, which is as ``spec`` says and empty."""
+        """Checks the calls of ``table``, which must be empty and match ``spec``."""
         checked = cls.__new__(cls)
         checked.table = table
         checked._watch(spec, device)
@@ -121,7 +121,7 @@ class CheckedTable:
         )
         assert self.table.capacity == self.model.num_slots
         self.first_slots = self.slots = self.table.num_slots
-        # Number of ids of the call in all tables of the group; None: the table has no group.
+        # Number of ids of the call in all tables of the group; None without a group.
         self.ids_of_group: int | None = None
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
@@ -139,7 +139,7 @@ class CheckedTable:
         return [entries[i].row if i in entries else self.model.initial_row(i) for i in ids]
 
     def check(self) -> None:
-        """Compares all that the table shows with the model."""
+        """Compares the table's whole contents with the model."""
         after = observe(self.table)
         self.model.check(after)
         self._check_sizes()
@@ -179,7 +179,7 @@ class CheckedTable:
     # -- lookups ----------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int]) -> None:
-        """find, find_slots, find_missing and contains."""
+        """Checks find, find_slots, find_missing and contains."""
         there = [id_ in self.model.entries for id_ in ids]
         rows, found = self.table.find(self._ids(ids))
         assert found.tolist() == there
@@ -228,7 +228,7 @@ class CheckedTable:
     def insert_or_assign(
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
-        """Compares which were placed."""
+        """Compares which ids were placed."""
         self.model.begin_call()
         placed = self.table.insert_or_assign(self._ids(ids), self._rows(rows), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
@@ -240,7 +240,7 @@ class CheckedTable:
     def insert_and_evict(
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
-        """Compares what was given back."""
+        """Compares the returned entries."""
         self.model.begin_call()
         back = self.table.insert_and_evict(self._ids(ids), self._rows(rows), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
@@ -273,7 +273,7 @@ class CheckedTable:
         accumulate: Sequence[bool],
         scores: Sequence[int] | None = None,
     ) -> None:
-        """Only ids of which the belief is right take part."""
+        """Checks that only ids with a right belief take part."""
         self.model.begin_call()
         entries = self.model.entries
         chosen = [at for at, add in enumerate(accumulate) if add == (ids[at] in entries)]
@@ -288,7 +288,7 @@ class CheckedTable:
         self.model.check(after)
         self._check_sizes()
 
-    # -- changes of what is there -----------------------------------------------------------------
+    # -- changes of entries -----------------------------------------------------------------------
 
     def _check_hits(self, hits: Tensor, ids: Sequence[int]) -> None:
         assert hits.tolist() == [id_ in self.model.entries for id_ in ids]
@@ -296,7 +296,7 @@ class CheckedTable:
     def assign(
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
-        """Compares which were there."""
+        """Compares which ids were found."""
         self.model.begin_call()
         hits = self.table.assign(self._ids(ids), self._rows(rows), self._scores(scores))
         self._check_hits(hits, ids)
@@ -307,26 +307,26 @@ class CheckedTable:
         self.check()
 
     def assign_rows(self, ids: Sequence[int], rows: Sequence[Row]) -> None:
-        """Compares which were there."""
+        """Compares which ids were found."""
         self._check_hits(self.table.assign_rows(self._ids(ids), self._rows(rows)), ids)
         self.model.set_rows(ids, rows, observe(self.table), last=False)
         self.check()
 
     def assign_scores(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
-        """Compares which were there."""
+        """Compares which ids were found."""
         self.model.begin_call()
         self._check_hits(self.table.assign_scores(self._ids(ids), self._scores(scores)), ids)
         self.model.touch(ids, scores, observe(self.table))
         self.check()
 
     def erase(self, ids: Sequence[int]) -> None:
-        """Forgets ids."""
+        """Erases ids."""
         self.table.erase(self._ids(ids))
         self.model.erase(ids)
         self.check()
 
     def erase_if(self, **conditions: int | None) -> None:
-        """Compares how many went."""
+        """Compares the number of erased entries."""
         chosen = self._select(conditions)
         if not any(bound is not None for bound in conditions.values()):
             with pytest.raises(ValueError, match="no condition"):
@@ -353,19 +353,19 @@ class CheckedTable:
         assert sorted(exported) == sorted((i, e.row, e.score) for i, e in chosen.items())
 
     def expire(self) -> None:
-        """All that is too old leaves."""
+        """Removes all expired entries."""
         self.table.expire()
         self.model.expire()
         self.check()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Clears the table."""
         self.table.clear()
         self.model.clear()
         self.check()
 
     def reserve(self, rows: int) -> None:
-        """Grows the table where it has to."""
+        """Grows the table if needed."""
         self.table.reserve(rows)
         self._notice_growth()
         self.check()
@@ -379,6 +379,6 @@ class CheckedTable:
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:
-        """A later epoch."""
+        """Begins a later epoch."""
         self.table.epoch += by
         self.model.epoch += by

@@ -1,4 +1,4 @@
-"""A model to save under one sharding and to load under another, and all that it holds."""
+"""A model to save under one sharding plan and load under another, and its whole contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions
 from torchrec_hkv.hash_table import MinFrequency
 
 ROWS, DIMS, BATCH = 640, {"lru": 12, "lfu": 8}, 8
-#: Optimizer and its arguments, quantities of state that each column has, and that a row has once.
+#: Optimizer and its arguments, numbers of state values per column, and per row.
 OPTIMIZERS = {
     "adam": (torch.optim.Adam, {"lr": 0.05}, 2, 0),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}, 1, 0),
@@ -41,30 +41,31 @@ def make_tables(
     tt_dtype: str = "fp32",
     hash_dtype: str = "fp32",
     expire_after: int | None = None,
+    deterministic: bool = False,
 ) -> DistributedModelParallel:
-    """Hash tables ``lru`` and ``lfu``, the second of which grows, beside ``tt`` and ``stock``.
+    """Creates hash tables ``lru`` and ``lfu`` (which grows), and tables ``tt`` and ``stock``.
 
     Args:
         world_size: number of ranks.
-        device: of the tables.
-        sharding_type: of hash tables and the stock one.
+        device: device of the tables.
+        sharding_type: sharding type of hash tables and ``stock``.
         optimizer: a key of :data:`OPTIMIZERS`.
-        rows: of each hash table, over all ranks.
-        dims: of the hash tables.
-        admission: of ``lru``.
-        kinds: kernels of tables that are to have another than their own.
-        eviction: of ``lfu``.
-        seed: of ``lru``.
-        dense: whether ``lru`` has rows by number.
-        tt_rank: of ``tt``.
-        tt_dtype: of ``tt``.
-        hash_dtype: of the hash tables; ``"int8"`` by their options, since configs can't.
-        expire_after: of ``lru``.
+        rows: rows of each hash table, over all ranks.
+        dims: dims of the hash tables.
+        admission: admission of ``lru``.
+        kinds: other kernels for some tables.
+        eviction: policy of ``lfu``.
+        seed: seed of ``lru``.
+        dense: whether ``lru`` is in dense-compatible mode.
+        tt_rank: rank of ``tt``.
+        tt_dtype: dtype of ``tt``.
+        hash_dtype: dtype of the hash tables; ``"int8"`` is set by options, not by configs.
+        expire_after: option of ``lru``.
     """
     dims = dims or DIMS
     kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
     sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
-    # Hash tables have a place for every row only where there are some more.
+    # Hash tables need some more slots to have room for every row.
     sizes |= {"tt": (160 if kernels["tt"] == "hkv" else 64, 8), "stock": (64, 8)}
     in_config = "fp32" if hash_dtype == "int8" else hash_dtype
     row_dtype = torch.int8 if hash_dtype == "int8" else None
@@ -86,8 +87,14 @@ def make_tables(
             dense=dense,
             expire_after=expire_after,
             row_dtype=row_dtype,
+            deterministic=deterministic,
         ),
-        "lfu": HKVOptions(eviction=eviction, initial_capacity=128, row_dtype=row_dtype),
+        "lfu": HKVOptions(
+            eviction=eviction,
+            initial_capacity=128,
+            row_dtype=row_dtype,
+            deterministic=deterministic,
+        ),
         "tt": TTOptions(ranks=tt_rank),
     }
     constraints = {
@@ -103,7 +110,7 @@ def make_tables(
     kind, arguments, *_ = OPTIMIZERS[optimizer]
     for name, kernel in kernels.items():
         weight = [model.ebc.embedding_bags[name].weight]
-        if kernel == "fused":  # has no Adam on a CPU, and row-wise states by column shard
+        if kernel == "fused":  # no Adam on a CPU, and row-wise states per column shard
             apply_optimizer_in_backward(torch.optim.Adagrad, weight, {"lr": 0.1, "eps": 1e-6})
         else:
             apply_optimizer_in_backward(kind, weight, dict(arguments))
@@ -113,7 +120,7 @@ def make_tables(
 def features(
     device: torch.device, seed: int, ids: int = 260, names: tuple[str, ...] = ("lru", "lfu")
 ) -> KeyedJaggedTensor:
-    """A batch: raw ids for hash tables, row numbers for the others."""
+    """Creates a batch: raw ids for hash tables, row numbers for other tables."""
     generator = torch.Generator().manual_seed(seed)
     keys = ["lru", "lfu", "tt", "stock"]
     lengths = torch.randint(0, 5, (len(keys) * BATCH,), generator=generator)
@@ -129,7 +136,7 @@ def features(
 def train(
     model: DistributedModelParallel, rank: int, device: torch.device, steps: range
 ) -> torch.Tensor:
-    """Trains; gives all outputs, in host memory."""
+    """Trains; returns all outputs in host memory."""
     outputs = []
     for step in steps:
         output = model(features(device, 1000 * rank + step))
@@ -139,7 +146,7 @@ def train(
 
 
 def evaluate(model: DistributedModelParallel, device: torch.device) -> torch.Tensor:
-    """The same outputs on every rank, of any model that holds the same."""
+    """Returns outputs, which are the same on every rank and for every model with equal contents."""
     model.eval()
     with torch.no_grad():
         outputs = [model(features(device, 77 + step)).cpu() for step in range(4)]
@@ -148,8 +155,8 @@ def evaluate(model: DistributedModelParallel, device: torch.device) -> torch.Ten
 
 
 def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
-    """All values that the hash tables of this rank hold, each with its table, id and place; read
-    from the tables past all that saves and loads."""
+    """All values that the hash tables of this rank hold, each with its table, id and place, sorted:
+    on a GPU, ids race for slots. They are read from the tables past all that saves and loads."""
     *_, of_columns, of_rows = OPTIMIZERS[optimizer]
     values = []
     for key, lookup in local_tables(model).items():
@@ -171,7 +178,7 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
                 values.append((shard.name, id_, "entry", steps[i], scores[i]))
                 step = int(state.optimizer_step)
                 values.append((shard.name, "all", "step", step, lookup._group.clock))
-            if len(rows[i]) > shard.dim:  # the scale of a row of 8 bits, which has all columns
+            if len(rows[i]) > shard.dim:  # the scale of an int8 row, which all columns share
                 values.append((shard.name, id_, "more", *rows[i][shard.dim :]))
             for c in range(shard.dim):
                 at = shard.column_offset + c
@@ -181,13 +188,25 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
                 for k in range(of_rows):
                     value = states[i][of_columns * shard.dim + k]
                     values.append((shard.name, id_, at, "of the row", value))
-    return values
+    return sorted(values, key=repr)
 
 
 def joined(results: list[list[tuple]]) -> list[tuple]:
-    """What all ranks hold, sorted; what is said of a whole table once."""
+    """Returns the sorted values of all ranks; values for a whole table occur once."""
     everything = [value for values in results for value in values]
     once = {value for value in everything if value[1] == "all"}
     entries = [value for value in everything if value[1] != "all"]
     assert len(set(entries)) == len(entries)
     return sorted([*once, *entries], key=repr)
+
+
+def assert_same(results: list[tuple], expected: list[tuple], device_type: str) -> None:
+    """Compares what ranks returned. Tensors are outputs of further steps: they are equal bit for
+    bit on a CPU, while a GPU adds gradients of Tensor-Train cores in any order."""
+    exact = {"rtol": 0, "atol": 0} if device_type == "cpu" else {}
+    for values, others in zip(results, expected, strict=True):
+        for value, other in zip(values, others, strict=True):
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, other, **exact)
+            else:
+                assert value == other

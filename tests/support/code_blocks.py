@@ -1,4 +1,4 @@
-"""Fenced code blocks of Markdown pages, with the marks that say how a test runs them."""
+"""Fenced code blocks of Markdown pages, with marks that define how tests run them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = re.compile(
     r"^```(?P<language>\w*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-#: A directive of MyST, such as ``{toctree}``: nothing to run.
+#: A directive of MyST, such as ``{toctree}``, which is not run.
 DIRECTIVE = re.compile(r"^```\{.*?^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("run", "not run", "needs")
 
@@ -21,12 +21,12 @@ class CodeBlock:
     """A code block.
 
     Attributes:
-        page: its file.
-        line: of the page where the code begins.
-        language: after the opening fence; "" for none.
-        code: without the fences.
-        mark: of the comment above it: ``"run"``, ``"not run"``, ``"needs"``; "" for none.
-        value: of the mark: a launcher, a reason, a package or ``no GPU``.
+        page: file of the page.
+        line: line of the page where the code begins.
+        language: language after the opening fence; "" for none.
+        code: code without the fences.
+        mark: mark in the comment above it: ``"run"``, ``"not run"``, ``"needs"``; "" for none.
+        value: value of the mark: a launcher, a reason, a package or ``no GPU``.
     """
 
     page: Path
@@ -38,7 +38,7 @@ class CodeBlock:
 
 
 def code_blocks(page: Path) -> list[CodeBlock]:
-    """The fenced blocks of a page, in order, without directives of MyST.
+    """Returns the fenced blocks of a page, in order, without directives of MyST.
 
     Raises:
         ValueError: a mark is unknown.
@@ -57,14 +57,14 @@ def code_blocks(page: Path) -> list[CodeBlock]:
 
 
 def console_commands(code: str) -> list[tuple[str, str]]:
-    """Commands after ``$`` and the output below each."""
+    """Returns commands after ``$`` and the output below each."""
     parts = re.split(r"^\$ (.*)\n", code, flags=re.MULTILINE)
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def matches(output: str, shown: str) -> bool:
-    """Whether an output is what a page shows: a line ``...`` matches any lines, and ``...``
-    at the end of a line for the rest of it. Spaces at the ends of lines don't count."""
+    """Returns whether an output matches a page. A line ``...`` matches any lines, and ``...`` at
+    the end of a line matches the rest of it. Spaces at the ends of lines are ignored."""
     pattern = "".join(
         r"(?:.*\n)*?" if line == "..." else _line_pattern(line) for line in shown.splitlines()
     )

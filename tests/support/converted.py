@@ -1,4 +1,4 @@
-"""Runs ``torchrec-hkv convert``, and reads what it wrote from the files."""
+"""Runs ``torchrec-hkv convert``, and reads its output files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torchrec_hkv.checkpoint.conversion.convert import Options, convert
 from torchrec_hkv.checkpoint.opened import Saved
 
-#: So little that tables are written in several parts.
+#: Small, so that tables are written in several parts.
 MEMORY = 24 << 10
 
 
 def converted(source: Path, into: Path, **options: Any) -> Saved:
-    """Converts into a checkpoint in little memory; gives what that holds."""
+    """Converts to a checkpoint with little memory; returns its contents."""
     convert(source, into, Options(**{"batch_bytes": MEMORY, **options}))
     return Saved.open(into)
 
 
 def entries_of(saved: Saved, table: str) -> dict[str, torch.Tensor]:
-    """All entries of a saved table, ascending by id."""
+    """Returns all entries of a saved table, sorted by id."""
     names = ["rows", "states", "scores", "last_steps"]
     batches = [
         {name: tensor.clone() for name, tensor in batch.items()}

@@ -34,7 +34,7 @@ class DenseModel(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """All that was looked up, ``[n]``."""
+        """Returns all looked-up values, ``[n]``."""
         bags, sequences = self.ebc(features)["f"], self.ec(features)["g"].values()
         return torch.cat([bags.flatten(), sequences.flatten()])
 
@@ -48,16 +48,16 @@ def dense_model(
     kwargs: dict,
     unsharded: torch.device | None = None,
 ) -> DistributedModelParallel:
-    """A sharded model.
+    """Creates a sharded model.
 
     Args:
         world_size: number of ranks.
-        device: of the tables.
+        device: device of the tables.
         kernel: ``"fused"``, or ``"hkv"`` for tables in dense-compatible mode.
-        sharding_types: of ``t`` and of ``q``.
-        optimizer: applied in backward; None for none.
-        kwargs: its arguments.
-        unsharded: where the unsharded weights lie, the meta device when None.
+        sharding_types: sharding types of ``t`` and ``q``.
+        optimizer: optimizer to apply in backward, or None.
+        kwargs: arguments of the optimizer.
+        unsharded: device of the unsharded weights; meta if None.
     """
     model = DenseModel(unsharded or torch.device("meta"))
     if optimizer is not None:
@@ -76,7 +76,7 @@ def dense_model(
 
 
 def dense_batch(rank: int, step: int, device: torch.device) -> KeyedJaggedTensor:
-    """Row numbers."""
+    """Creates a batch of row numbers."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     lengths = torch.randint(0, 4, (2 * BATCH,), generator=generator)
     ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
@@ -86,7 +86,7 @@ def dense_batch(rank: int, step: int, device: torch.device) -> KeyedJaggedTensor
 def train_dense(
     model: DistributedModelParallel, rank: int, device: torch.device, steps: range
 ) -> torch.Tensor:
-    """Trains; gives all outputs."""
+    """Trains; returns all outputs."""
     outputs = []
     for step in steps:
         output = model(dense_batch(rank, step, device))

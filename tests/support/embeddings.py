@@ -10,7 +10,7 @@ from torchrec_hkv import HierarchicalHashEmbedding, MultiTableHKVEmbedding
 
 
 def make_embedding(dim: int = 4, device: str = "cpu", **changes: Any) -> HierarchicalHashEmbedding:
-    """A module that holds every id of a test, with reproducible rows."""
+    """Creates a module with room for every id of a test, and reproducible rows."""
     arguments = {"max_capacity": 4096, "seed": 7, "device": device, **changes}
     return HierarchicalHashEmbedding(dim, **arguments)
 
@@ -18,12 +18,12 @@ def make_embedding(dim: int = 4, device: str = "cpu", **changes: Any) -> Hierarc
 def make_tables(
     num_tables: int = 3, dim: int = 4, device: str = "cpu", **changes: Any
 ) -> MultiTableHKVEmbedding:
-    """The same of several tables."""
+    """The same with several tables."""
     arguments = {"max_capacity_per_table": 4096, "seed": 7, "device": device, **changes}
     return MultiTableHKVEmbedding(num_tables, dim, **arguments)
 
 
 def rows_of(embedding: HierarchicalHashEmbedding, ids: list[int]) -> torch.Tensor:
-    """Rows as they are now, in host memory; changes nothing."""
+    """Returns the current rows in host memory, without changes."""
     with torch.no_grad():
         return embedding(torch.tensor(ids, device=embedding.device)).cpu()

@@ -1,4 +1,4 @@
-"""Runs an example as a user does, on small logs that are made up or, where they are, real ones."""
+"""Runs an example like a user, on small synthetic logs or, if available, real logs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SHARED = ROOT.parent / "shared" / "data"
 def run_example(
     name: str, *arguments: object, processes: int | None = None, device: str = "cpu"
 ) -> subprocess.CompletedProcess[str]:
-    """An example's output and exit code.
+    """Runs an example; returns its output and exit code.
 
     Args:
-        name: of its file.
-        arguments: of its command line.
-        processes: under torchrun; None: without.
+        name: name of its file.
+        arguments: command-line arguments.
+        processes: number of processes under torchrun; None without torchrun.
         device: ``"cpu"`` or ``"cuda"``.
     """
     if device == "cpu":
@@ -42,7 +42,7 @@ def run_example(
 
 
 def kill_example(name: str, *arguments: object, processes: int, once: Path) -> None:
-    """Starts an example on CPUs, and kills its ranks by SIGKILL as soon as there is a file."""
+    """Starts an example on CPUs, and kills its ranks by SIGKILL as soon as a file exists."""
     command = [str(ROOT / "examples" / name), "--device", "cpu", *map(str, arguments)]
     nowhere = Path(os.devnull)
     with running(command, _environment(), processes, nowhere, nowhere) as ranks:
@@ -65,7 +65,7 @@ def _environment() -> dict[str, str]:
 
 
 def refusal(name: str, *arguments: object) -> str:
-    """The sentence that an example ends with on bad input."""
+    """Returns the error of an example with bad input."""
     done = run_example(name, *arguments)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -73,7 +73,7 @@ def refusal(name: str, *arguments: object) -> str:
 
 
 def shared_file(name: str) -> Path:
-    """A file of real data; skips the test where there is none."""
+    """Returns a file of real data; skips the test if it is missing."""
     path = _SHARED / name
     if not path.is_file():
         pytest.skip(f"{name} is not here")
@@ -81,10 +81,10 @@ def shared_file(name: str) -> Path:
 
 
 def write_ratings(path: Path, rows: int = 4000, users: int = 120, movies: int = 80) -> Path:
-    """MovieTweetings' format: some movies are liked and others are not, over 28 days."""
+    """Writes ratings of 28 days in MovieTweetings' format; some movies are liked and others not."""
     random = np.random.default_rng(0)
     seconds = np.sort(random.integers(28 * 86400, size=rows)) + 1_360_000_000
-    # Ids arrive and leave: of a window that moves on.
+    # Ids are drawn from a moving window, so that they arrive and leave.
     user = random.integers(users // 2, size=rows) + np.arange(rows) * (users // 2) // rows
     movie = random.integers(movies, size=rows)
     liked = random.random(rows) < np.where(movie % 2 == 0, 0.85, 0.15)
@@ -97,7 +97,7 @@ def write_ratings(path: Path, rows: int = 4000, users: int = 120, movies: int = 
 
 
 def criteo_lines(rows: int = 2000) -> list[str]:
-    """Criteo's text format: clicks depend on the first id; some fields are missing."""
+    """Creates Criteo's text format. Clicks depend on the first id; some fields are missing."""
     random = np.random.default_rng(0)
     lines = []
     for _ in range(rows):

@@ -1,4 +1,4 @@
-"""What a sharded collection exchanges."""
+"""The exchanges of a sharded collection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrec_hkv.sharding.modules.parts import PartedOutputDist
 
 
 def number_of_exchanges(collection: Any) -> int:
-    """Of rows, in the forward of a step."""
+    """Returns the number of exchanges of rows in the forward of a step."""
     return sum(
         len(dist._dists) if isinstance(dist, PartedOutputDist) else 1
         for dist in collection._output_dists

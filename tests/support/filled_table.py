@@ -1,4 +1,4 @@
-"""A table that holds some random ids, and what their rows are."""
+"""A table with random ids, and their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 def filled_table(
     rows: int, dim: int, dtype: torch.dtype, device: str
 ) -> tuple[TableGroup, Tensor, Tensor]:
-    """A group of one table with a quarter of its slots filled, trained by SGD.
+    """Creates a group of one table with a quarter of its slots filled, trained by SGD.
 
     Returns:
         The group; the ids, int64 ``[rows]``; their rows, float64 ``[rows, dim]`` on the CPU.

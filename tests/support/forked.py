@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported TorchRec, which takes seconds."""
+"""Forks processes from a process that has imported TorchRec, because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ import torch
 
 
 def fork_context() -> ForkServerContext:
-    """The context whose processes are forked from a server of this process, on a CPU only: a
+    """Returns the context that forks processes from a server of this process. CPU only, because a
     process that has initialized CUDA can't fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.rank_imports"])
-    # The server imports packages that look for GPUs, after which its processes can't use CUDA. They
-    # find no GPU.
+    # The server imports packages that look for GPUs, after which its processes can't use CUDA. So
+    # the GPUs are hidden from them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         multiprocessing.forkserver.ensure_running()
@@ -45,19 +45,19 @@ def run_python(
     folder: Path | None = None,
     missing: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python COMMAND``, or ``torchrun COMMAND`` with several processes, without the time to
-    import TorchRec. Functions of :mod:`atexit` are called at the end.
+    """Runs ``python COMMAND``, or ``torchrun COMMAND`` for several processes, without the time of
+    importing TorchRec. Functions of :mod:`atexit` are called at the end.
 
     Args:
         command: a script, or ``"-m"`` and a module, and their arguments.
         environment: all environment variables.
-        processes: number of ranks; None: without variables of ranks.
-        timeout: in seconds, until the processes are killed.
-        folder: working directory; None: the present one.
+        processes: number of ranks; None to set no variables of ranks.
+        timeout: seconds after which the processes are killed.
+        folder: working directory; None for the current one.
         missing: packages that can't be imported.
 
     Returns:
-        Exit code, as torchrun gives it if there are ranks, and output of all processes.
+        Exit code, as of torchrun if there are ranks, and output of all processes.
 
     Raises:
         subprocess.TimeoutExpired: a process did not end in time.
@@ -82,7 +82,7 @@ def running(
     folder: Path | None = None,
     missing: Sequence[str] = (),
 ) -> Iterator[list[BaseProcess]]:
-    """The processes of :func:`run_python` while they run; at the end they are killed.
+    """Starts the processes of :func:`run_python`, and kills them at the end.
 
     Args:
         output: file for their standard output.
@@ -126,7 +126,7 @@ def _rank_variables(processes: int | None) -> list[dict[str, str]]:
 
 
 def _wait(running: list[BaseProcess], command: Sequence[str], timeout: float) -> None:
-    """Waits until all have ended, or one has failed."""
+    """Waits until all processes have ended, or one has failed."""
     pending, deadline = list(running), time.monotonic() + timeout
     while pending:
         ready = multiprocessing.connection.wait(
@@ -159,7 +159,7 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     sys.orig_argv = [sys.executable, *command]
-    sys.modules.update(dict.fromkeys(missing))  # None: an import raises ImportError
+    sys.modules.update(dict.fromkeys(missing))  # with None, an import raises ImportError
     is_module = command[0] == "-m"
     sys.argv = command[is_module:]
     code = 0
@@ -173,8 +173,8 @@ def _run(
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # as the interpreter does
+    except BaseException:  # like the interpreter
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # a forked process does not
+    atexit._run_exitfuncs()  # a forked process does not call them
     sys.exit(code)

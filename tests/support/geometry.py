@@ -1,10 +1,10 @@
-"""How many buckets and slots a table has, by the rule of docs/concepts/hash_table.md."""
+"""Numbers of buckets and slots of a table, by the rule of docs/concepts/hash_table.md."""
 
 from __future__ import annotations
 
 
 def geometry(capacity: int, initial: int) -> tuple[int, int, int]:
-    """Buckets at first, buckets in the end, and slots of a bucket, by the documented rule."""
+    """Returns (initial buckets, final buckets, slots per bucket) by the documented rule."""
     least = -(-capacity // 64)
     for doublings in range(least.bit_length() - 1, -1, -1):
         first = -(-least // 2**doublings)

@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run, and what they watch there."""
+"""Marks for tests that need a GPU, and a check for waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDS_GPU = [
 
 
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """The same for one test."""
+    """Marks one test."""
     for mark in NEEDS_GPU:
         test = mark(test)
     return test
@@ -24,7 +24,7 @@ def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """A context in which operations that make the host wait for the device raise an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

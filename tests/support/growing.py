@@ -1,4 +1,4 @@
-"""What is known of tables that grow, worked out without their code."""
+"""Properties of growing tables, computed without their code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torchrec_hkv.hash_table import HashTable
 
 
 def slots_needed(table_capacity: int, initial: int, entries: int) -> int:
-    """Slots of a table that has held so many entries at most, and grew as little as it could."""
+    """Returns the slots of a table that grew as little as possible, for its largest number of
+    entries."""
     first, last, slots = geometry(table_capacity, initial)
     buckets = first
     while buckets < last and entries > buckets * slots - buckets * slots // 8:
@@ -30,7 +31,7 @@ def check_buckets(table: HashTable, slots: dict[int, int]) -> None:
 
 
 def _unmix64(x: int) -> int:
-    """The inverse of mix64."""
+    """Inverts mix64."""
     for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
         y = x
         for _ in range(64 // shift):
@@ -40,7 +41,7 @@ def _unmix64(x: int) -> int:
 
 
 def ids_of_one_bucket(buckets: int, bucket: int) -> Iterator[int]:
-    """Ids both of whose hashes give one bucket, so that their second is the next one."""
+    """Yields ids whose two hashes give the same bucket, so that their second bucket is the next."""
     low = -(-(bucket << 32) // buckets)
     high = -(-((bucket + 1) << 32) // buckets)
     while True:

@@ -1,4 +1,4 @@
-"""Hosts on this machine: all on the loopback device, or each in its own network namespace."""
+"""Simulated hosts on this machine: on the loopback device, or in separate network namespaces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Where a process can run.
+    """A simulated host.
 
     Attributes:
-        prefix: words before a command that runs there.
-        address: at which others reach it.
-        device: the network device of that address.
+        prefix: prefix of commands that run on the host.
+        address: network address of the host.
+        device: network device of this address.
     """
 
     prefix: tuple[str, ...]
@@ -26,16 +26,16 @@ class Host:
 
 
 def on_loopback() -> list[Host]:
-    """Two hosts that share this machine's network."""
+    """Returns two hosts that share this machine's network."""
     return [Host((), "127.0.0.1", "lo")] * 2
 
 
 @contextlib.contextmanager
 def in_namespaces() -> Iterator[list[Host]]:
-    """Two hosts, each with its own network; a cable connects them, and nothing else.
+    """Creates two hosts with separate networks, which are connected by a virtual cable only.
 
     Raises:
-        OSError: this user or system can't make network namespaces.
+        OSError: this user or system can't create network namespaces.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise OSError("network namespaces need root and the command ip")

@@ -1,4 +1,4 @@
-"""Streams of distinct ids as they come in practice: in order, in strides, hashed, real."""
+"""Streams of distinct ids like in practice: in order, in strides, hashed, real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAMS = [
 
 
 def id_stream(name: str, n: int) -> Tensor:
-    """The first ``n`` ids of a stream, none twice; skips the test where data are not there."""
+    """Returns the first ``n`` distinct ids of a stream; skips the test if its data is missing."""
     index = torch.arange(n)
     if name == "sequential":
         return index
@@ -33,7 +33,7 @@ def id_stream(name: str, n: int) -> Tensor:
         generator = torch.Generator().manual_seed(11)
         ids = torch.randint(-(2**63), 2**63 - 1, (n + 100,), generator=generator)
         return ids.unique()[torch.randperm(n, generator=generator)]
-    if name == "two fields":  # a feature's number above, its values below
+    if name == "two fields":  # a feature's number in the upper bits, its values in the lower bits
         return (index % 64 << 48) | index // 64
     if name == "criteo":
         if not _CRITEO.exists():

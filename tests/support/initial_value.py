@@ -21,13 +21,13 @@ def mix64(x: int) -> int:
 
 
 def mixed_seed(table: str, seed: int) -> int:
-    """A seed mixed with a table's name."""
+    """Mixes a seed with a table's name."""
     name = int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
     return mix64(mix64(seed & MASK) ^ name)
 
 
 def initial_bits(id_: int, column: int, table: str, seed: int) -> int:
-    """The 32 bits that one value of an id's initial row follows from."""
+    """Returns the 32 bits from which one value of an id's initial row is computed."""
     first = mix64(
         mix64(mixed_seed(table, seed) ^ (id_ & MASK) * 0x9E3779B97F4A7C15 & MASK)
         ^ (column >> 2) << 1
@@ -37,7 +37,7 @@ def initial_bits(id_: int, column: int, table: str, seed: int) -> int:
 
 
 def scaled(bits: int, initializer: Initializer) -> float:
-    """The value of 32 random bits: exact if uniform or constant, otherwise approximate."""
+    """Returns the value for 32 random bits: exact if uniform or constant, otherwise approximate."""
     unit = (bits + 0.5) / 2**32
     match initializer:
         case Constant(value):
@@ -49,7 +49,7 @@ def scaled(bits: int, initializer: Initializer) -> float:
         case Normal(mean, std):
             return NormalDist(mean, std).inv_cdf(unit)
         case TruncatedNormal(mean, std, low, high):
-            # Of the two tails the shorter one is resolved better.
+            # Uses the shorter of the two tails, which has a better resolution.
             sign = -1.0 if low > mean else 1.0
             ends = sorted((sign * (low - mean) / std, sign * (high - mean) / std))
             first, last = (0.5 * math.erfc(-end / math.sqrt(2)) for end in ends)
@@ -58,5 +58,5 @@ def scaled(bits: int, initializer: Initializer) -> float:
 
 
 def initial_value(id_: int, column: int, table: str, seed: int, initializer: Initializer) -> float:
-    """One value of an id's initial row."""
+    """Returns one value of an id's initial row."""
     return scaled(initial_bits(id_, column, table, seed), initializer)

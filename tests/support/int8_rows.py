@@ -1,4 +1,4 @@
-"""Rows of 8 bits in NumPy: what a table should make of rows of floats. Shares no code with it."""
+"""A NumPy reference for converting float rows to int8 rows. Shares no code with the tables."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def _mix64(x: int) -> int:
 
 
 def draws(table_seed: int, id: int, step: int, dim: int, seed: int = 0) -> np.ndarray:
-    """16 random bits of each column in one update of a row."""
+    """Returns the 16 random bits of each column for one update of a row."""
     of_table = _mix64(_mix64((seed ^ 0x3C6EF372FE94F82B) & _ONES) ^ (table_seed & _ONES))
     of_step = (of_table + step * 0x9E3779B97F4A7C15) & _ONES
     key = _mix64(_mix64(of_step) ^ (id & _ONES))
@@ -23,11 +23,11 @@ def draws(table_seed: int, id: int, step: int, dim: int, seed: int = 0) -> np.nd
 
 
 def rounded(rows: Tensor, of_rows: np.ndarray | None = None) -> Tensor:
-    """Float32 rows ``[n, dim]`` after they were stored: as float32 again.
+    """Rounds float32 rows ``[n, dim]`` to int8 and back.
 
     Args:
         rows: the rows.
-        of_rows: draws ``[n, dim]`` for stochastic rounding; None for the nearest.
+        of_rows: draws ``[n, dim]`` for stochastic rounding; None to round to nearest.
     """
     values = rows.cpu().numpy().astype(np.float32)
     stored = np.zeros_like(values)
@@ -43,7 +43,7 @@ def rounded(rows: Tensor, of_rows: np.ndarray | None = None) -> Tensor:
         if of_rows is None:
             codes = np.rint(units)
         else:
-            # Whole numbers and 15 bits behind the point, and a draw from 0 to 1.
+            # Adds a draw in [0, 1) to a number with 15 fractional bits.
             codes = np.floor(np.rint(units.astype(np.float64) * 2**15) / 2**15 + of_rows[i] / 2**16)
         stored[i] = scale * codes.astype(np.float32)
     return torch.from_numpy(stored)

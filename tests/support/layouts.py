@@ -1,4 +1,4 @@
-"""Devices, and on GPUs both layouts of what a table keeps of its ids."""
+"""Devices, and on GPUs both layouts of a table's ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_hkv import _C
     ]
 )
 def device_type(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As the fixture of all tests, and GPUs whose tables are packed where they can be."""
+    """Like the common fixture, but also GPUs with packed tables where possible."""
     device = request.param.split(",")[0]
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

@@ -1,4 +1,4 @@
-"""Miniatures of a table in Python: sets of dictionaries."""
+"""Miniatures of a table in Python: lists of dictionaries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Set = dict[int, tuple[int, int]]  # by tag: count and last step
 
 
 class MiniaturesModel:
-    """What the miniatures of a table see and choose.
+    """Models the miniatures of a table and their choice of c.
 
     Args:
-        slots: of the table.
-        first_c: in use before the first choice.
+        slots: number of slots of the table.
+        first_c: the value of c before the first choice.
     """
 
     def __init__(self, slots: int, first_c: float = 2.0) -> None:
@@ -37,7 +37,7 @@ class MiniaturesModel:
         self.lookups = self.recent_lookups = self.evicted = self.chosen_at = 0
 
     def begin_call(self, counted: int) -> None:
-        """Chooses, where it is time."""
+        """Begins a call; chooses c if it is time to."""
         if counted - self.chosen_at < self.slots:
             return
         self.chosen_at = counted
@@ -52,7 +52,7 @@ class MiniaturesModel:
         self.c = max(c for c, its in zip(CS, self.recent, strict=True) if its * 100 >= least)
 
     def see(self, ids: Sequence[int], given: Sequence[int], now: int, aged: AgedLFUModel) -> None:
-        """A call with these ids and counts; its half-life has been told."""
+        """Processes a call with these ids and counts, after its half-life was set."""
         of_set: dict[int, list[tuple[int, int]]] = {}
         for id_, count in zip(ids, given, strict=True):
             mixed = mix64(id_ % 2**64 ^ 0xBB67AE8584CAA73B)
@@ -92,7 +92,7 @@ class MiniaturesModel:
 
     @property
     def tally(self) -> list[int]:
-        """As a group shows it."""
+        """Returns the tally in the format of a group."""
         return [
             *self.hits,
             self.lookups,

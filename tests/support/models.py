@@ -1,4 +1,4 @@
-"""A small model of TorchRec's modules, and how tests shard it."""
+"""A small model of TorchRec's modules, and functions to shard it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """``[batch, dims]``, by key: a plan decides in which order tables come back."""
+        """Returns ``[batch, dims]`` by key, because the order of tables depends on the plan."""
         pooled = self.ebc(features)
         return torch.cat([pooled[key] for key in self.keys], dim=1)
 
@@ -51,14 +51,14 @@ def make_model(
     is_weighted: bool = False,
     device: torch.device | None = None,
 ) -> Model:
-    """An unsharded model.
+    """Creates an unsharded model.
 
     Args:
-        tables: of its only collection.
-        optimizer: applied in backward; None for none.
-        optimizer_kwargs: SGD at 0.1 when None.
-        is_weighted: whether the collection is.
-        device: of the unsharded weights, the meta device when None.
+        tables: tables of its only collection.
+        optimizer: optimizer to apply in backward, or None.
+        optimizer_kwargs: arguments of the optimizer; a learning rate of 0.1 if None.
+        is_weighted: whether the collection is weighted.
+        device: device of the unsharded weights; meta if None.
     """
     collection = EmbeddingBagCollection(
         tables=list(tables),
@@ -73,7 +73,7 @@ def make_model(
 
 
 def topology(world_size: int, device: torch.device) -> Topology:
-    """Of ranks on hosts of ``LOCAL_WORLD_SIZE``; on one host where that is not set."""
+    """Returns the topology with hosts of ``LOCAL_WORLD_SIZE`` ranks; one host if it is not set."""
     host_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return Topology(world_size=world_size, local_world_size=host_size, compute_device=device.type)
 
@@ -85,7 +85,7 @@ def plan_model(
     device: torch.device,
     sharders: list | None = None,
 ) -> ShardingPlan:
-    """The plan, on every rank."""
+    """Returns the plan, on every rank."""
     planner = EmbeddingShardingPlanner(
         topology=topology(world_size, device), constraints=dict(constraints), batch_size=8
     )
@@ -106,5 +106,5 @@ def shard_model(
 
 
 def local_tables(model: DistributedModelParallel) -> dict[str, Any]:
-    """The lookup of each table of ours on this rank, by table name."""
+    """Returns the lookup of each backend table on this rank, by table name."""
     return model.module.ebc.group_lookups()

@@ -1,4 +1,4 @@
-"""Signed JSON files with one value changed and their checksums right again."""
+"""JSON files with one changed value and valid checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Values that are near to those of a file, and values that are far from all of them.
+#: Values that are close to values of a file, and values that differ from all of them.
 VALUES = st.one_of(
     st.sampled_from(
         [
@@ -57,12 +57,12 @@ VALUES = st.one_of(
         max_leaves=5,
     ),
 )
-#: Stands for "the key or item is gone".
+#: Marks a removed key or item.
 GONE = object()
 
 
 def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to all values of a file but its own checksum, the outermost one first."""
+    """Yields the paths of all values of a file except its checksum, outermost first."""
     if path != ("crc32",):
         yield path
     items = content.items() if isinstance(content, dict) else ()
@@ -71,7 +71,7 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def mutated(content: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy in which one value is another."""
+    """Returns a copy with one replaced value."""
     if not path:
         return value
     content = copy.deepcopy(content)
@@ -86,7 +86,7 @@ def mutated(content: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def sign(content: Any) -> Any:
-    """The content with its checksum, by the documented formula."""
+    """Returns the content with its checksum, by the documented formula."""
     if not isinstance(content, dict):
         return content
     rest = {key: value for key, value in content.items() if key != "crc32"}
@@ -94,7 +94,7 @@ def sign(content: Any) -> Any:
 
 
 def checksum(rest: dict[str, Any]) -> int:
-    """CRC-32 of a manifest, whose entry ``"crc32"`` is left out."""
+    """Returns the CRC-32 of a manifest without its entry ``"crc32"``."""
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return zlib.crc32(text.encode())
 
@@ -106,7 +106,7 @@ def write(path: Path, content: Any) -> None:
 
 @st.composite
 def mutations(draw: st.DrawFn, content: Any) -> tuple[tuple[Any, ...], Any]:
-    """A place, and what is there instead: any JSON, another value of the file, or nothing."""
+    """Draws a path, and its new value: any JSON, another value of the file, or nothing."""
     path = draw(st.sampled_from(list(places(content))))
     value = draw(
         VALUES | st.sampled_from(list(leaves(content))) | (st.just(GONE) if path else st.nothing())
@@ -115,7 +115,7 @@ def mutations(draw: st.DrawFn, content: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def refusal(load: Callable[[], Any]) -> str | None:
-    """The sentence of the ValueError that a load raises, or None."""
+    """Returns the message of the ValueError that a load raises, or None."""
     try:
         load()
     except ValueError as error:
@@ -124,7 +124,7 @@ def refusal(load: Callable[[], Any]) -> str | None:
 
 
 def leaves(content: Any) -> Iterator[Any]:
-    """All values that hold no others."""
+    """Yields all values that are not containers."""
     if isinstance(content, (dict, list)):
         for value in content.values() if isinstance(content, dict) else content:
             yield from leaves(value)

@@ -1,4 +1,4 @@
-"""Tables of 16-bit or int8 rows, trained one id a bag, for tests of how updates are rounded."""
+"""Tables with 16-bit or int8 rows, trained with bags of one id, for tests of rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def narrow_group(
     name: str = "t",
     **options,
 ) -> TableGroup:
-    """A group of one table.
+    """Creates a group of one table.
 
     Args:
         dtype: dtype of the rows.
@@ -36,7 +36,7 @@ def narrow_group(
 
 
 def train_rows(group: TableGroup, ids: Tensor, grad: Tensor, learning_rate: float = 1.0) -> None:
-    """One step in which each id is a bag.
+    """Trains one step with bags of one id.
 
     Args:
         group: the table.

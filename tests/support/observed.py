@@ -1,4 +1,4 @@
-"""What a HashTable shows of its entries, as Python numbers."""
+"""The observable contents of a HashTable as Python numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What the real table shows of an id after a call."""
+    """The real table's entry of an id after a call."""
 
     row: Row
     score: int
@@ -23,22 +23,22 @@ class Seen:
 
 
 def signed(score: int) -> int:
-    """The int64 of the same bits as an unsigned number."""
+    """Returns the int64 with the bits of an unsigned number."""
     return score - 2**64 if score >= 2**63 else score
 
 
 def score_of(given: int, policy: EvictionPolicy) -> int:
-    """The score that a policy means by an int64 of a table's."""
+    """Converts an int64 of a table to the score of its policy."""
     return given if policy == "customized" else given % 2**64
 
 
 def as_rows(tensor: Tensor) -> list[Row]:
-    """Rows as tuples of floats."""
+    """Returns rows as tuples of floats."""
     return [tuple(row) for row in tensor.float().cpu().tolist()]
 
 
 def joined(parts: Any) -> Entries | None:
-    """Batches of an export as one; None without any."""
+    """Concatenates the batches of an export; None if there are none."""
     parts = list(parts)
     if not parts:
         return None
@@ -47,7 +47,7 @@ def joined(parts: Any) -> Entries | None:
 
 
 def observe(table: HashTable) -> dict[int, Seen]:
-    """All that a table shows of its entries."""
+    """Returns all observable entries of a table."""
     entries = joined(table.export(batch_size=37))
     if entries is None:
         return {}

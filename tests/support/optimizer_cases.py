@@ -1,4 +1,4 @@
-"""One optimizer of each kind, for tests of what they have in common."""
+"""One optimizer of each kind, for tests of their common properties."""
 
 from __future__ import annotations
 

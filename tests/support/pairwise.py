@@ -1,7 +1,7 @@
 """Cases for ``pytest.mark.parametrize`` that cover every pair of values, not every combination.
 
-Faults mostly depend on one or two options, so such cases find nearly all that the full product
-finds, in far less time. TORCHREC_HKV_ALL_CASES=1 runs the full product.
+Faults mostly depend on one or two options, so these cases find nearly as many faults as the full
+product, in far less time. TORCHREC_HKV_ALL_CASES=1 runs the full product.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 def pairwise(
     *axes: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True
 ) -> list[tuple[Any, ...]]:
-    """Cases in which any two values of different axes occur together at least once.
+    """Returns cases in which any two values of different axes occur together at least once.
 
-    Chosen greedily from the full product, so that equal axes give equal cases.
+    They are chosen greedily from the full product. Equal axes give equal cases.
 
     Args:
-        axes: values of each argument; two axes at least.
-        allowed: whether a combination is a case at all.
+        axes: values of each argument; at least two axes.
+        allowed: returns whether a combination is allowed.
     """
     values = [list(axis) for axis in axes]
 

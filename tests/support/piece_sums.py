@@ -1,4 +1,4 @@
-"""Sums of gradients as the backward on a CPU makes them, by other means."""
+"""A separate implementation of the sums of gradients of the backward on a CPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ PIECE = 64
 
 
 def sums_in_pieces(ids: Tensor, terms: Tensor, number: int) -> Tensor:
-    """Sums of the terms of each id in the order of the batch, ``[number, dim]``.
+    """Sums the terms of each id in the order of the batch, ``[number, dim]``.
 
-    Terms are added in float in pieces of 64, of which the first may be shorter, and the pieces in
-    double.
+    Terms are summed in single precision in pieces of 64, of which the first may be shorter, and the
+    pieces in double precision.
 
     Args:
         ids: int64 ``[n]``, from 0 to ``number - 1``.
         terms: float32 ``[n, dim]``.
-        number: of ids.
+        number: number of distinct ids.
     """
     by_id = ids.sort(stable=True).indices
     counts = ids.bincount(minlength=number)
-    left = torch.empty_like(ids)  # of the id's positions, behind each
+    left = torch.empty_like(ids)  # number of later positions with the same id
     left[by_id] = counts.cumsum(0).repeat_interleave(counts) - 1 - torch.arange(len(ids))
     piece = left // PIECE
     pieces = int(piece.max()) + 1

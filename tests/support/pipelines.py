@@ -1,4 +1,4 @@
-"""A model of bags and sequences on tables that evict, for train pipelines."""
+"""A model with bags and sequences on tables with evictions, for train pipelines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ["f", "g", "h"]
 
 
 class PipelineModel(nn.Module):
-    """Gives a loss and the prediction, as the pipelines want it."""
+    """Returns a loss and predictions, for the pipelines."""
 
     def __init__(self, bags: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class PipelineModel(nn.Module):
         self.over = nn.Linear(2 * DIM, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, ``[]``, and what each sample is predicted, ``[BATCH]``."""
+        """Returns the loss, ``[]``, and the prediction of each sample, ``[BATCH]``."""
         pooled = self.ebc(features)
         sequence = self.ec(features)["h"]
         prediction = self.over(torch.cat([pooled["f"], pooled["g"]], dim=1)).squeeze(1)
@@ -43,7 +43,7 @@ class PipelineModel(nn.Module):
 def make_pipeline_model(
     world_size: int, device: torch.device, sharding_type: str
 ) -> DistributedModelParallel:
-    """Tables ``t`` (bags) and ``q`` (sequences) on ``hkv``, and ``s`` (bags) on a stock kernel."""
+    """Creates tables ``t`` (bags) and ``q`` (sequences) on ``hkv``, and ``s`` (bags) on stock."""
     meta = torch.device("meta")
     bags = EmbeddingBagCollection(
         tables=[
@@ -86,7 +86,7 @@ def make_pipeline_model(
 
 
 def pipeline_batch(rank: int, step: int, device: torch.device) -> KeyedJaggedTensor:
-    """More distinct ids over the steps than ``t`` and ``q`` have rows."""
+    """Creates a batch. The steps have more distinct ids than ``t`` and ``q`` have rows."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     lengths = torch.randint(0, 4, (3 * BATCH,), generator=generator)
     ids = []
@@ -100,7 +100,7 @@ def pipeline_batch(rank: int, step: int, device: torch.device) -> KeyedJaggedTen
 
 
 def evicted(model: DistributedModelParallel) -> dict[str, int]:
-    """Rows that each table has evicted on this rank, by the table's own name."""
+    """Returns the number of evictions of each table on this rank, by table name."""
     return {
         key.rpartition(".")[2]: counts["evicted"] for key, counts in table_counters(model).items()
     }

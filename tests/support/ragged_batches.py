@@ -1,5 +1,5 @@
-"""Batches whose features differ in their numbers of bags, looked up by a group, and by EmbeddingBag
-in float64."""
+"""Batches whose features differ in their numbers of bags, and a reference by EmbeddingBag in
+float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.batches import rate
 
 
 class Batch:
-    """Ids in bags of 0 to 4, drawn from a pool so that they repeat."""
+    """Bags of 0 to 4 ids, drawn from a small pool so that ids repeat."""
 
     def __init__(self, bags, pool, device):
         self.bags = list(bags)
@@ -19,7 +19,7 @@ class Batch:
         self.weights = torch.rand(len(self.ids), device=device)
 
     def of_feature(self, index):
-        """Its ids, offsets from 0, and weights."""
+        """Returns ids, offsets from 0, and weights of a feature."""
         first = sum(self.bags[:index])
         bounds = self.offsets[first : first + self.bags[index] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
@@ -35,8 +35,8 @@ def look_up(group, ids, offsets, weights, mean, bags=None, batch_size=0, dtype=N
 
 
 def reference_step(rows, batch, features, weights, mean, learn):
-    """In float64, by EmbeddingBag: the output, and from ``learn(output)``, its gradient, those of
-    rows and weights."""
+    """Computes output, gradient of rows and gradient of weights in float64 by EmbeddingBag.
+    ``learn(output)`` returns the output's gradient."""
     tables = [table.clone().requires_grad_() for table in rows]
     weights = weights.double().cpu().requires_grad_()
     parts, position = [], 0

@@ -30,20 +30,20 @@ CALLS = [
 
 
 class Driver:
-    """Makes up calls.
+    """Generates calls.
 
     Args:
         checked: the table.
-        policy: its policy.
-        capacity: its capacity.
-        seed: of the calls.
-        batch: ids of a call, at most, before some are repeated.
+        policy: the table's policy.
+        capacity: the table's capacity.
+        seed: seed of the calls.
+        batch: largest number of ids of a call, before some are repeated.
         calls: names to choose from: those of :data:`CALLS`, ``"clear"`` and ``"reload"``.
-        folder: where ``"reload"`` saves.
+        folder: folder for ``"reload"``.
 
     Attributes:
-        number: calls made.
-        operations: ids that were handed to calls.
+        number: number of calls made.
+        operations: total number of ids of the calls.
     """
 
     def __init__(

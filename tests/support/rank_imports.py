@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Modules that the process which forks ranks imports, so that a rank starts in milliseconds."""
+"""Imports of the process that forks ranks, so that ranks start in milliseconds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs a function on W processes of one process group, and keeps them for the next test.
+"""Runs functions on the processes of a process group, and keeps the group for the next test.
 
 Importing TorchRec takes seconds. On a CPU, ranks are therefore forked from a process that has
-imported it, and a group serves all tests of its size. A test whose function fails on any rank ends
-the group, because the other ranks may wait for it.
+imported it, and all tests of a size share a group. If a function fails on a rank, the group is
+ended, because other ranks may wait for this rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from tests.support.forked import fork_context
 
-# Objects are frozen again once as many modules have been imported.
+# Number of newly imported modules after which objects are frozen again.
 _NEW_MODULES = 50
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank; the message is its traceback there."""
+    """A function failed on a rank. The message is the rank's traceback."""
 
 
 class Ranks:
@@ -39,12 +39,12 @@ class Ranks:
         Args:
             world_size: number of processes.
             device_type: ``"cpu"`` or ``"cuda"``.
-            host_size: ranks that TorchRec takes for one host; all when None.
+            host_size: number of ranks per host for TorchRec; all ranks if None.
         """
         on_gpu = device_type == "cuda"
         context = multiprocessing.get_context("spawn") if on_gpu else fork_context()
-        # The ranks meet at a store that listens from now on: a port that was free may be somebody
-        # else's by the time that a rank has imported TorchRec.
+        # The store for the rendezvous already listens, because a free port may be taken by the time
+        # that a rank has imported TorchRec.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes = []
@@ -69,16 +69,16 @@ class Ranks:
 
     @property
     def is_alive(self) -> bool:
-        """Whether all processes wait for the next function."""
+        """Returns whether all processes wait for the next function."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Calls ``function(rank, world_size, device, *args)`` on every rank.
 
         Args:
-            function: at the top level of a module, as it is found by name.
-            args: picklable.
-            timeout: seconds until the group is ended.
+            function: a function at the top level of a module, because it is pickled by name.
+            args: picklable arguments.
+            timeout: seconds after which the group is ended.
 
         Returns:
             The results, by rank.
@@ -89,7 +89,7 @@ class Ranks:
         """
         try:
             return self._run(function, args, timeout)
-        except BaseException:  # a test that is interrupted as well: ranks may wait for each other
+        except BaseException:  # also interrupts, because ranks may wait for each other
             self.end()
             raise
 
@@ -117,7 +117,7 @@ class Ranks:
         return [results[rank] for rank in range(len(self._connections))]
 
     def end(self) -> None:
-        """Ends the processes, waiting or not."""
+        """Ends the processes, also if they are busy."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -134,7 +134,7 @@ def _serve(
 ) -> None:
     local_rank = rank % host_size
     if device_type == "cuda" and host_size < world_size:
-        # A rank of another host sees the GPUs of that host alone, numbered from 0.
+        # A rank only sees the GPUs of its host, numbered from 0.
         first = rank - local_rank
         visible = ",".join(str(gpu) for gpu in range(first, first + host_size))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -165,7 +165,8 @@ def _serve(
         except EOFError:
             break
         if len(sys.modules) > frozen + _NEW_MODULES:
-            # Later collections skip the objects of imported modules, which take .5 s a collection.
+            # Later collections skip the objects of imported modules, which take .5 s per
+            # collection.
             gc.collect()
             gc.freeze()
             frozen = len(sys.modules)

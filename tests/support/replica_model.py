@@ -1,6 +1,6 @@
 """A Python model of the rules of docs/concepts/replicas.md, which shares no code with the package.
 
-It reads from the tables what each held before a sync, and says what each must hold after it.
+It reads the contents of tables before a sync, and computes their contents after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Row = tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a table keeps of an id; ``score`` as the policy makes it, without a sign for epochs."""
+    """A table's entry of an id. ``score`` is the policy's score, without a sign for epochs."""
 
     row: Row
     state: Row
@@ -29,12 +29,12 @@ class ReplicaModel:
     """Replicas of one table.
 
     Args:
-        replicas: how many.
+        replicas: number of replicas.
         policy: ``"lru"``, ``"lfu"``, ``"epoch_lru"``, ``"epoch_lfu"``, ``"customized"``, or
             ``"aged_lfu"``.
-        initial_row: of an id.
+        initial_row: returns the initial row of an id.
         states: number of values of an optimizer's state.
-        own_step: which of them counts the updates of the row; None for none.
+        own_step: index of the state value that counts the row's updates, or None.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class ReplicaModel:
         self.policy, self.initial_row = policy, initial_row
         self.states, self.own_step = states, own_step
         self.touched: list[set[int]] = [set() for _ in range(replicas)]
-        #: What each held after the last sync, and ids that it had lost in it.
+        #: The contents of each replica after the last sync, and the ids that it lost in it.
         self.before: list[Replica] = [{} for _ in range(replicas)]
         self.lost: list[set[int]] = [set() for _ in range(replicas)]
 
     def merged(self, now: Sequence[Replica]) -> Replica:
-        """What is agreed on for all ids that stay or come.
+        """Returns the merged entries of all ids that stay or arrive.
 
         Args:
-            now: what each replica holds.
+            now: contents of each replica.
         """
         replicas = range(len(now))
         had = [set(self.before[r]) | self.lost[r] for r in replicas]
@@ -67,7 +67,7 @@ class ReplicaModel:
         for id_ in set().union(*now):
             if id_ not in anywhere:
                 if id_ not in left:
-                    # Kept in all that have it.
+                    # Kept in all replicas that have it.
                     result[id_] = next(own[id_] for own in now if id_ in own)
                 continue
             holders = [r for r in replicas if id_ in now[r]]
@@ -110,12 +110,12 @@ class ReplicaModel:
         return min(count, low - 1)
 
     def synced(self, now: Sequence[Replica], after: Sequence[Replica], agreed: Replica) -> None:
-        """Notes what the replicas hold after a sync.
+        """Stores the contents of the replicas after a sync.
 
         Args:
-            now: before it.
-            after: after it.
-            agreed: what :meth:`merged` gave.
+            now: contents before the sync.
+            after: contents after the sync.
+            agreed: the result of :meth:`merged`.
         """
         anywhere = self.anywhere(now)
         for r, own in enumerate(after):
@@ -125,5 +125,5 @@ class ReplicaModel:
             self.touched[r] = set()
 
     def anywhere(self, now: Sequence[Replica]) -> set[int]:
-        """Ids that are touched in some replica."""
+        """Returns ids that are touched in a replica."""
         return set().union(*(own & set(held) for own, held in zip(self.touched, now, strict=True)))

@@ -1,4 +1,4 @@
-"""Shards of saved tables with other entries, and checksums that are right again."""
+"""Shards of saved tables with changed entries and valid checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], tuple[int, int] 
     """Rewrites the only shard of a table of four float32 columns under LRU, without states.
 
     Args:
-        folder: the table's.
+        folder: folder of the table.
         change: changes the entries; may return other owner buckets for the shard.
     """
     manifest = Manifest.read(folder)

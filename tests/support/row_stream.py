@@ -1,7 +1,6 @@
-"""A Python model of tables in training: which ids have rows, and the rows themselves.
+"""A Python model of tables in training: the ids and their rows.
 
-It shares no code with the tables. That an id has left is told by its slot, which a later call gives
-to another.
+It shares no code with the tables. An id has left when a later call assigns its slot to another id.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ Key = tuple[int, int]  # a table and an id
 
 
 class RowStream:
-    """Rows of SGD, or of row-wise Adagrad.
+    """Rows trained with SGD or row-wise Adagrad.
 
     Args:
-        specs: of the tables.
-        learning_rate: of all steps.
-        eps: of row-wise Adagrad; None: SGD, whose rows are float32 and rounded once a step.
+        specs: specs of the tables.
+        learning_rate: learning rate of all steps.
+        eps: eps of row-wise Adagrad; None for SGD, whose rows are float32 and rounded once per
+            step.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class RowStream:
         self._learning_rate = learning_rate
         self._eps = eps
         self._dtype = torch.float32 if eps is None else torch.float64
-        self._holders: dict[int, Key] = {}  # of slots
-        self._waiting: list[set[Key]] = []  # of batches that were found and not yet trained
+        self._holders: dict[int, Key] = {}  # keys by slot
+        self._waiting: list[set[Key]] = []  # keys of batches that were found but not trained
         self.rows: dict[Key, Tensor] = {}
         self.squares: dict[Key, float] = {}
-        self.inserted = self.evicted = self.refused = 0  # refused: positions
+        self.inserted = self.evicted = self.refused = 0  # refused counts positions
 
         self._initial = functools.cache(self._draw)
 
     def _draw(self, key: Key) -> Tensor:
-        """The initial row of a table's id."""
+        """Computes the initial row of a table's id."""
         table, id_ = key
         spec = self._specs[table]
         row = [
@@ -53,7 +53,7 @@ class RowStream:
         return torch.tensor(row, dtype=torch.float32).to(self._dtype)
 
     def find_or_insert(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Takes over what a call did whose positions have these keys and were given these slots."""
+        """Applies a call, given the keys of its positions and their slots."""
         batch = set(keys)
         held = set().union(batch, *self._waiting)
         slot_of: dict[Key, int] = {}
@@ -81,7 +81,7 @@ class RowStream:
         self._waiting.append(batch)
 
     def pooled(self, keys: Sequence[Key], lengths: Sequence[int]) -> list[Tensor]:
-        """Sums of the rows of each bag in float64; a key without a row has its initial one."""
+        """Sums the rows of each bag in float64. A key without a row has its initial row."""
         rows = {key: self.rows.get(key, self._initial(key)) for key in set(keys)}
         sums, at = [], 0
         for length in lengths:
@@ -91,7 +91,7 @@ class RowStream:
         return sums
 
     def train(self, keys: Sequence[Key], gradients: Sequence[Tensor]) -> None:
-        """One update of the rows of the oldest batch that waits, by a gradient a position."""
+        """Updates the rows of the oldest waiting batch, with a gradient per position."""
         sums: dict[Key, Tensor] = {}
         for key, gradient in zip(keys, gradients, strict=True):
             if key in self.rows:

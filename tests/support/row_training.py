@@ -1,7 +1,7 @@
-"""Trains rows of a hash table by an optimizer, and the same rows by a reference in float64.
+"""Trains rows of a hash table with an optimizer, and the same rows with a reference in float64.
 
-Gradients are small multiples of a power of two, so that their sums by row are exact in float32:
-what differs is the optimizer's doing.
+Gradients are small multiples of a power of two, so that their sums by row are exact in float32, and
+all differences come from the optimizer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 ROWS = 40
 STEPS = 50
-#: A width that kernels read four columns at a time, one that they don't, and one beyond a warp.
+#: A dim that kernels read four columns at a time, one that they don't, and one larger than a warp.
 DIMS = (8, 7, 260)
+#: For each number of lanes and vectors of a GPU's kernels, full and not.
+WIDTHS = (4, 12, 32, 64, 100, 128, 132, 200, 256, 384, 512, 768, 1024)
 
 
 class Reference(Protocol):
-    """The rows of all ids in float64, trained otherwise."""
+    """The rows of all ids in float64, trained by another implementation."""
 
     rows: Tensor
 
@@ -33,17 +35,17 @@ class Reference(Protocol):
         """Updates the touched rows.
 
         Args:
-            grads: ``[ids, dim]``, zeros where an id was not touched.
+            grads: ``[ids, dim]``, zeros for ids that were not touched.
             touched: bool ``[ids]``.
-            learning_rate: of the step.
+            learning_rate: learning rate of the step.
         """
 
     def states(self) -> Tensor:
-        """What the state of each row should be, ``[ids, width]`` without padding."""
+        """Returns the expected state of each row, ``[ids, width]`` without padding."""
 
 
 class DenseReference:
-    """An optimizer of PyTorch's on a dense matrix, whose untouched rows and states are put back."""
+    """A PyTorch optimizer on a dense matrix; untouched rows and states are restored."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class DenseReference:
 
 
 class OneByOne:
-    """A :class:`DenseReference` for each row, which steps only where the row is touched."""
+    """A :class:`DenseReference` for each row, which steps only if the row is touched."""
 
     def __init__(self, make: Callable[[], DenseReference]) -> None:
         self._make = make
@@ -112,10 +114,10 @@ class OneByOne:
 
 @dataclasses.dataclass
 class Trained:
-    """What came out, by id in the order of the reference's rows.
+    """Results by id, in the order of the reference's rows.
 
     Attributes:
-        group: one table.
+        group: group of one table.
         rows: float64 ``[ids, dim]``.
         states: float64 ``[ids, state width]``.
     """
@@ -126,20 +128,20 @@ class Trained:
 
 
 def exact_gradients(*shape: int) -> Tensor:
-    """Multiples of 2^-7 from -1 to 1, never 0."""
+    """Draws multiples of 2^-7 from -1 to 1, except 0."""
     return torch.randint(1, 129, shape) / 128 * (torch.randint(0, 2, shape) * 2 - 1)
 
 
 def make_group(
     optimizer: Optimizer, dim: int, device: str, capacity: int = 400, dtype=torch.float32
 ) -> TableGroup:
-    """One table, from which nothing is evicted here."""
+    """Creates a group of one table that is large enough to avoid evictions."""
     spec = TableSpec("t", capacity, dim, initializer=Uniform(-1, 1), dtype=dtype)
     return TableGroup([spec], [0], optimizer, device=device)
 
 
 def read_rows(group: TableGroup, names: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and states of ids, all in the table, float64 on the CPU."""
+    """Returns rows and states of ids, which must be in the table, float64 on the CPU."""
     state = group.export_table(0)
     slots = group.find(names.to(group.device), None, 1)
     assert (slots >= 0).all()
@@ -158,17 +160,17 @@ def train_beside(
     rate_changes: bool = True,
     prepare: Callable[[Tensor], Tensor] = lambda grads: grads,
 ) -> Trained:
-    """Trains both, by default at a learning rate that changes with every step.
+    """Trains both, by default with a learning rate that changes in every step.
 
     Args:
-        optimizer: of the table.
-        reference: of the same.
-        device: of the table.
-        dim: of the rows.
-        learning_rate: the mean one.
-        steps: how many.
-        rate_changes: whether the learning rate does.
-        prepare: what the reference does with the gradients of rows first.
+        optimizer: optimizer of the table.
+        reference: reference with the same optimizer.
+        device: device of the table.
+        dim: dim of the rows.
+        learning_rate: mean learning rate.
+        steps: number of steps.
+        rate_changes: whether the learning rate changes.
+        prepare: transforms the gradients of rows for the reference.
     """
     names = random_ids(ROWS).unique()
     group = make_group(optimizer, dim, device)
@@ -177,7 +179,7 @@ def train_beside(
         rate = learning_rate * (1 + 0.5 * math.sin(step) * rate_changes)
         # About half of the ids occur in a batch, some of them several times.
         rows = Bags.random(1, 12, torch.arange(len(names)), longest=4)
-        if step == 0:  # every id comes once
+        if step == 0:  # every id occurs once
             rows = Bags(torch.arange(len(names)), torch.arange(len(names) + 1), len(names))
         grad = exact_gradients(rows.batch_size, dim)
         out = lookup(
@@ -195,11 +197,11 @@ def train_beside(
 
 
 def assert_equal_to(reference: Reference, trained: Trained) -> None:
-    """Rows to 1e-6; states likewise, and zeros in their padding."""
+    """Compares rows and states to 1e-6, and checks for zeros in the states' padding."""
     torch.testing.assert_close(trained.rows, reference.rows, rtol=1e-6, atol=1e-6)
     expected = reference.states()
     width = expected.shape[1]
-    # A sum of terms of either sign is as exact as its terms are large.
+    # The error of a sum is relative to the size of its terms, which may have either sign.
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(trained.states[:, :width], expected, rtol=1e-5, atol=1e-6 * scale)
     assert (trained.states[:, width:] == 0).all()

@@ -1,4 +1,4 @@
-"""Embeddings that tests save and copy: how they are made, trained and compared."""
+"""Creates, trains and compares embeddings that tests save and copy."""
 
 import io
 
@@ -10,7 +10,7 @@ IDS = [-(2**63), -1, 0, 1, 2, 3, 2**63 - 1]
 
 
 def train(modules, optimizer, seeds):
-    """Steps that all see the same ids and gradients."""
+    """Trains all modules with the same ids and gradients."""
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.tensor(IDS)[torch.randint(len(IDS), (5,), generator=generator)]
@@ -22,18 +22,18 @@ def train(modules, optimizer, seeds):
 
 
 def lookup(module, ids):
-    """Rows of ids: of a module of one table, or of the second of several."""
+    """Looks up ids in a module with one table, or in the second of several tables."""
     return module([ids, ids + 1])[1] if hasattr(module, "num_tables") else module(ids)
 
 
 def rows(module):
-    """Rows of all the ids, in host memory."""
+    """Returns the rows of all ids in host memory."""
     with torch.no_grad():
         return lookup(module, torch.tensor(IDS, device=module.device)).cpu()
 
 
 def through_file(content, **kwargs):
-    """What ``torch.load`` gives of what ``torch.save`` wrote."""
+    """Saves with ``torch.save`` and loads with ``torch.load``."""
     file = io.BytesIO()
     torch.save(content, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Tables to save, and comparing all of them."""
+"""Tables to save, and comparisons of their whole contents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.hash_table import HashTable
 
 
 def filled(device: str, n: int = 500, capacity: int = 700, **options: Any) -> HashTable:
-    """A table that has seen ``n`` ids in several calls and epochs, with random states."""
+    """Creates a table with ``n`` ids from several calls and epochs, and random states."""
     table = make(device, capacity, **options)
     ids = distinct_ids(n, device)
     calls = max(1, min(7, n))
@@ -39,7 +39,7 @@ def filled(device: str, n: int = 500, capacity: int = 700, **options: Any) -> Ha
 
 
 def like(table: HashTable, device: str | None = None, **options: Any) -> HashTable:
-    """An empty table of the same kind."""
+    """Creates an empty table of the same kind."""
     spec = table._group.tables[0]
     same = {
         "capacity": spec.capacity,
@@ -56,14 +56,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of_rows(matrix: Tensor) -> list[bytes]:
-    """The bits of each row."""
+    """Returns the bits of each row."""
     bits = _bits(matrix)
     width, data = bits.shape[1], bytes(bits.flatten().tolist())
     return [data[at * width : (at + 1) * width] for at in range(len(bits))]
 
 
 def snapshot(table: HashTable) -> dict[str, Tensor]:
-    """All of a table, bit for bit, by slot."""
+    """Returns the whole contents of a table by slot, for bitwise comparison."""
     state = vars(table._group.export_table(0))
     snapshot = {name: _bits(value) for name, value in state.items()}
     snapshot["clock and epoch"] = torch.tensor([table._group.clock, table.epoch])
@@ -77,7 +77,7 @@ def assert_same(snapshot: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def entries(table: HashTable) -> dict[int, tuple[bytes, int, int, bytes]]:
-    """Id to (row, last step, score, state), without slots."""
+    """Returns (row, last step, score, state) by id, without slots."""
     state = table._group.export_table(0)
     at = state.occupied.cpu().nonzero().flatten()
     n = table.capacity
@@ -94,7 +94,7 @@ def entries(table: HashTable) -> dict[int, tuple[bytes, int, int, bytes]]:
 
 
 def buckets_of(id_: int, buckets: int) -> set[int]:
-    """The buckets that may hold an id, by the documented formula."""
+    """Returns the candidate buckets of an id, by the documented formula."""
     hashed = mix64(id_ % 2**64 ^ 0x6A09E667F3BCC909)
     first, second = (hashed >> 32) * buckets >> 32, (hashed & 0xFFFFFFFF) * buckets >> 32
     if first == second and buckets > 1:
@@ -103,19 +103,19 @@ def buckets_of(id_: int, buckets: int) -> set[int]:
 
 
 def owner_of(id_: int) -> int:
-    """The owner bucket of an id, by the documented formula."""
+    """Returns the owner bucket of an id, by the documented formula."""
     return mix64((id_ + 0x9E3779B97F4A7C15) % 2**64) >> 48
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """In the order of their owner buckets."""
+    """Returns the files in the order of their owner buckets."""
     return sorted(folder.glob("shard-*.safetensors"))
 
 
 def assert_refused(
     load: Callable[[HashTable], Any], table: HashTable, match: str
 ) -> pytest.ExceptionInfo[ValueError]:
-    """That loading raises one sentence and changes nothing."""
+    """Checks that loading raises a one-sentence error and changes nothing."""
     before = snapshot(table)
     with pytest.raises(ValueError, match=match) as caught:
         load(table)

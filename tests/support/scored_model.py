@@ -1,7 +1,7 @@
-"""Tables of all policies in one collection, and a Python dictionary in the place of each shard.
+"""Tables of all policies in one collection, and a dictionary model of each shard.
 
-Each shard has at most two buckets, so that an id may take every slot and the dictionary knows what
-leaves. Rows start from a constant and change by binary fractions, so that sums are exact.
+Each shard has at most two buckets, so that an id may take every slot, and the dictionary knows
+which ids leave. Rows start from a constant and change by binary fractions, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ NUM_IDS = 500
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A test case.
 
     Attributes:
-        tables: names.
+        tables: names of the tables.
         kind: ``"bags"``, ``"weighted"``, ``"sequences"`` or ``"distinct"`` (sequences, each id
             sent once).
-        sharding_type: of all tables.
-        rows: of each table, over all ranks.
+        sharding_type: sharding type of all tables.
+        rows: rows of each table, over all ranks.
     """
 
     tables: tuple[str, ...]
@@ -69,20 +69,20 @@ class Case:
 
     @property
     def are_bags(self) -> bool:
-        """Whether rows are pooled."""
+        """Returns whether rows are pooled."""
         return self.kind in ("bags", "weighted")
 
 
 @torch.fx.wrap
 def rows_of(out) -> dict[str, torch.Tensor]:
-    """What a collection gives, by feature. Train pipelines trace what calls it."""
+    """Returns a collection's output by feature. Train pipelines trace its callers."""
     rows = {key: out[key] for key in out.keys()}  # noqa: SIM118
     return {k: v.values() if isinstance(v, JaggedTensor) else v for k, v in rows.items()}
 
 
 @torch.fx.wrap
 def total(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum of all looked-up rows."""
+    """Sums all looked-up rows."""
     return sum(part.sum() for part in rows.values())
 
 
@@ -94,25 +94,25 @@ class Model(nn.Module):
         self.over = collection
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """By feature, pooled rows or rows."""
+        """Returns pooled rows or rows, by feature."""
         return rows_of(self.over(features))
 
 
 class WithLoss(nn.Module):
-    """As pipelines want it."""
+    """The model with a loss, for pipelines."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of all rows, twice."""
+        """Returns the sum of all rows, twice."""
         loss = total(self.model(features))
         return loss, loss
 
 
 def unsharded(case: Case) -> Model:
-    """The model on the meta device."""
+    """Creates the model on the meta device."""
     config = EmbeddingBagConfig if case.are_bags else EmbeddingConfig
     tables = [
         config(
@@ -134,7 +134,7 @@ def unsharded(case: Case) -> Model:
 
 
 def constraints(case: Case) -> dict[str, ParameterConstraints]:
-    """The constraint of each table."""
+    """Returns the constraints of each table."""
     return {
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else "hkv"],
@@ -156,7 +156,7 @@ class Feature:
 
 
 def draw(case: Case, rank: int, step: int) -> dict[str, Feature]:
-    """The batch of a rank."""
+    """Draws the batch of a rank."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     narrow = case.kind == "weighted"
     found = {}
@@ -175,7 +175,7 @@ def draw(case: Case, rank: int, step: int) -> dict[str, Feature]:
 
 
 def to_kjt(case: Case, features: dict[str, Feature], device: torch.device) -> KeyedJaggedTensor:
-    """The batch with features of scores between the others."""
+    """Converts a batch; features of scores are between other features."""
     keys, values, lengths, weights = [], [], [], []
     for key, feature in features.items():
         flat = [entry for bag in feature.bags for entry in bag]
@@ -195,16 +195,16 @@ def to_kjt(case: Case, features: dict[str, Feature], device: torch.device) -> Ke
 
 
 def score_of_weight(weight: float) -> int:
-    """As ``scores_of_weights`` says, by other means."""
+    """A separate implementation of ``scores_of_weights``."""
     (bits,) = struct.unpack("<i", struct.pack("<f", weight))
     return bits if bits >= 0 else -(bits & 0x7FFFFFFF) - 1
 
 
 class Shard:
-    """What one rank holds of a table.
+    """One rank's part of a table.
 
     Attributes:
-        entries: by id, ``[row value, score, step of the last lookup]``.
+        entries: ``[row value, score, step of the last lookup]`` by id.
     """
 
     def __init__(self, name: str, rows: int) -> None:
@@ -214,7 +214,7 @@ class Shard:
         self.slots = buckets * bucket_slots
         self.entries: dict[int, list] = {}
         self.evicted = 0
-        self.halves: dict[int, int] = {}  # of counts of ids that have left
+        self.halves: dict[int, int] = {}  # halved counts of ids that have left
 
     def _scored(self, old: int | None, given: int, step: int, epoch: int) -> int:
         if self.name in ("c", "w"):
@@ -230,7 +230,7 @@ class Shard:
     def look_up(self, ids: list[tuple[int, int]], step: int, epoch: int, kept: set[int]) -> None:
         """Finds or inserts ids, each with its score.
 
-        Among ids that may leave alike, those leave that are not in ``kept``.
+        Among ids that may equally leave, ids that are not in ``kept`` leave.
         """
         missing, gone = [], {}
         for id_, given in ids:
@@ -254,11 +254,11 @@ class Shard:
                 self.entries[id_][1] += self.halves.get(id_, 0)
         self.halves |= gone
         for id_, given in ids if self.name in ("c", "w") else ():
-            self.entries[id_][1] = given  # the last
+            self.entries[id_][1] = given  # the last score counts
 
 
 class Dictionary:
-    """All shards of all tables of ours."""
+    """All shards of all backend tables."""
 
     def __init__(self, case: Case, world_size: int) -> None:
         self.case, self.world_size = case, world_size
@@ -275,7 +275,7 @@ class Dictionary:
         return int(owner_rank(torch.tensor([id_]), self.parts)) if self.parts > 1 else 0
 
     def _sent(self, name: str, feature: str, batch: dict[str, Feature]) -> list[tuple[int, int]]:
-        """Ids that one rank sends of a feature, with scores."""
+        """Returns the ids of a feature that one rank sends, with scores."""
         flat = [entry for bag in batch[feature].bags for entry in bag]
         if name == "w":
             return [(id_, score_of_weight(weight)) for id_, weight, _ in flat]
@@ -287,12 +287,12 @@ class Dictionary:
         epoch: int,
         kept: dict[tuple[str, int], set[int]],
     ) -> list[dict[str, torch.Tensor]]:
-        """A step of all ranks whose loss is the sum of all outputs; the outputs by rank.
+        """Trains a step of all ranks whose loss is the sum of all outputs; returns outputs by rank.
 
         Args:
-            batches: by rank.
-            epoch: of the step.
-            kept: by table and shard, the ids that the real one has after the lookup.
+            batches: batches by rank.
+            epoch: epoch of the step.
+            kept: ids in the real table after the lookup, by table and shard.
         """
         self.step += 1
         weighted = self.case.kind == "weighted"
@@ -326,7 +326,7 @@ class Dictionary:
         return 1.0 if name == "s" else self.shards[name][self._owner(id_)].entries[id_][0]
 
     def _arrived(self, name: str, batches: list[dict[str, Feature]]) -> list[tuple[int, int]]:
-        """Feature by feature, and rank by rank."""
+        """Returns the ids that arrive, by feature, then by rank."""
         if self.case.kind != "distinct":
             return [
                 entry

@@ -1,4 +1,4 @@
-"""Trains sequences of the same ids on stock ``fused`` tables and on tables of a backend."""
+"""Trains stock ``fused`` tables and tables of a backend on sequences of the same ids."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ OUTPUTS = ["f0", "f1@t0", "f1@t1", "f2", "g"]
 
 @dataclasses.dataclass(frozen=True)
 class SequenceScenario:
-    """What is trained.
+    """A training scenario.
 
     Attributes:
         backend: name of the backend.
-        sharding_type: of all tables.
+        sharding_type: sharding type of all tables.
         optimizer: a key of ``OPTIMIZERS`` or ``UNNAMED``.
-        need_indices: whether the collection gives the ids back.
-        variable: whether each feature has a batch size of its own.
-        wire: what the output exchange sends, a ``CommType``; None for float32.
-        dedup: whether ours sends each id once. Stock tables can't on a CPU, and never do here.
-        fused_params: of the sharder.
+        need_indices: whether the collection returns the ids.
+        variable: whether each feature has its own batch size.
+        wire: dtype of the output exchange, a ``CommType``; None for float32.
+        dedup: whether backend tables send each id once; stock tables never do.
+        fused_params: fused parameters of the sharder.
     """
 
     backend: str
@@ -62,12 +62,12 @@ class SequenceScenario:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOutcome:
-    """What came out on one rank, stock first.
+    """Results of one rank, stock tables first.
 
     Attributes:
-        losses: ``[steps, 2]``.
-        rows: for each key, ``[2, ids, dim]``.
-        lookups: ids that our tables looked up in training on this rank.
+        losses: losses, ``[steps, 2]``.
+        rows: rows of each key, ``[2, ids, dim]``.
+        lookups: number of ids that backend tables looked up in training on this rank.
     """
 
     losses: torch.Tensor
@@ -76,19 +76,19 @@ class SequenceOutcome:
 
 
 class SequenceModel(nn.Module):
-    """A collection of sequences under a name."""
+    """A named collection of sequences."""
 
     def __init__(self, collection: EmbeddingCollection) -> None:
         super().__init__()
         self.ec = collection
 
     def forward(self, features: KeyedJaggedTensor):
-        """What the collection gives."""
+        """Returns the collection's output."""
         return self.ec(features)
 
 
 def sequence_configs(rows: int, dim: int = DIM) -> list[EmbeddingConfig]:
-    """Two tables that share a feature, and a static one."""
+    """Creates two tables that share a feature, and a static table."""
     features = {"t0": (rows, ["f0", "f1"]), "t1": (rows, ["f1", "f2"]), "s": (IDS, ["g"])}
     return [
         EmbeddingConfig(name=name, num_embeddings=count, embedding_dim=dim, feature_names=names)
@@ -99,7 +99,7 @@ def sequence_configs(rows: int, dim: int = DIM) -> list[EmbeddingConfig]:
 def shard_sequences(
     scenario: SequenceScenario, rows: int, kernel: str, world_size: int, device: torch.device
 ) -> DistributedModelParallel:
-    """A sharded model; ``kernel`` serves all tables but the static one."""
+    """Creates a sharded model; ``kernel`` is for all tables but the static one."""
     collection = EmbeddingCollection(
         tables=sequence_configs(rows),
         device=torch.device("meta"),
@@ -125,7 +125,7 @@ def shard_sequences(
 
 
 def sequence_features(ids, lengths, device, inverse=None) -> KeyedJaggedTensor:
-    """A batch of the four features."""
+    """Creates a batch of the four features."""
     return KeyedJaggedTensor(
         keys=KEYS,
         values=torch.cat(ids).to(device),
@@ -135,7 +135,7 @@ def sequence_features(ids, lengths, device, inverse=None) -> KeyedJaggedTensor:
 
 
 def probe(model: nn.Module, ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """The row of every id. Trains nothing.
+    """Reads the row of every id without training.
 
     Returns:
         For each key, ``[IDS, dim]``.
@@ -149,7 +149,7 @@ def probe(model: nn.Module, ids: torch.Tensor, device: torch.device) -> dict[str
 
 
 def copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) -> None:
-    """Gives stock tables rows, by table name."""
+    """Sets the rows of stock tables, by table name."""
     state = model.state_dict()
     for name, table in rows.items():
         for shard in state[f"ec.embeddings.{name}.weight"].local_shards():
@@ -160,7 +160,7 @@ def copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) ->
 def train_sequences(
     rank: int, world_size: int, device: torch.device, scenario: SequenceScenario
 ) -> SequenceOutcome:
-    """Runs on every rank."""
+    """Trains both models. Runs on every rank."""
     torch.manual_seed(11)
     stock = shard_sequences(scenario, IDS, "fused", world_size, device)
     ours = shard_sequences(scenario, CAPACITY, scenario.backend, world_size, device)
@@ -171,7 +171,7 @@ def train_sequences(
     before = _lookups(ours)
     losses = []
     for step in range(STEPS):
-        # Rank 0 has a batch without ids. One without samples is TorchRec's to refuse.
+        # Rank 0 has a batch without ids. TorchRec refuses batches without samples.
         longest = 1 if step == 3 and rank == 0 else 4
         sizes, inverse = [BATCH] * len(KEYS), None
         if scenario.variable:

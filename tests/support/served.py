@@ -77,7 +77,7 @@ class ServedModel(nn.Module):
     def forward(
         self, dense: Tensor, features: KeyedJaggedTensor, weighted: KeyedJaggedTensor
     ) -> dict[str, Tensor]:
-        """Scores ``[samples, 3]``, and what they are made of."""
+        """Returns scores ``[samples, 3]``, and their inputs."""
         pooled = self.ebc(features)
         by_weight = self.weighted(weighted)
         sequences = self.sequence(features)
@@ -98,7 +98,7 @@ class ServedModel(nn.Module):
 def constraints(
     sharding: str = "table_wise", row_dtype: torch.dtype | None = None
 ) -> dict[str, ParameterConstraints]:
-    """Kernels of the tables; row_dtype: of hash tables."""
+    """Returns the kernels of the tables. row_dtype: dtype of rows of hash tables."""
     hash_table = HKVOptions(seed=5, initializer=Normal(0.0, 0.1), row_dtype=row_dtype)
     kinds: dict[str, tuple[str, object]] = {
         "user": ("hkv", HKVOptions(seed=3, expire_after=2, row_dtype=row_dtype)),
@@ -125,7 +125,7 @@ def make_served(
     sharding: str = "table_wise",
     row_dtype: torch.dtype | None = None,
 ) -> DistributedModelParallel:
-    """The model, sharded."""
+    """Creates the sharded model."""
     torch.manual_seed(1)
     model = ServedModel()
     for collection in (model.ebc, model.weighted, model.sequence):
@@ -136,7 +136,7 @@ def make_served(
 def batch_of(
     seed: int, samples: int = 6, *, known: bool = False, device: str | torch.device = "cpu"
 ) -> tuple[Tensor, KeyedJaggedTensor, KeyedJaggedTensor]:
-    """Arguments of the model. Ids of hash tables are any int64, from a small set."""
+    """Creates arguments of the model. Ids of hash tables are any int64, from a small set."""
     generator = torch.Generator().manual_seed(seed)
     kinds: Mapping[str, bool] = {"user": True, "likes": True, "seen": True, "item": True}
 
@@ -156,7 +156,7 @@ def batch_of(
 
 
 def train(model: DistributedModelParallel, steps: int, seed: int = 100) -> None:
-    """A few steps."""
+    """Trains a few steps."""
     optimizer = torch.optim.SGD(
         [p for n, p in model.named_parameters() if "dense" in n or "over" in n], lr=0.1
     )
@@ -169,19 +169,19 @@ def train(model: DistributedModelParallel, steps: int, seed: int = 100) -> None:
         optimizer.step()
 
 
-#: Batches of :func:`exported`; that of seed s has s + 2 samples.
+#: Seeds of the batches of :func:`exported`; the batch of seed s has s + 2 samples.
 SEEDS = (1, 2, 3)
 
 
 def as_ids(features: KeyedJaggedTensor) -> tuple[Any, ...]:
-    """Arguments of :class:`torchrec_hkv.serving.KeyedIds`."""
+    """Returns arguments of :class:`torchrec_hkv.serving.KeyedIds`."""
     keys = features.keys()
     lengths = features.lengths().view(len(keys), -1)
     return keys, features.values(), lengths, features.weights_or_none()
 
 
 def outputs_of(model: nn.Module, seed: int, samples: int) -> dict[str, Tensor]:
-    """Outputs of the model in evaluation mode."""
+    """Returns outputs of the model in evaluation mode."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -200,12 +200,12 @@ def exported(
     steps: int = 4,
     row_dtype: torch.dtype | None = None,
 ) -> list[dict[str, Tensor]]:
-    """On each rank: trains, exports, and gives outputs of its evaluation."""
+    """Trains, exports, and returns outputs of an evaluation. Runs on each rank."""
     model = make_served(world_size, device, sharding, row_dtype)
     train(model, steps)
     before = outputs_of(model, 0, 5)
     serving.export(model, folder, inputs=batch_of(0, device=device), **(arguments or {}))
-    assert model.training  # as it was
+    assert model.training  # unchanged by the export
     after = outputs_of(model, 0, 5)
     assert all(torch.equal(after[key], value) for key, value in before.items())
     return [outputs_of(model, seed, 2 + seed) for seed in SEEDS]

@@ -1,4 +1,4 @@
-"""A table in shards on simulated ranks, with its contents as a dictionary."""
+"""A sharded table on simulated ranks, with its contents as a dictionary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[int, tuple[bytes, bytes, int, int]]
 
 
 class Shards:
-    """The shards of a table on so many ranks."""
+    """The shards of a table on simulated ranks."""
 
     def __init__(self, world_size: int, rows: int, eviction: str, **options: object) -> None:
         self.rows, self.eviction = rows, eviction
@@ -33,7 +33,7 @@ class Shards:
         self.groups = [TableGroup([spec], [0], SGD(momentum=float(MOMENTUM))) for _ in self.owners]
 
     def split(self, ids: list[int]) -> Iterator[tuple[TableGroup, torch.Tensor, torch.Tensor]]:
-        """Each shard's group, ids, and where these are in the list."""
+        """Yields each shard's group, its ids, and their positions in the list."""
         tensor = torch.tensor(ids, dtype=torch.int64)
         owner = owner_rank(tensor, OWNERS)
         for group, (begin, end) in zip(self.groups, self.owners, strict=True):
@@ -41,7 +41,7 @@ class Shards:
             yield group, tensor[at], at
 
     def state(self) -> State:
-        """All that they hold."""
+        """Returns the contents of all shards."""
         found: State = {}
         for group in self.groups:
             state = group.export_table(0)

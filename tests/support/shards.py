@@ -1,4 +1,4 @@
-"""Shards of tables that tests ask a backend for, without a model around them."""
+"""Shards of a backend's tables without a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchrec_hkv.backends import BackendOptions, GroupLookup, TableShard
 
 
 def table_shard(capacity: int, dim: int, options: BackendOptions, **changes: Any) -> TableShard:
-    """A shard that is all of its table, but for changes.
+    """Creates a shard of a whole table, with changes.
 
     Args:
-        capacity: rows.
-        dim: columns.
-        options: of the backend.
-        changes: fields of :class:`TableShard`.
+        capacity: number of rows.
+        dim: number of columns.
+        options: options of the backend.
+        changes: other values of fields of :class:`TableShard`.
     """
     values: dict[str, Any] = {
         "name": "t",
@@ -36,7 +36,7 @@ def table_shard(capacity: int, dim: int, options: BackendOptions, **changes: Any
 
 
 def look_up(lookup: GroupLookup, ids: list[int], learning_rate: float = 0.5) -> Tensor:
-    """The output for ids of a lookup with one feature, one id a bag."""
+    """Looks up ids with one feature and bags of one id; returns the output."""
     device = lookup._group.device
     offsets = torch.arange(len(ids) + 1, device=device)
     rate = torch.tensor(learning_rate, device=device)

@@ -1,4 +1,4 @@
-"""The smallest model with a table on a backend and a stock one, and a few steps of it."""
+"""The smallest model with a table on a backend and a stock table, and a few training steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def make_small(
     rows: int = 256,
     dim: int = 4,
 ) -> DistributedModelParallel:
-    """Table ``t`` of feature ``f`` on the backend, and stock table ``s`` of feature ``g``.
+    """Creates table ``t`` of feature ``f`` on the backend, and stock table ``s`` of feature ``g``.
 
     Args:
         world_size: number of ranks.
-        device: of the tables.
-        backend: its name.
-        sharding_type: of both.
-        rows: of ``t``, over all ranks.
-        dim: of ``t``.
+        device: device of the tables.
+        backend: name of the backend.
+        sharding_type: sharding type of both tables.
+        rows: rows of ``t``, over all ranks.
+        dim: dim of ``t``.
     """
     tables = [
         EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"]),
@@ -49,7 +49,7 @@ def make_small(
 
 
 def batch(rank: int, device: torch.device, seed: int, dtype=torch.int64) -> KeyedJaggedTensor:
-    """A batch of both features, another on each rank and for each seed."""
+    """Creates a batch of both features, which depends on rank and seed."""
     generator = torch.Generator().manual_seed(1000 * rank + seed)
     lengths = torch.randint(0, 3, (2 * BATCH,), generator=generator)
     count = int(lengths[:BATCH].sum())

@@ -17,13 +17,13 @@ def pooled_step(
     weights: Tensor | None = None,
     mean: bool = False,
 ) -> Tensor:
-    """The output of one forward and backward, on a CPU. The learning rate is 0.1.
+    """Runs a forward and backward with a learning rate of 0.1; returns the output on a CPU.
 
     Args:
         ids: [ids] of all features, one after the other.
-        offsets: [features x batch_size + 1] where their bags begin.
-        grad: [batch_size, columns of all features] the output's, whose dtype that takes.
-        weights: [ids] of each.
+        offsets: [features x batch_size + 1] offsets of the bags.
+        grad: [batch_size, columns of all features] gradient of the output, which gets its dtype.
+        weights: [ids] weights of the ids.
     """
     device = group.device
     ids, offsets, grad = ids.to(device), offsets.to(device), grad.to(device)
@@ -37,12 +37,12 @@ def pooled_step(
     )
     out.backward(grad)
     if device.type == "cuda":
-        torch.cuda.synchronize()  # what the batch was like is known when the next begins
+        torch.cuda.synchronize()  # hints from the batch must arrive before the next begins
     return out.detach().cpu()
 
 
 def contents(group: TableGroup, tables: int) -> list[Tensor]:
-    """Rows and states of the first tables, in the order of ids, on a CPU."""
+    """Returns rows and states of the first tables, in the order of ids, on a CPU."""
     parts = []
     for number in range(tables):
         table = group.export_table(number)

@@ -1,4 +1,4 @@
-"""What stock tables can't do on some GPUs, or in some builds of FBGEMM: tests beside them skip."""
+"""Skips tests that need features which stock tables lack on some GPUs or FBGEMM builds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import RankError
 
-#: What FBGEMM's error says, all of it, and why the test is skipped.
+#: FBGEMM's complete error message, and the reason to skip the test.
 _REASONS = (
     (
         ("device kernel image is invalid",),
@@ -29,7 +29,7 @@ _REASONS = (
 
 @contextmanager
 def skip_what_stock_lacks() -> Iterator[None]:
-    """Skips the test where a kernel of FBGEMM's, which the stock tables need, can't run."""
+    """Skips the test if a kernel of FBGEMM that the stock tables need can't run."""
     try:
         yield
     except RankError as error:

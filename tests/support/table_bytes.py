@@ -1,4 +1,4 @@
-"""The bytes of a read-only table, made with PyTorch's operators from all rows at once."""
+"""Computes the bytes of a read-only table with PyTorch's operators, from all rows at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = torch.finfo(torch.float16).max
 
 
 def converted(rows: Tensor, row_format: str, unit: float) -> Tensor:
-    """What ``row_formats.to_bytes`` must return."""
+    """Returns the expected result of ``row_formats.to_bytes``."""
     if row_format in DTYPES:
         data = rows.to(DTYPES[row_format]).contiguous().view(torch.uint8)
     else:
@@ -42,7 +42,7 @@ def _quantised(rows: Tensor, row_format: str, unit: float) -> tuple[Tensor, Tens
 
 
 def table_bytes(ids: Tensor, rows: Tensor, row_format: str) -> bytes:
-    """The file of a table whose builder had memory for all entries."""
+    """Returns the file of a table whose builder has memory for all entries."""
     index, order = place_layer(ids, None)
     unit = row_formats.unit_for(float(rows.abs().max()) if rows.numel() else 0.0)
     data = converted(rows, row_format, unit)[order]

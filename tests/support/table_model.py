@@ -1,8 +1,9 @@
 """A Python model of HashTable, which shares no code with it.
 
-Rows and scores the model predicts. What leaves a full table it predicts where every id may take
-every slot and ids are placed in the order of the call (a CPU, at most two buckets); elsewhere it
-takes from the real table which ids have gone and checks that they were the ones to go.
+The model predicts rows and scores. It predicts evictions from a full table if every id may take
+every slot and ids are placed in the order of the call (on a CPU with at most two buckets).
+Otherwise it reads from the real table which ids have left, and checks that these ids were allowed
+to leave.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ UINT32_MAX, INT64_MAX = 2**32 - 1, 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the model keeps of an id.
+    """The model's entry of an id.
 
     Attributes:
-        row: its values.
-        score: as its policy makes it; signed where it is customized.
-        touched: number of the call that last touched it.
+        row: values of the row.
+        score: score of the policy; signed if customized.
+        touched: number of the last call that touched the id.
     """
 
     row: Row
@@ -40,13 +41,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Insertion:
-    """What a call that inserts did.
+    """The result of a call that inserts.
 
     Attributes:
-        found: for each position, whether the id was there before.
-        placed: for each position, whether its id has a place.
-        evicted: entries that left, as they were.
-        first_scores: for each position, the score that the id would be inserted with.
+        found: for each position, whether the id was in the table before.
+        placed: for each position, whether its id has a slot.
+        evicted: entries that left.
+        first_scores: for each position, the score with which the id would be inserted.
     """
 
     found: list[bool]
@@ -56,7 +57,7 @@ class Insertion:
 
 
 def one_of_each(ids: Sequence[int], values: Sequence[Row]) -> dict[int, list[Row]]:
-    """The values given for each id, in order."""
+    """Returns the values given for each id, in order."""
     given: dict[int, list[Row]] = {}
     for id_, value in zip(ids, values, strict=True):
         given.setdefault(id_, []).append(value)
@@ -67,14 +68,14 @@ class TableModel:
     """Entries by id.
 
     Args:
-        policy: how scores are made.
-        capacity: as the real table was asked for.
-        initial_row: the row that an id starts from.
-        add: the sum of two rows as the table rounds it.
+        policy: the eviction policy.
+        capacity: requested capacity of the real table.
+        initial_row: returns the initial row of an id.
+        add: returns the sum of two rows with the table's rounding.
         in_order: whether the real table places ids in the order of a call.
-        admission: of new ids.
-        expire_after: calls; None: never.
-        initial: capacity that the real table begins with.
+        admission: admission of new ids.
+        expire_after: number of calls, or None for never.
+        initial: initial capacity of the real table.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TableModel:
         self.in_order = in_order
         _, buckets, self.bucket_slots = geometry(capacity, capacity if initial is None else initial)
         self.num_slots = buckets * self.bucket_slots
-        # Two buckets: an id's two candidates are all there are.
+        # With two buckets, an id's two candidates are all buckets.
         self.exact = in_order and buckets <= 2
         self.calls = 0
         self.epoch = 0
@@ -110,7 +111,7 @@ class TableModel:
     # -- scores -----------------------------------------------------------------------------------
 
     def first_score(self, given: int) -> int:
-        """Score of an id that is inserted."""
+        """Returns the score of an inserted id."""
         if self.aged is not None:
             return given
         return {
@@ -122,7 +123,7 @@ class TableModel:
         }[self.policy]
 
     def next_score(self, old: int, given: int) -> int:
-        """Score of an id that is met again."""
+        """Returns the score of an id that is found again."""
         if self.policy == "lfu" or self.aged is not None:
             return min(old + given, INT64_MAX)
         if self.policy == "epoch_lfu":
@@ -133,11 +134,11 @@ class TableModel:
         return score if self.aged is None else self.aged.rank(score, touched)
 
     def _order(self, entry: Entry) -> tuple[int, int]:
-        """The lowest leaves first."""
+        """Returns the sort key of an entry. The lowest leaves first."""
         return self._rank(entry.score, entry.touched), entry.touched
 
     def _first_rank(self, given: int) -> int:
-        """Of an id that is inserted."""
+        """Returns the rank of an inserted id."""
         return self._rank(self.first_score(given), self.calls)
 
     def _meet(self, id_: int, given: int) -> None:
@@ -148,7 +149,7 @@ class TableModel:
     # -- time -------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """A new call; its share of the entries that are too old leave first."""
+        """Begins a call; removes its share of the expired entries."""
         self.calls += 1
         self.admission.begin_call(self.calls)
         if self.expire_after is not None:
@@ -160,7 +161,7 @@ class TableModel:
             )
 
     def expire(self) -> None:
-        """All entries that are too old leave."""
+        """Removes all expired entries."""
         self._expire(self.entries)
 
     def _expire(self, ids: Iterable[int]) -> None:
@@ -181,10 +182,10 @@ class TableModel:
         slots: int | None = None,
         named: int | None = None,
     ) -> Insertion:
-        """Scores and entries after a call that inserts; new ids have their initial rows.
+        """Updates scores and entries for a call that inserts; new ids have their initial rows.
 
-        The call has begun. ``slots`` are those that the table has at present, by default all;
-        ``named`` how many ids the call was given, by default those of ``ids``.
+        The call must have begun. ``slots`` is the table's current number of slots, by default all;
+        ``named`` is the number of ids of the call, by default that of ``ids``.
         """
         if self.aged is not None and (len(ids) if named is None else named):
             self.aged.begin_call(self.calls, self.lookups, slots or self.num_slots)
@@ -221,8 +222,8 @@ class TableModel:
         placed: list[bool],
         after: dict[int, Seen],
     ) -> None:
-        # Candidates don't change during the call: what it touches stays. Among equals the real
-        # table's choice counts.
+        # Candidates don't change during the call, because touched entries stay. Among equal
+        # candidates, the real table may choose any.
         candidates = [
             (self._order(entry), id_ in after, id_)
             for id_, entry in self.entries.items()
@@ -255,13 +256,13 @@ class TableModel:
         evicted: dict[int, Entry],
         after: dict[int, Seen],
     ) -> None:
-        """Takes new and gone ids from the real table, and checks that they may be it."""
+        """Reads new and evicted ids from the real table, and checks that they are allowed."""
         scores: dict[int, list[int]] = {}
         for at in missing:
             scores.setdefault(ids[at], []).append(given[at])
         for id_ in evicted:
             del self.entries[id_]
-        # By bucket: how many entries, and the lowest that could have left.
+        # By bucket: number of entries, and the lowest entry that could have left.
         filled: dict[int, int] = {}
         lowest: dict[int, tuple[int, int]] = {}
         holder: dict[int, int] = {}
@@ -305,7 +306,7 @@ class TableModel:
     def _take_one_score(
         self, ids: Sequence[int], given: Sequence[int], after: dict[int, Seen]
     ) -> None:
-        """Of several customized scores for one id, any may stay."""
+        """Accepts any of several customized scores for one id."""
         if self.policy != "customized":
             return
         allowed: dict[int, set[int]] = {}
@@ -319,7 +320,7 @@ class TableModel:
     def touch(
         self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
     ) -> None:
-        """Scores after a call that changes only what is there. The call has begun."""
+        """Updates scores for a call that only changes existing entries; it must have begun."""
         given = [1] * len(ids) if given is None else given
         for id_, score in zip(ids, given, strict=True):
             if id_ in self.entries:
@@ -329,7 +330,7 @@ class TableModel:
     def set_rows(
         self, ids: Sequence[int], rows: Sequence[Row], after: dict[int, Seen], last: bool
     ) -> None:
-        """Rows of ids that are there: the last one given, or any."""
+        """Sets rows of existing ids: the last given row, or any of them."""
         for id_, given in one_of_each(ids, rows).items():
             if id_ not in self.entries or id_ not in after:
                 continue
@@ -338,7 +339,7 @@ class TableModel:
             self.entries[id_] = dataclasses.replace(self.entries[id_], row=row)
 
     def add_rows(self, ids: Sequence[int], rows: Sequence[Row]) -> None:
-        """Adds rows to those of ids that are there."""
+        """Adds rows to the rows of existing ids."""
         for id_, row in zip(ids, rows, strict=True):
             entry = self.entries[id_]
             self.entries[id_] = dataclasses.replace(entry, row=self.add(entry.row, row))
@@ -346,7 +347,7 @@ class TableModel:
     def select(
         self, score_below: int | None, score_at_least: int | None, older_than: int | None
     ) -> set[int]:
-        """Ids that meet every condition that is given."""
+        """Returns ids that meet every given condition."""
         return {
             id_
             for id_, entry in self.entries.items()
@@ -356,26 +357,26 @@ class TableModel:
         }
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Clears the model."""
         self.entries.clear()
         self.admission.clear()
         if self.aged is not None:
             self.aged.restart()
 
     def reload(self) -> None:
-        """The table was saved and loaded again."""
+        """Applies saving and loading of the table."""
         if self.aged is not None:
             self.aged.reload(self.calls, self.lookups)
 
     def erase(self, ids: Iterable[int]) -> None:
-        """Forgets ids."""
+        """Erases ids."""
         for id_ in ids:
             self.entries.pop(id_, None)
 
     # -- the comparison ---------------------------------------------------------------------------
 
     def check(self, after: dict[int, Seen]) -> None:
-        """The real table holds what the model holds, and nothing has moved."""
+        """Checks that the real table equals the model, and that no entry has moved."""
         assert after.keys() == self.entries.keys()
         for id_, seen in after.items():
             entry = self.entries[id_]
@@ -389,10 +390,10 @@ class TableModel:
         self.slots = slots
 
     def forget_slots(self) -> None:
-        """The real table has grown: its ids have other slots."""
+        """Forgets slots after the real table has grown, which changes them."""
         self.slots, self.buckets = {}, {}
 
     def check_nothing_moved(self, after: dict[int, Seen]) -> None:
-        """Ids that were there before and are still have their slots."""
+        """Checks that ids which stay in the table keep their slots."""
         for id_, slot in self.slots.items():
             assert id_ not in after or after[id_].slot == slot, f"id {id_} has moved"

@@ -1,4 +1,4 @@
-"""All that tables hold, by slot, for tests that compare them bit for bit."""
+"""The whole contents of tables by slot, for bitwise comparisons."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.admission import admission_bytes
 
-#: Figures that say where rows were, which on a GPU with rows in host memory may be either place.
+#: Counters of where rows were; on a GPU with rows in host memory, these may differ.
 _OF_PLACES = ("fetched", "written_back", "host_hits")
 
 
 def states_of(group: TableGroup) -> list[dict[str, Tensor]]:
-    """Of each table, on the CPU: what it holds, and its counts of ids that are not admitted."""
+    """Returns each table's contents and counts of ids that are not admitted, on the CPU."""
     tables = []
     for table, spec in enumerate(group.tables):
         state = group.export_table(table)
@@ -27,7 +27,7 @@ def states_of(group: TableGroup) -> list[dict[str, Tensor]]:
 
 
 def counters_of(group: TableGroup) -> list[dict[str, int]]:
-    """Of each table, but for those that say where its rows were."""
+    """Returns each table's counters, without those of where rows were."""
     return [
         {name: count for name, count in table.items() if name not in _OF_PLACES}
         for table in group.counters()
@@ -35,7 +35,7 @@ def counters_of(group: TableGroup) -> list[dict[str, int]]:
 
 
 def assert_same_states(group: TableGroup, other: TableGroup, where: object = "") -> None:
-    """Fails where two groups differ in a bit, or in a counter."""
+    """Fails if two groups differ in a bit or a counter."""
     assert counters_of(group) == counters_of(other), where
     for table, (mine, its) in enumerate(zip(states_of(group), states_of(other), strict=True)):
         assert mine.keys() == its.keys()

@@ -1,4 +1,4 @@
-"""Making HashTables and reading all of them, for tests of single operations."""
+"""Creates HashTables and reads their contents, for tests of single operations."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torchrec_hkv.hash_table import HashTable, Uniform, initial_rows
 
 
 def make(device: str, capacity: int = 64, dim: int = 4, **options: Any) -> HashTable:
-    """A table, by default with initial rows that differ."""
+    """Creates a table, by default with different initial rows."""
     return HashTable(dim, capacity, device=device, **{"initializer": Uniform(-1, 1), **options})
 
 
 def distinct_ids(n: int, device: str) -> Tensor:
-    """Ids over the whole int64 range, none twice, in random order."""
+    """Returns distinct ids from the whole int64 range, in random order."""
     ids = random_ids(n + 10).unique()
     return ids[torch.randperm(len(ids))[:n]].to(device)
 
 
 def random_rows(table: HashTable, n: int) -> Tensor:
-    """Rows of a table's dim and device, of the dtype that its calls take."""
+    """Draws rows for a table, with its dim, device and dtype of calls."""
     return torch.randn(n, table.dim).to(table.group.row_dtype).to(table.device)
 
 
 def scores_tensor(scores: Sequence[int], device: str) -> Tensor:
-    """Scores as a table takes them."""
+    """Converts scores to a tensor for a table."""
     return torch.tensor([signed(score) for score in scores], device=device, dtype=torch.int64)
 
 
 def contents(table: HashTable) -> dict[int, tuple[tuple[float, ...], int, tuple[float, ...]]]:
-    """All of a table: id to (row, score, state)."""
+    """Returns (row, score, state) by id for the whole table."""
     entries = joined(table.export())
     if entries is None:
         return {}
@@ -48,12 +48,12 @@ def contents(table: HashTable) -> dict[int, tuple[tuple[float, ...], int, tuple[
 
 
 def scores_of(table: HashTable) -> dict[int, int]:
-    """Id to score."""
+    """Returns scores by id."""
     return {id_: score for id_, (_, score, _) in contents(table).items()}
 
 
 def expected_initial_rows(table: HashTable, ids: Tensor, **options: Any) -> Tensor:
-    """Initial rows of a table that :func:`make` made with these options."""
+    """Computes initial rows of a table created by :func:`make` with these options."""
     initializer = options.get("initializer", Uniform(-1, 1))
     name, seed = options.get("name", "table"), options.get("seed", 0)
     rows = initial_rows(ids, table.dim, table=name, seed=seed, initializer=initializer)
@@ -61,7 +61,7 @@ def expected_initial_rows(table: HashTable, ids: Tensor, **options: Any) -> Tens
 
 
 def constant_scores(table: HashTable, n: int, score: int = 1) -> Tensor | None:
-    """A score for each id where the policy needs one, else None."""
+    """Returns a score per id if the policy needs scores, otherwise None."""
     if table.eviction != "customized":
         return None
     return torch.full((n,), signed(score), dtype=torch.int64, device=table.device)

@@ -1,4 +1,4 @@
-"""Tensor-Train tables by plain einsum in float64, and random ones to compare with it."""
+"""Tensor-Train tables with plain einsum in float64, and random tables for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from torchrec_hkv.tensor_train import TTGroup, TTShape, factor_dim, factor_rows, max_ranks
 
-#: Shapes that the kernels for larger tables take.
+#: Shapes for the kernels of larger tables.
 LARGER = [
     TTShape(3500, 64, (14, 25, 10), (4, 4, 4), (32, 32)),
     TTShape(700, 32, (28, 25), (8, 4), (16,)),
@@ -25,7 +25,7 @@ LARGER = [
 
 
 def dense_table(shape: TTShape, cores: Sequence[Tensor]) -> Tensor:
-    """float64 ``[num_embeddings, embedding_dim]``; differentiable in the cores."""
+    """Computes the differentiable table, float64 ``[num_embeddings, embedding_dim]``."""
     table = torch.ones(1, 1, 1, dtype=torch.float64, device=cores[0].device)
     for k, core in enumerate(cores):
         core = core.double().reshape(shape.core_shape(k))
@@ -39,7 +39,7 @@ def dense_table(shape: TTShape, cores: Sequence[Tensor]) -> Tensor:
 
 
 def random_cores(shape: TTShape, device: str = "cpu", dtype=torch.float32) -> list[Tensor]:
-    """Independent normal elements, scaled so that rows are of order 1."""
+    """Draws independent normal elements, scaled so that rows are of order 1."""
     scale = 1.0
     for rank in shape.ranks:
         scale /= rank**0.5
@@ -70,7 +70,7 @@ def random_bags(
     mean_length: int = 5,
     distinct: int | None = None,
 ) -> Bags:
-    """Bags of random lengths, some empty; ids repeat, more so with few ``distinct``."""
+    """Draws bags of random lengths, some empty. Ids repeat; ``distinct`` limits their number."""
     lengths = torch.randint(0, 2 * mean_length + 1, (len(feature_tables), batch_size))
     lengths[torch.rand(lengths.shape) < 0.2] = 0
     ids = []
@@ -93,7 +93,7 @@ def reference_lookup(
     mean: bool = False,
     pooled: bool = True,
 ) -> Tensor:
-    """The lookup in dense float64 tables, by ``torch.nn.functional.embedding_bag``."""
+    """Looks up dense float64 tables with ``torch.nn.functional.embedding_bag``."""
     size = bags.batch_size
     parts = []
     for feature, table in enumerate(feature_tables):
@@ -158,8 +158,8 @@ def magnitudes(
     weights: Tensor | None = None,
     **arguments: bool,
 ) -> list[Tensor]:
-    """What sums would be if nothing cancelled: of the output, of each core's gradient, and of the
-    weights' gradient where there are weights."""
+    """Computes sums of absolute values for the output, each core's gradient, and, with weights, the
+    weights' gradient."""
     cores = [[core.detach().double().abs().requires_grad_() for core in own] for own in cores]
     weights = None if weights is None else weights.detach().double().abs().requires_grad_()
     tables = [dense_table(s, own) for s, own in zip(shapes, cores, strict=True)]
@@ -175,8 +175,8 @@ def magnitudes(
 def assert_near(
     actual: Tensor, expected: Tensor, tolerance: float = 1e-5, magnitude: Tensor | None = None
 ) -> None:
-    """Equal within a share of the largest value, of ``magnitude`` where it is given; shape and
-    finiteness too."""
+    """Checks shape, finiteness, and equality within a share of the largest value; of ``magnitude``
+    if it is given."""
     assert actual.shape == expected.shape
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.isfinite(actual).all()
@@ -188,7 +188,7 @@ def assert_near(
     assert worst <= tolerance, f"off by {worst:.2e} of the largest value"
 
 
-#: What a lookup is run on. Of the precisions, a CPU has one.
+#: Devices and precisions of lookups. A CPU has one precision.
 on_devices = pytest.mark.parametrize(
     ("device_type", "precision"),
     [
@@ -215,7 +215,7 @@ def assert_within(
 
 @st.composite
 def shapes(draw, dim: int | None = None) -> TTShape:
-    """Small shapes of 2 to 4 cores, with padding and odd ranks."""
+    """Draws small shapes of 2 to 4 cores, with padding and odd ranks."""
     cores = draw(st.integers(2, 4))
     rows = draw(st.integers(1, 300))
     dim = draw(st.integers(1, 24)) if dim is None else dim
@@ -227,7 +227,7 @@ def shapes(draw, dim: int | None = None) -> TTShape:
 
 
 def even_bags(shapes: Sequence[TTShape], batch_size: int = 40, length: int = 5) -> Bags:
-    """Bags of one length on a GPU, a feature a table."""
+    """Creates bags of one length on a GPU, with one feature per table."""
     ids = [torch.randint(0, s.num_embeddings, (batch_size * length,)) for s in shapes]
     offsets = torch.arange(0, len(shapes) * batch_size * length + 1, length)
     all_ids = torch.cat(ids)
@@ -235,7 +235,7 @@ def even_bags(shapes: Sequence[TTShape], batch_size: int = 40, length: int = 5) 
 
 
 class Trained:
-    """Cores of a group on a GPU, with what trains them."""
+    """Cores of a group on a GPU, with their optimizer."""
 
     def __init__(self, group: TTGroup, cores: list[torch.Tensor]) -> None:
         self.group, self.cores = group, cores
@@ -245,7 +245,7 @@ class Trained:
         self.anchor = torch.zeros(0, device="cuda", requires_grad=True)
 
     def step(self, bags: Bags, grad: torch.Tensor, **pooling: Any) -> torch.Tensor:
-        """The output, trained by a gradient of it."""
+        """Runs a step with a gradient of the output; returns the output."""
         out = self.group.lookup_fused(
             self.anchor, self.cores, self.states, self.counter,
             bags.ids, bags.offsets, bags.batch_size, self.rate, **pooling,

@@ -1,4 +1,4 @@
-"""Replicas in threads of one process."""
+"""A wire for replicas in threads of one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
 
 
 class _Room:
-    """Where the replicas meet."""
+    """State that the replicas share."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -30,9 +30,9 @@ class _Room:
         self._messages: dict[tuple[int, int], queue.Queue[Tensor]] = {}
 
     def messages(self, rank: int, number: int) -> queue.Queue[Tensor]:
-        """Where a replica's message with this number arrives."""
+        """Returns the queue for a replica's message with this number."""
         # Sender and receiver may ask for it at the same time, and must get the same queue. A
-        # defaultdict may give each of them one of its own.
+        # defaultdict may return two different queues.
         with self._lock:
             return self._messages.setdefault((rank, number), queue.Queue())
 
@@ -45,7 +45,7 @@ class _Room:
 
 
 class _Arrival:
-    """A message that is to come."""
+    """A message that has not arrived."""
 
     def __init__(self, coming: queue.Queue[Tensor], tensor: Tensor) -> None:
         self._coming, self._tensor = coming, tensor
@@ -57,7 +57,7 @@ class _Arrival:
 
 
 class _Departure:
-    """A message that is read when it is waited for: until then its memory must not change."""
+    """A sent message. It is read during the wait; until then its memory must not change."""
 
     def __init__(self, going: queue.Queue[Tensor], tensor: Tensor) -> None:
         self._tensor, self._sent = tensor, tensor.clone()
@@ -71,7 +71,7 @@ class ThreadWire(Wire):
     """A wire between threads.
 
     Args:
-        swaps: whether two replicas send each other messages; otherwise they make collective calls.
+        swaps: whether two replicas send messages to each other instead of using collective calls.
     """
 
     def __init__(self, rank: int, size: int, room: _Room, swaps: bool = True) -> None:
@@ -80,7 +80,7 @@ class ThreadWire(Wire):
 
     @classmethod
     def make(cls, size: int, swaps: bool = True) -> list[ThreadWire]:
-        """One for each replica."""
+        """Creates one wire per replica."""
         room = _Room(size)
         return [cls(rank, size, room, swaps) for rank in range(size)]
 
@@ -102,6 +102,6 @@ class ThreadWire(Wire):
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of calls that are made at the same time."""
+    """Runs calls at the same time; returns their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

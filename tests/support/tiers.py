@@ -1,4 +1,4 @@
-"""Tables with some of their rows in HBM, and the rest in host memory."""
+"""Tables with a part of their rows in HBM, and the rest in host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchrec_hkv.hash_table import (
 def hbm_bytes_for(
     share: float, capacity: int, dim: int, state_dim: int = 0, eviction: str = "lru"
 ) -> int:
-    """HBM for the index and this share of the rows, with the tags of their frames.
+    """Returns the HBM for the index and this share of the rows, including the tags of their frames.
 
-    And for the states of all rows, where that is enough for these to stay in HBM.
+    Includes the states of all rows if that is enough for the states to stay in HBM.
     """
     memory = table_memory(capacity, dim, state_dim, eviction)
     rows = int(share * memory.num_slots)
@@ -35,7 +35,7 @@ def tiered_group(
     eviction: str = "lru",
     **options: object,
 ) -> TableGroup:
-    """A table on the GPU with this share of its rows in HBM; None: all in HBM."""
+    """Creates a table on the GPU with this share of its rows in HBM; None for all rows."""
     optimizer = SGD() if optimizer is None else optimizer
     limit = None
     if share is not None:

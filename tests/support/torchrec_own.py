@@ -1,7 +1,7 @@
-"""TorchRec's own model-parallel tests, which it ships in its wheel, with tables on ``hkv``.
+"""TorchRec's own model-parallel tests, which are in its wheel, with tables on ``hkv``.
 
-They plan with TorchRec's planner, and copy states into the tensors of a ``state_dict``; so the
-tables are in dense-compatible mode, and a sharder gives them to the backend.
+They plan with TorchRec's planner, and copy states into the tensors of a ``state_dict``. Therefore
+the tables are in dense-compatible mode, and a sharder puts them on the backend.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torchrec_hkv.sharding import (
 )
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 
-# The wheel's tests import a file of sequence models that the wheel lacks; what is run here uses
-# none of them.
+# The wheel's tests import a file of sequence models that is not in the wheel. The tests that run
+# here don't use these models.
 if "torchrec.distributed.tests" not in sys.modules:
     missing = types.ModuleType("torchrec.distributed.tests.test_sequence_model")
     missing.TestEmbeddingCollectionSharder = missing.TestSequenceSparseNN = object
@@ -47,22 +47,22 @@ from torchrec.distributed.test_utils import (
 
 
 class DenseSharder(BackendEmbeddingBagCollectionSharder):
-    """Offers one sharding type of ``fused`` tables to the planner, and gives them to ``hkv``."""
+    """Offers one sharding type of ``fused`` tables to the planner; puts the tables on ``hkv``."""
 
     def __init__(self, sharding_type: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sharding_type = sharding_type
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The one."""
+        """Returns the sharding type."""
         return [self._sharding_type]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """What TorchRec's planner knows."""
+        """Returns the kernels that TorchRec's planner knows."""
         return ["fused"]
 
     def shard(self, module, params, env, device=None, module_fqn=None):
-        """With all tables on the backend."""
+        """Shards the module with all tables on the backend."""
         ours = {
             name: BackendParameterSharding.wrap(
                 dataclasses.replace(sharding, compute_kernel=KERNEL),
@@ -81,12 +81,12 @@ class OwnScenario:
     """Arguments of TorchRec's test.
 
     Attributes:
-        sharding_type: of all tables.
-        is_mean: whether bags are means.
-        narrow: whether exchanges are in 16 bits.
-        variable_per_rank: whether ranks have batches of other sizes.
-        variable_per_feature: whether features have.
-        in_backward: whether optimizers are applied in backward, not by the sharder.
+        sharding_type: sharding type of all tables.
+        is_mean: whether pooling is by mean.
+        narrow: whether exchanges use 16 bits.
+        variable_per_rank: whether ranks have different batch sizes.
+        variable_per_feature: whether features have different batch sizes.
+        in_backward: whether optimizers are applied in backward instead of by the sharder.
     """
 
     sharding_type: str
@@ -100,7 +100,7 @@ class OwnScenario:
 def run_own_test(
     rank: int, world_size: int, device: torch.device, host_size: int, scenario: OwnScenario
 ) -> None:
-    """One training step, compared with the unsharded model by TorchRec."""
+    """Runs TorchRec's comparison of one training step with the unsharded model."""
     seed = 17
     random.seed(seed)
     torch.manual_seed(seed)
@@ -147,7 +147,7 @@ def run_own_test(
 def run_own_state_test(
     rank: int, world_size: int, device: torch.device, sharding_type: str, optimizer: bool
 ) -> None:
-    """TorchRec's tests of ``load_state_dict``, of models and of their optimizers."""
+    """Runs TorchRec's tests of ``load_state_dict`` of models and their optimizers."""
     case = test_model_parallel_base.ModelParallelStateDictBase()
     case.device, case.batch_size, case.num_float_features = device, 20, 10
     case.tables, case.weighted_tables = [], []

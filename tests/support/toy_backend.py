@@ -1,6 +1,6 @@
 """A third backend, registered from outside the package: a Python dictionary of rows.
 
-It is slow and plain, so that it can be trusted where others are compared with it.
+It is slow and simple, so that it is a reliable reference for other backends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MASK = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True)
 class ToyOptions(BackendOptions):
-    """Options of the toy.
+    """Options of the toy backend.
 
     Attributes:
-        seed: of the initial rows.
-        max_capacity: rows of a table over all ranks that it still takes.
+        seed: seed of the initial rows.
+        max_capacity: largest number of rows of a table over all ranks.
     """
 
     seed: int = 0
@@ -44,7 +44,7 @@ class ToyOptions(BackendOptions):
 
 
 def initial_row(shard: TableShard, row_id: int) -> torch.Tensor:
-    """The row of an id before its first update: a function of (seed, table, id, column).
+    """Computes the initial row of an id from (seed, table, id, column).
 
     Returns:
         ``[dim]``, uniform in the shard's ``init_range``.
@@ -71,7 +71,7 @@ class ToyTable:
         self.lookups = 0
 
     def find(self, row_id: int, *, insert: bool) -> torch.Tensor:
-        """The row of an id, ``[dim]``; the initial one where it is missing."""
+        """Returns the row of an id, ``[dim]``; the initial row if the id is missing."""
         self.lookups += 1
         row = self.rows.get(row_id)
         if row is None:
@@ -84,7 +84,7 @@ class ToyTable:
         return row
 
     def update(self, row_id: int, gradient: torch.Tensor, learning_rate: float) -> None:
-        """Trains one row by the sum of its gradients, ``[dim]``."""
+        """Trains one row with the sum of its gradients, ``[dim]``."""
         if self.optimizer is None:
             return
         if self.optimizer.name == "rowwise_adagrad":
@@ -150,7 +150,7 @@ class ToyLookup(GroupLookup):
     def forward(self, ids, offsets, weights, batch_size, learning_rate):
         if ids.dtype != torch.int64:
             raise ValueError(f"ids have dtype {ids.dtype}: must be int64.")
-        training = self.is_training_lookup  # autograd is off within the function
+        training = self.is_training_lookup  # autograd is off inside the function
         return _ToyFunction.apply(
             self.anchor, self, training, ids, offsets, weights, batch_size, learning_rate
         )
@@ -238,6 +238,6 @@ class ToyBackend(Backend):
 
 
 def install() -> None:
-    """Registers the toy once a process."""
+    """Registers the toy backend once per process."""
     if ToyBackend.name not in names():
         register(ToyBackend())

@@ -1,8 +1,8 @@
-"""A table in shards that is trained and changed, beside a dictionary.
+"""A sharded table that is trained and changed, and a dictionary model.
 
-Ranks are simulated: a shard is a :class:`TableGroup` of its own, which gets the ids of its owner
-buckets. Rows, velocities, steps and counts are what NumPy makes of the same ids and gradients; the
-table only says which ids it let go.
+Ranks are simulated: each shard is a separate :class:`TableGroup`, which gets the ids of its owner
+buckets. The model computes rows, velocities, steps and counts with NumPy from the same ids and
+gradients; only the ids that left are read from the table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torchrec_hkv.hash_table import Uniform, initial_rows
 
 
 class TrainedShards:
-    """A table of random properties, and what it should hold.
+    """A table with random properties, and its expected contents.
 
     Args:
-        random: chooses all that is random.
+        random: generator of all random choices.
     """
 
     def __init__(self, random: random.Random) -> None:
@@ -42,11 +42,11 @@ class TrainedShards:
         return Shards(world_size, self._rows, self._eviction, **options)
 
     def _begin(self, shards: Shards) -> None:
-        """Goes on with these, as a new process does."""
+        """Continues with these shards, like a new process."""
         self.shards = shards
 
     def check(self) -> None:
-        """The table holds what the dictionary does."""
+        """Checks that the table equals the dictionary."""
         assert self.shards.state() == self.model
 
     def train(self) -> None:
@@ -74,7 +74,7 @@ class TrainedShards:
                 continue
             fresh = self._trained((row.tobytes(), bytes(4 * DIM), 0, 0), gradient, step)
             self.model[id_] = fresh if old is None else self._trained(old, gradient, step)
-            # It may have left for its age, and come back as a new one.
+            # The id may have expired, and returned as a new id.
             if old is not None and self._expire is not None and step - old[2] > self._expire:
                 self.model[id_] = fresh if now[id_] == fresh else self.model[id_]
         self._let_go(now, set(ids))
@@ -94,7 +94,7 @@ class TrainedShards:
         return (row - RATE * velocity).tobytes(), velocity.tobytes(), step, count
 
     def _let_go(self, now: State, keep: set[int]) -> None:
-        """The table says which ids it let go; none of those that were looked up is."""
+        """Removes the ids that left the table; looked-up ids must not be among them."""
         for id_ in [id_ for id_ in self.model if id_ not in now]:
             assert id_ not in keep
             del self.model[id_]
@@ -119,7 +119,7 @@ class TrainedShards:
         self.check()
 
     def assign(self) -> None:
-        """Rows without a lookup: of ids that the table holds, and of others."""
+        """Assigns rows without a lookup, to ids in the table and to others."""
         ids = self.random.sample(self._pool[:200], self.random.randrange(10))
         held = sorted(self.model.keys() - set(ids))
         ids += self.random.sample(held, min(len(held), self.random.randrange(20)))

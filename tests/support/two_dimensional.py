@@ -1,4 +1,4 @@
-"""A small model in a DMPCollection, beside the same model over all ranks, and what both hold."""
+"""A small model in a DMPCollection, the same model over all ranks, and the contents of both."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchrec_hkv import (
 )
 
 BATCH = 6
-#: Features and tables: a hash table, a Tensor-Train table and a stock one.
+#: Features and tables: a hash table, a Tensor-Train table and a stock table.
 KERNELS = {"hash": "hkv", "cores": "tt", "stock": "fused"}
 
 
 def configs(rows: int = 512, dim: int = 4) -> list[EmbeddingBagConfig]:
-    """One table a feature; ``rows`` of the hash table."""
+    """Creates one table per feature; ``rows`` is for the hash table."""
     sizes = {"hash": rows, "cores": 64, "stock": 64}
     return [
         EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=dim, feature_names=[name])
@@ -35,7 +35,7 @@ def configs(rows: int = 512, dim: int = 4) -> list[EmbeddingBagConfig]:
 def constraints(
     sharding_type: str = "row_wise", options: HKVOptions | None = None
 ) -> dict[str, ParameterConstraints]:
-    """A sharding type and options of the hash table."""
+    """Returns constraints with a sharding type and options of the hash table."""
     types = {"hash": sharding_type, "cores": "table_wise", "stock": "row_wise"}
     return {
         name: ParameterConstraints(
@@ -58,7 +58,7 @@ def make_collection(
     optimizer_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> DMPCollection:
-    """The model in groups of ``group_size`` ranks."""
+    """Creates the model in groups of ``group_size`` ranks."""
     model = make_model(tables, optimizer, optimizer_kwargs)
     sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(
@@ -71,7 +71,7 @@ def make_collection(
 
 
 def random_batch(rank: int, step: int, ids: int = 60, seed: int = 0) -> KeyedJaggedTensor:
-    """Of all features, another on each rank and in each step; ids of the hash table are any."""
+    """Draws a batch for a rank and step. Ids of the hash table are any int64."""
     generator = torch.Generator().manual_seed(seed + 1000 * step + rank)
     lengths = torch.randint(0, 4, (3 * BATCH,), generator=generator)
     counts = [int(part.sum()) for part in lengths.split(BATCH)]
@@ -82,8 +82,8 @@ def random_batch(rank: int, step: int, ids: int = 60, seed: int = 0) -> KeyedJag
 
 
 def held(model: Any) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Ids, rows, states, scores and last steps of the hash tables that this rank holds, by the key
-    of a shard."""
+    """Returns ids, rows, states, scores and last steps of this rank's hash tables, by the key of a
+    shard."""
     found = {}
     for key, lookup in local_tables(model).items():
         if not hasattr(lookup, "_group"):

@@ -1,4 +1,4 @@
-"""A table that another thread changes, version by version, so that half a change shows."""
+"""A table that another thread changes version by version, to detect partial changes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ VERSIONS = 250
 
 
 def make_versioned(device: str, **options: object) -> HashTable:
-    """A small table that grows far, at version 0."""
+    """Creates a small table that can grow a lot, at version 0."""
     table = HashTable(3, 2 * VERSIONS * BATCH, device=device, initial_capacity=64, **options)
     table.insert_or_assign(torch.arange(FIXED, device=device), rows_of(table, FIXED, 0))
     return table
 
 
 def rows_of(table: HashTable, n: int, version: int) -> Tensor:
-    """Rows that say their version."""
+    """Creates rows that contain their version."""
     return torch.full((n, table.dim), float(version), device=table.device)
 
 
 def advance(table: HashTable, version: int) -> None:
-    """Makes a version: the fixed ids get its rows, and a batch of ids arrives with them."""
+    """Writes a version: the fixed ids get its rows, and a batch of new ids arrives with them."""
     table.assign_rows(torch.arange(FIXED, device=table.device), rows_of(table, FIXED, version))
     first = FIXED + (version - 1) * BATCH
     ids = torch.arange(first, first + BATCH, device=table.device)
@@ -37,7 +37,7 @@ def advance(table: HashTable, version: int) -> None:
 
 @contextlib.contextmanager
 def changing(table: HashTable) -> Iterator[None]:
-    """Another thread makes version after version within it."""
+    """A context in which another thread writes version after version."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -47,7 +47,7 @@ def changing(table: HashTable) -> Iterator[None]:
                 if stop.is_set():
                     return
                 advance(table, version)
-        except BaseException as error:  # shown by the thread of the test
+        except BaseException as error:  # raised again by the test's thread
             errors.append(error)
 
     thread = threading.Thread(target=run)
@@ -61,7 +61,7 @@ def changing(table: HashTable) -> Iterator[None]:
 
 
 def version_of(ids: Tensor, rows: Tensor) -> int:
-    """The version of which these are all entries; fails where they are of no moment."""
+    """Returns the version of a table's entries; fails if they don't belong to one version."""
     rows = rows.cpu()[:, 0].long()
     ids, order = ids.cpu().sort()
     rows = rows[order]

@@ -1,4 +1,4 @@
-"""What of the machine each process has where pytest-xdist runs the tests in several."""
+"""The share of the machine that each worker of pytest-xdist gets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 
 def share(number: int, workers: int, cores: int, gpus: int) -> dict[str, str]:
-    """Variables of one of the workers, which start processes of their own that have them too.
+    """Returns the environment variables of a worker, which its child processes inherit.
 
-    All GPUs, as tests of several ranks need them, but each worker begins with another one.
+    Each worker has all GPUs, because tests with several ranks need them, but begins with another
+    one.
 
     Args:
-        number: of the worker, from 0.
-        workers: how many there are.
-        cores: of the machine.
-        gpus: likewise.
+        number: number of the worker, from 0.
+        workers: number of workers.
+        cores: number of cores of the machine.
+        gpus: number of GPUs of the machine.
     """
     variables = {"OMP_NUM_THREADS": str(max(1, cores // workers))}
     if gpus:
@@ -27,9 +28,9 @@ def share(number: int, workers: int, cores: int, gpus: int) -> dict[str, str]:
 
 
 def take_share(environment: MutableMapping[str, str]) -> None:
-    """Sets a worker's variables and threads, but for what somebody has set.
+    """Sets a worker's variables and threads, except those that are already set.
 
-    Before anything is done on a GPU. In a process that is no worker nothing is set.
+    Must be called before the GPU is used. Does nothing in a process that is not a worker.
     """
     worker = environment.get("PYTEST_XDIST_WORKER")
     if worker is None:

@@ -1,4 +1,4 @@
-"""Kinds of tables: the protocol that each fulfils and the registry that names them."""
+"""Kinds of tables: the protocol that each kind implements, and the registry of their names."""
 
 from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.backends.protocol import (

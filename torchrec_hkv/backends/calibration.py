@@ -110,8 +110,8 @@ def timed(
     """Times steps on new random batches.
 
     On a GPU the result is the median device time; a long kernel hides the launches of the host. On
-    a CPU it is the minimum, which other processes disturb least: of processor time with one
-    thread, else of wall time.
+    a CPU it is the minimum, which other processes disturb least: of processor time with one thread,
+    otherwise of wall time.
 
     Args:
         step: the lookup, called with ids, offsets and number of bags. The backward of its output
@@ -147,8 +147,8 @@ def timed(
 
 
 def _clock(device: torch.device) -> Iterator[StepTime]:
-    """A stopwatch: advance it before the forward, after it and after the backward. The third value
-    is the time of the step."""
+    """A stopwatch. Advance it before the forward, after the forward and after the backward. The
+    third value is the time of the step."""
     unknown = StepTime(0.0, 0.0)
     if device.type != "cuda":
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -177,7 +177,7 @@ def fitted(
 
 def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Least squares solution without negative values (active set method): constants enter one by
-    one, the most useful first; those that would become negative leave again."""
+    one, the most useful first. Constants that would become negative leave again."""
     count = columns.shape[1]
     solution = torch.zeros(count, dtype=columns.dtype)
     free = torch.zeros(count, dtype=torch.bool)

@@ -80,17 +80,17 @@ def counts_own_steps(spec: OptimizerSpec | None) -> bool:
 
 
 def layout_of(spec: OptimizerSpec | None) -> int:
-    """The number by which files name what an optimizer's states are; 0 for none."""
+    """The number of an optimizer's state layout in files; 0 for None."""
     optimizer = hash_table_optimizer(spec)
     return 0 if optimizer is None else optimizer.config().layout
 
 
 def optimizer_of_layout(layout: int) -> OptimizerSpec | None:
-    """An optimizer whose states have this layout. Its betas and other numbers, which a layout
-    does not contain, are the defaults.
+    """An optimizer whose states have this layout. A layout does not contain betas and other
+    numbers, so they are the defaults.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no optimizer has this layout.
     """
     if layout == 0:
         return None

@@ -1,4 +1,4 @@
-"""How a backend brings replicas of its tables together (``docs/concepts/replicas.md``)."""
+"""Syncs of a backend's replicas (``docs/concepts/replicas.md``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.replicas import Synced, Wire
 
 __all__ = ["AveragedTensors", "ReplicaSync", "Synced"]
 
-#: Values of tensors that are averaged in one call; a larger tensor has a call of its own.
+#: Maximal number of values of tensors that share a call; a larger tensor has a call of its own.
 _PACKED_VALUES = 1 << 22
 
 
@@ -22,19 +22,20 @@ class ReplicaSync(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Refuses a sync before anything changes; a collective call of the ranks that hold the same
-        shards.
+        """Checks that a sync is possible, before anything changes. All ranks that hold the same
+        shards must call it.
 
         Raises:
-            RuntimeError: a backward is still to come, in some replica.
+            RuntimeError: a backward is pending in a replica.
         """
 
     @abc.abstractmethod
     def sync(self, states: bool) -> Synced:
-        """Brings the replicas together, after :meth:`check`; a collective call of the same ranks.
+        """Merges the replicas, after :meth:`check`. All ranks that hold the same shards must call
+        it.
 
         Args:
-            states: whether optimizer states are reconciled, too.
+            states: whether optimizer states are merged, too.
         """
 
     @classmethod
@@ -42,13 +43,13 @@ class ReplicaSync(abc.ABC):
         """Joins syncs, so that they share collective calls; by default returns them unchanged.
 
         Args:
-            syncs: of this class, of one process group.
+            syncs: syncs of this class with the same process group.
         """
         return syncs
 
 
 class AveragedTensors:
-    """Tensors that are averaged whole, as TorchRec does it for stock tables.
+    """Averages whole tensors over replicas, as TorchRec averages stock tables.
 
     Args:
         process_group: the ranks that hold the same shards.
@@ -72,7 +73,7 @@ class AveragedTensors:
 
 
 def _packed(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one device that travel together: small ones, or a large one."""
+    """Groups tensors of one device that share a call: several small tensors, or a large one."""
     some: list[torch.Tensor] = []
     taken = 0
     for tensor in tensors:

@@ -36,7 +36,7 @@ class SavedShard:
 
 @dataclasses.dataclass(frozen=True)
 class SavedFolder:
-    """What the manifest of a saved shard's folder says.
+    """The contents of a saved shard's folder according to its manifest.
 
     Attributes:
         save: id of the save, :attr:`FileOptions.save`.
@@ -71,13 +71,14 @@ class FileOptions:
             many rows over all ranks as the saved one.
         save: id of the save, the same for all tables; None when loading.
         states: whether optimizer states are written.
-        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written,
-            or int8 for codes of 8 bits with a scale a row; None to write all bits.
+        row_dtype: float16 or bfloat16, to which rows of 32 bits are rounded when they are written,
+            or int8 for codes of 8 bits with one scale per row; None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
         verify: whether a load verifies :attr:`SavedFolder.entry_files` while it reads them. If
             False, they have been verified before.
-        handle: handle of a non-blocking save. When the backend's method returns, all that the table
-            holds is copied; the handle's threads may write it later (:meth:`SaveHandle.defer`).
+        handle: handle of a non-blocking save. When the backend's method returns, the table's
+            contents are copied; the handle's threads may write them later
+            (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: a number is not positive, another field has a value that is not allowed, or the
@@ -143,8 +144,8 @@ class TablesLoad(abc.ABC):
 
     @property
     def bytes(self) -> int:
-        """About how many bytes :meth:`run` reads, for a progress bar; 0, the default, where that is
-        not known. Asked for after :meth:`check`."""
+        """About how many bytes :meth:`run` reads, for a progress bar; 0, the default, if unknown.
+        Called after :meth:`check`."""
         return 0
 
     @abc.abstractmethod
@@ -152,7 +153,7 @@ class TablesLoad(abc.ABC):
         """Loads the tables.
 
         Returns:
-            What became of the entries, by shard key.
+            Numbers of loaded and of dropped entries, by shard key.
 
         Raises:
             ValueError: the files are inconsistent, or entries found no slot although none may be
@@ -207,14 +208,14 @@ class EntriesLoad(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, *, allow_loss: bool = False) -> int:
-        """Ends what :meth:`begin` began.
+        """Ends the load that :meth:`begin` started.
 
         Args:
-            allow_loss: whether entries may have found no place.
+            allow_loss: whether entries may have found no slot.
 
         Returns:
-            How many entries found no place.
+            Number of entries that found no slot.
 
         Raises:
-            ValueError: entries found no slot; the table is empty afterwards.
+            ValueError: entries found no slot, which is not allowed; the table is empty afterwards.
         """

@@ -13,7 +13,7 @@ class ScoreSource:
     """Where the scores of the ids of a training lookup come from.
 
     Attributes:
-        features: features of the same KeyedJaggedTensor, one for each feature of the table. Their
+        features: features of the same KeyedJaggedTensor, one per feature of the table. Their
             values are the scores, one int64 for each id. If empty, the scores are the weights of
             the table's features, mapped to int64 by
             :func:`torchrec_hkv.hash_table.scores_of_weights`, which keeps their order.
@@ -54,7 +54,7 @@ class BackendOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An estimate of how much quality a table keeps, compared with a dense float32 row for each id.
+    """An estimate of how much quality a table keeps, compared with a dense float32 row per id.
 
     Attributes:
         kind: what the table gives up. ``"compression"``: it has fewer bytes than rows for all its
@@ -86,7 +86,7 @@ class OptimizerSpec:
         momentum: momentum of SGD.
         nesterov: Nesterov momentum of SGD.
         beta1: decay of the first moment of Adam, row-wise Adam and LAMB.
-        beta2: decay of their second moment.
+        beta2: decay of the second moment of these optimizers.
         step_mode: the number of updates that corrects the bias of the moments: the table's
             (``"global"``) or the row's own (``"row"``).
         weight_decay: weight decay factor.
@@ -177,7 +177,7 @@ class TableShard:
     @property
     def key(self) -> str:
         """Identifies a shard on its rank: the table's name, followed by ``/`` and the first column
-        if that is not 0. A rank may hold several column shards of one table."""
+        if this is not 0. A rank may hold several column shards of one table."""
         return f"{self.name}/{self.column_offset}" if self.column_offset else self.name
 
     def options_as(self, kind: type[OptionsT], backend: str) -> OptionsT:

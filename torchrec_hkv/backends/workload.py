@@ -25,7 +25,7 @@ class IdFrequencies:
         lowest: the lowest id of the sample; None if only counts are known.
         highest: the highest id of the sample; None if only counts are known.
         shares: pairs (rows of a table, share of lookups that find their row in it), sorted by
-            rows, as measured by a replay. A table with a row for each id has the share 1. If
+            rows, as measured by a replay. A table with a row per id has the share 1. If
             empty, the most frequent ids are assumed to have the rows.
 
     Raises:
@@ -129,7 +129,7 @@ class IdFrequencies:
 
     @functools.cached_property
     def _expected(self) -> dict[tuple[float, float], float]:
-        """Results of :meth:`distinct`, as the options of a table ask for the same."""
+        """A cache for :meth:`distinct`, because the options of a table ask for the same results."""
         return {}
 
     def _distinct(self, lookups: float, beyond: float) -> float:
@@ -157,12 +157,12 @@ class IdFrequencies:
 
     @functools.cached_property
     def _sums(self) -> tuple[list[int], list[float]]:
-        """Ids and their lookups, from the most frequent ones to each pair of the histogram."""
+        """Numbers of ids and of lookups, summed from the first pair of the histogram to each."""
         ids = list(itertools.accumulate(count for count, _ in self.histogram))
         return ids, list(itertools.accumulate(count * each for count, each in self.histogram))
 
     def _measured_share(self, rows: float) -> float:
-        """Interpolates linearly in the logarithm of rows, up to a row for each id. Below the first
+        """Interpolates linearly in the logarithm of rows, up to a row per id. Below the first
         measured point the share is proportional to rows."""
         points = [*self.shares, (max(self.num_ids, self.shares[-1][0] + 1), 1.0)]
         first, share = points[0]

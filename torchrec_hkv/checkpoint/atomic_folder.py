@@ -84,7 +84,7 @@ class AtomicFolder:
         (self.saving / token).unlink()
 
     def check_ours(self) -> None:
-        """Checks that the folder to save to holds nothing but what a save writes.
+        """Checks that the folder to save to holds only what a save writes.
 
         Raises:
             ValueError: it is a link or a file, or holds something else.
@@ -97,7 +97,8 @@ class AtomicFolder:
 
     def commit(self) -> None:
         """Moves the saved folder to the path. A complete checkpoint exists at every moment: at the
-        path itself if the file system can exchange two folders, else :meth:`newest` finds it."""
+        path itself if the file system can exchange two folders, otherwise where :meth:`newest`
+        finds it."""
         if not (self.path.exists() and exchange(self.saving, self.path)):
             if self.path.exists():
                 shutil.rmtree(self.previous, ignore_errors=True)
@@ -111,18 +112,18 @@ class AtomicFolder:
         """The last complete checkpoint, also if a save was killed between its two renames.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no checkpoint.
         """
         if (self.path / RECORD).is_file():
             return self.path
-        # No save makes a link of that name.
+        # A save never creates a link of that name.
         if (self.previous / RECORD).is_file() and not self.previous.is_symlink():
             return self.previous
         raise ValueError(f"There is no checkpoint at {self.path}: name a folder that save wrote.")
 
 
 def _check_ours(left: Path) -> None:
-    """Checks that a path holds nothing but what a save leaves. Links are not followed.
+    """Checks that a path holds only the remains of a save. Links are not followed.
 
     Raises:
         ValueError: it is a link or a file, or a folder that holds something else.

@@ -3,7 +3,7 @@ previous one.
 
 They are folders in one folder, ``base-000000``, ``delta-000001`` and so on, with consecutive
 numbers. Each names the digest of its predecessor, and the file ``deltas.json`` names the newest.
-Checkpoints that are missing, duplicated, out of order or of another chain are found by this.
+A reader can thus detect checkpoints that are missing, duplicated, out of order or of another chain.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Chain:
         last = self._last
         if last is None:
             last = max([*names, -1 if newest is None else newest.number])
-            # Only the first write may have been killed before it could name itself.
+            # Only a first write may have been killed before it wrote the file.
             if newest is None and len(names) > 1:
                 raise ValueError(
                     f"{self._root / NEWEST} is missing, so that nothing says which checkpoint of "

@@ -39,9 +39,9 @@ def compact(
         path: the folder of a chain, or of the last delta to merge.
         into: the folder of the new checkpoint. An earlier checkpoint there is replaced. None adds
             it to the chain as a new base; ``path`` must then name the whole chain or its newest
-            checkpoint. Nobody may write to the chain in the meantime. Afterwards, create a new
+            checkpoint. No process may write to the chain meanwhile. Afterwards, create a new
             :class:`DeltaWriter` and call its ``resume()``.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table's shard.
+        batch_bytes: memory limit in bytes. One more byte is used per slot of a table's shard.
         threads: number of threads that verify files.
 
     Returns:
@@ -141,7 +141,7 @@ def _write_table(layers: Layers, key: str, folder: Path, options: FileOptions) -
 
 
 def _link_tree(source: Path, to: Path) -> None:
-    """Links the files of a folder into another one. Nobody changes these files in place."""
+    """Links the files of a folder into another one. These files are never changed in place."""
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source, to, copy_function=_link)
     sync_folder(to)

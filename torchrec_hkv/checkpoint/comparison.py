@@ -34,7 +34,7 @@ class TableDifference:
         largest: largest difference of a value.
         norm: L2 norm of all differences of rows.
         norm_before: L2 norm of the rows of common ids in the first table.
-        most: ids whose rows changed most, each with the L2 norm of its change.
+        most: the ids whose rows changed most, each with the L2 norm of its change.
     """
 
     before: int = 0
@@ -76,8 +76,8 @@ def compare(
 
     Args:
         first: a table that has files of its own.
-        second: another one.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+        second: the table to compare with, which also has files of its own.
+        batch_bytes: memory limit in bytes. One more byte is used per slot of a table that is
             saved in deltas.
         show: number of ids in :attr:`TableDifference.most`.
 

@@ -45,10 +45,10 @@ def is_dcp_folder(path: Path) -> bool:
 
 
 def refuse_dcp_folder(path: Path) -> None:
-    """Refuses a folder that :mod:`torch.distributed.checkpoint` wrote.
+    """Raises if :mod:`torch.distributed.checkpoint` wrote a folder.
 
     Raises:
-        ValueError: it is such a folder; the message says how to load or convert it.
+        ValueError: it did; the message says how to load or convert the folder.
     """
     if is_dcp_folder(path):
         raise ValueError(

@@ -22,7 +22,8 @@ def exchange(first: Path, second: Path) -> bool:
         not support it.
 
     Raises:
-        OSError: it is supported but failed, for example because a path does not exist.
+        OSError: the exchange failed although it is supported, for example because a path does not
+            exist.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

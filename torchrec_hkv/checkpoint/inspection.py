@@ -54,7 +54,7 @@ class Found:
         age: number of the table's steps since then.
         score: score of the policy; None under LRU.
         row: values of all columns.
-        states: optimizer states, of the first column's shard.
+        states: optimizer states in the first column's shard.
     """
 
     shard: int
@@ -86,7 +86,7 @@ def look(table: OpenedTable, batch_bytes: int) -> dict[str, Any]:
 
     Args:
         table: a table that has files of its own.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of a table that is
+        batch_bytes: memory limit in bytes. One more byte is used per slot of a table that is
             saved in deltas.
 
     Returns:

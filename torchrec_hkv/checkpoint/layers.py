@@ -1,4 +1,4 @@
-"""The folders of a checkpoint: one, or a delta and those that it builds on."""
+"""The folders of a checkpoint: a single one, or a delta and the folders that it builds on."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def load(
     Raises:
         ValueError: there is no checkpoint, a file is damaged, the checkpoint doesn't match the
             model or the optimizer, or the ranks were given different arguments. Nothing has
-            changed then. Only if entries find no slot although a table is less than 95 % full, and
-            ids may not be left out, the hash tables are empty afterwards.
+            changed then. Exception: the hash tables are empty afterwards if entries find no slot
+            although a table is less than 95 % full, and ids may not be left out.
     """
     tables = named_tables(model)
 
@@ -113,7 +113,7 @@ def load(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
-        # What can be undone is verified while it is loaded, so that it is read once.
+        # If the load can be undone, files are verified while they are loaded: one read suffices.
         fresh = all(on_every_rank(lambda: are_untouched(tables)))
         with reported(f"Verifying {folder.name}"):
             on_every_rank(lambda: _verify(layers, list(tables), options, but_entries=fresh))
@@ -134,7 +134,7 @@ def load(
                 )
                 loaded = True
             except ValueError:
-                if fresh:  # says what is wrong with which file
+                if fresh:  # finds which file is wrong, and why
                     on_every_rank(lambda: _verify(layers, list(tables), options))
                 raise
             finally:
@@ -155,7 +155,7 @@ def load(
 def _verify(
     layers: Layers, tables: list[str], options: FileOptions, *, but_entries: bool = False
 ) -> None:
-    """Verifies this rank's share of all files, or of those that a load does not verify itself."""
+    """Verifies this rank's share of all files, or of the files that a load does not verify."""
     folder, record = layers[0]
     known = [key for key in tables if key in record.tables]
     of_tables = share_of_rank(files_to_verify(layers, known, but_entries=but_entries))

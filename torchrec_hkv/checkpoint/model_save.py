@@ -55,8 +55,8 @@ def save(
     Args:
         path: a folder that all ranks see. An earlier checkpoint there is replaced.
         model: a sharded model.
-        optimizer: TorchRec's optimizer. Saved are the states of dense parameters and stock tables,
-            and the learning rates of all parameters.
+        optimizer: TorchRec's optimizer. The save includes the states of dense parameters and stock
+            tables, and the learning rates of all parameters.
         batch_bytes: memory limit for hash tables on each rank, on the host and on the device each.
         threads: number of threads of each rank that write files.
         blocking: True: the call returns when everything is on the disk. False: it returns when
@@ -67,8 +67,8 @@ def save(
             addition to ``batch_bytes``. If they don't fit, the call waits for the disk and logs a
             warning.
         device_staging_bytes: with ``blocking=False``, limit of GPU memory for copies of hash
-            tables on each rank. Further copies go to host memory. None: the free
-            memory, with what PyTorch keeps for later allocations, less a tenth of the GPU's memory.
+            tables on each rank. Further copies go to host memory. None: the free memory, including
+            memory that PyTorch caches, less a tenth of the GPU's memory.
 
     Returns:
         None; with ``blocking=False`` a handle. Its ``wait()`` waits for the end and raises errors;

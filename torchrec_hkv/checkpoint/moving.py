@@ -18,7 +18,7 @@ from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 
-#: Number of entries that are sent at a time, and of bytes of counts.
+#: Number of entries, or of bytes of counts, that are sent at a time.
 BATCH = 1 << 16
 _COUNT_BYTES = 1 << 24
 #: Optimizer states that a row has once, not for each column.

@@ -66,8 +66,8 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
 
 
 def refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
-    """The error for a value that torch.load refused. It names unsafe classes, if there are any, or
-    else has the first line of torch.load's error."""
+    """The error for a value that torch.load refused. It names unsafe classes if there are any,
+    otherwise it has the first line of torch.load's error."""
     named = _unsafe(data)
     if named:
         return ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.")
@@ -135,7 +135,7 @@ class CheckedReader(FileSystemReader):
         """Checks that entries are the tensors that the metadata describes, without reading values.
 
         Raises:
-            ValueError: an entry is not; the message names the file and the entry.
+            ValueError: an entry differs; the message names the file and the entry.
         """
         for key in keys:
             entry = self._metadata.state_dict_metadata[key]
@@ -167,7 +167,7 @@ class CheckedReader(FileSystemReader):
     def read_tensor(self, key: str) -> torch.Tensor:
         """Reads a tensor to host memory, and checks it as :meth:`check_tensors` does.
 
-        Takes a fraction of the time of ``torch.distributed.checkpoint.load``, which matters where
+        It takes a fraction of the time of ``torch.distributed.checkpoint.load``, which matters if
         many small tensors are read often.
 
         Raises:
@@ -199,7 +199,7 @@ class CheckedReader(FileSystemReader):
             file.seek(info.offset)
             data = io.BytesIO(file.read(info.length))
         try:
-            # Before anything is allocated: a tensor has as many bytes as the file holds for it.
+            # Checked before memory is allocated: the file holds as many bytes as the tensor needs.
             held = _stored_bytes(data)
             needed = sizes.numel() * dtype.itemsize
             if held != needed:
@@ -243,7 +243,7 @@ class CheckedPlanner(DefaultLoadPlanner):
 
 
 def _check(what: str, tensor: object, sizes: torch.Size, dtype: torch.dtype) -> None:
-    """Checks the dtype and the shape of what an entry is."""
+    """Checks that the value of an entry is a tensor with the right dtype and shape."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
     if tensor.dtype != dtype or tensor.size() != sizes:

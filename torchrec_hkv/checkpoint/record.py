@@ -189,7 +189,7 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
                 .of("owners")
                 .refuse(list(other.owners), f"apart from those of shard {i}, {list(one.owners)}")
             )
-    # Disjoint shards make up the table if their areas add up to the table's.
+    # Disjoint shards make up the table if their areas add up to its area.
     areas = ((s.owners[1] - s.owners[0]) * (s.columns[1] - s.columns[0]) for s in shards)
     width = max((shard.columns[1] for shard in shards), default=1)
     if sum(areas) != OWNERS * width:

@@ -238,7 +238,7 @@ def _replace(model: DistributedModelParallel, path: str, new: nn.Module) -> None
         return
     parent, _, name = path.rpartition(".")
     for found, module in named_modules(model):
-        # A wrapper of dense parameters has the path of what it wraps.
+        # A wrapper of dense parameters has the same path as the module that it wraps.
         if found == parent and name in module._modules:
             setattr(module, name, new)
             return

@@ -101,9 +101,9 @@ def import_rows(
 ) -> int:
     """Sets rows of a table by id; a collective call.
 
-    A hash table gets ids that it lacks, as if they had been looked up once. Optimizer states of the
-    rows start from zero. A Tensor-Train table needs all of its rows; it gets the closest cores of
-    its ranks (TT-SVD). The batches of a dense table ``weight`` are
+    Ids that a hash table lacks are inserted as if they had been looked up once. Optimizer states of
+    the rows are reset to zero. A Tensor-Train table needs all of its rows; they are approximated by
+    cores of its ranks (TT-SVD). The batches of a dense table ``weight`` are
     ``[(torch.arange(len(weight)), weight)]``.
 
     Args:
@@ -120,7 +120,7 @@ def import_rows(
     Raises:
         ValueError: there is no such table, several have that name, or the ranks were given
             different arguments; nothing has changed then. Also if ids or rows don't fit the table,
-            or ids found no slot; the table then has what came before.
+            or ids found no slot; batches before that have been written then.
     """
     part = _agreed(model, table, allow_loss=allow_loss)
 

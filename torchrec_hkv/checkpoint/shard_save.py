@@ -1,4 +1,4 @@
-"""Writes the tables that have files of their own, one folder for each shard."""
+"""Writes the tables that have files of their own, one folder per shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_tables(
 ) -> dict[str, str]:
     """Writes this rank's shards; in a ``DMPCollection``, those of the first replica.
 
-    All shards are of the same moment: calls of other threads that change the tables wait.
+    All shards are consistent with each other: calls of other threads that change tables wait.
 
     Args:
         folder: the folder of the checkpoint.
@@ -152,7 +152,7 @@ def see_tables(
 
 
 def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:
-    """Reads what the written folders hold, and syncs their parent folders.
+    """Reads the manifests of the written folders, and syncs their parent folders.
 
     Args:
         folder: the folder of the checkpoint.

@@ -52,7 +52,8 @@ def check_tables(
     """Checks that the tables of a model match those of a checkpoint.
 
     Raises:
-        ValueError: they don't; the message names the table, what is saved and what is needed.
+        ValueError: a table does not match; the message names the table, what is saved and what is
+            needed.
     """
     for key, table in tables.items():
         here = _record_of(table, None)

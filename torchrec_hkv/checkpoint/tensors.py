@@ -96,7 +96,7 @@ def check_savable(state: Mapping[str, Any]) -> None:
     """Checks that a load will accept all values: it refuses values of unknown classes.
 
     Raises:
-        ValueError: it will not; the message names the value's place and class.
+        ValueError: the load would refuse a value; the message names the value's place and class.
     """
     for key, value in flat("", state).items():
         if isinstance(value, torch.Tensor):
@@ -244,7 +244,7 @@ def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> 
             f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
             f"{missing[0]!r}: load it into the model that it was saved from."
         )
-    # World sizes first: with another one, most shapes differ too.
+    # World sizes are compared first: if they differ, most shapes differ, too.
     for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
         entry, value = saved[key], wanted[key]
         is_tensor = isinstance(entry, TensorStorageMetadata)

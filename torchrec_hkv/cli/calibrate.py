@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         if leads:
             measured.save(path)
     finally:
-        # Reference cycles of sharded modules keep the process group and its threads alive; these
-        # must end before the interpreter does.
+        # Reference cycles of sharded modules keep the process group and its threads alive. The
+        # threads must end before the interpreter does.
         gc.collect()
         if has_ranks:
             dist.destroy_process_group()

@@ -136,7 +136,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _by_table(texts: list[str], parse: Callable[[str], int]) -> dict[str, int]:
-    """Numbers of tables; that of all others by an empty name."""
+    """Parses numbers by table; the key ``""`` is for all other tables."""
     numbers = {}
     for text in texts:
         table, _, number = text.rpartition("=")

@@ -30,7 +30,7 @@ def memory(arguments: argparse.Namespace) -> int:
     """Value of ``--memory`` in bytes.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: the value is not a size.
     """
     return parse_bytes("--memory", arguments.memory)
 
@@ -39,7 +39,7 @@ def open_folder(path: str) -> Saved:
     """Opens a folder.
 
     Raises:
-        ValueError: it is not a folder as in :data:`FOLDER`, or is damaged.
+        ValueError: the folder is not as in :data:`FOLDER`, or is damaged.
     """
     from torchrec_hkv.checkpoint.opened import Saved
 

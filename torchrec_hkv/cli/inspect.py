@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
 _SHOWN = 8
-# Files do not say which of the two a table had: both keep the same scores.
+# Both policies keep the same scores, and files do not distinguish them.
 _POLICIES = {"aged_lfu": "adaptive or AgedLFU"}
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``torchrec-hkv``.
 
     Args:
-        arguments: command line; that of the process by default.
+        arguments: command line; None for the process's command line.
 
     Returns:
         0, or 1 if the answer is negative (a plan that does not fit, a hit rate that is not reached,
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(answer.content, indent=2) if parsed.json else answer.text)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has read enough
+    except BrokenPipeError:  # the reader, for example head, has ended
         # The interpreter flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.code

@@ -44,7 +44,8 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
     "adam": torch.optim.Adam,
 }
 _DEFAULT_SHARDING = ShardingType.ROW_WISE.value
-# Tables with fewer values take less than 2^60 bytes in float32, which planning.py takes as endless.
+# Tables with fewer values take less than 2^60 bytes in float32; planning.py uses 2^60 as unlimited
+# memory.
 _MOST_VALUES = 1 << 58
 
 

@@ -19,7 +19,7 @@ from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.planner.memory import ReportedPlan
 from torchrec_hkv.sharding import get_default_sharders
 
-# Plenty of memory, to learn what tables that do not fit would take.
+# Unlimited memory, to find out how much tables that do not fit would take.
 _ENDLESS = 1 << 60
 #: Largest number of GPUs that is planned for.
 MOST_GPUS = 4096
@@ -129,7 +129,7 @@ class Planning:
                 return planner.plan(self._model, get_default_sharders())
             except PlannerError:
                 return None
-            except RuntimeError as error:  # of TorchRec's enumerator
+            except RuntimeError as error:  # raised by TorchRec's enumerator
                 if "No available sharding type" not in str(error):
                     raise
                 return None

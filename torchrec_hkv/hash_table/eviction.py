@@ -12,11 +12,11 @@ from torchrec_hkv import _C
 
 @dataclasses.dataclass(frozen=True)
 class AgedLFU:
-    """LFU with aging counts: a count halves in each half-life in which its id is not looked up, and
-    the id of the lowest aged count is evicted.
+    """LFU with aging counts: the count of an id halves in each half-life without a lookup, and the
+    id with the lowest aged count is evicted.
 
-    The policy lies between LRU and LFU. Unlike LRFU, a hit adds to the full count, not to the aged
-    one, so that it costs no more than under LFU. The victim is the id with the lowest
+    The policy lies between LRU and LFU. Unlike in LRFU, a hit adds to the full count, not to the
+    aged count, so it costs no more than under LFU. The victim is the id with the lowest
     ``last lookup + half-life * log2(count)``.
 
     Attributes:
@@ -35,13 +35,13 @@ class AgedLFU:
         object.__setattr__(self, "c", float(self.c))
 
 
-#: The half-life c of an ``"adaptive"`` table before it first chooses one. Lower than the default of
-#: ``AgedLFU``: a table whose ids all change loses less until then.
+#: The half-life c of an ``"adaptive"`` table before it first chooses one. It is lower than the
+#: default of ``AgedLFU``, because then a table whose ids all change loses less until the choice.
 FIRST_C = 2.0
 
 EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
-#: The policies that are strings, and those of them that use epochs.
+#: The policies that are strings, and the policies that use epochs.
 POLICIES = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 EPOCH_POLICIES = ("epoch_lru", "epoch_lfu")
 
@@ -98,7 +98,7 @@ def policy_of(name: str) -> EvictionPolicy:
 
 
 def keeps_scores(eviction: EvictionPolicy | str) -> bool:
-    """Whether a policy, or one named as in files, stores scores, 8 bytes a slot."""
+    """Whether a policy, or a policy's name in files, stores scores, 8 bytes a slot."""
     return eviction != "lru"
 
 
@@ -108,7 +108,7 @@ def sums_scores(eviction: EvictionPolicy | str) -> bool:
 
 
 def counts_in(scores: Tensor, name: str) -> Tensor:
-    """Numbers of lookups in scores, int64, of a policy named as in files that sums them."""
+    """The numbers of lookups in int64 scores of a policy that sums them, by its name in files."""
     return scores & 0xFFFFFFFF if name == "epoch_lfu" else scores
 
 

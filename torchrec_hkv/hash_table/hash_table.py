@@ -47,13 +47,13 @@ class HashTable(SavedTable, TableSelection):
     | ``"epoch_lfu"`` | epoch in the high 32 bits, counts in the low | epoch set, counts added |
     | ``"customized"`` | as given | set |
 
-    Each id has two buckets. If both are full, the entry of the lowest score is evicted, among
-    equals the one touched least recently. Entries touched by the same call are not evicted. Under
-    :class:`torchrec_hkv.hash_table.AgedLFU` aged counts are compared; ``"adaptive"`` chooses its c
-    while the table runs, by the hit rates of miniature tables. A new id is refused if its score is
-    lower than all scores in its buckets, or if its buckets are full of ids of the same call. If an
-    id is given several scores in a call, it is refused only if all are too low. Counts are added;
-    of other scores one is kept (on a CPU the last).
+    Each id has two buckets. If both are full, the entry with the lowest score is evicted; among
+    equal scores, the one touched least recently. Entries touched by the same call are not evicted.
+    Under :class:`torchrec_hkv.hash_table.AgedLFU` aged counts are compared; ``"adaptive"`` chooses
+    its c while the table runs, by the hit rates of miniature tables. A new id is refused if its
+    score is lower than all scores in its buckets, or if its buckets are full of ids of the same
+    call. If an id has several scores in a call, it is refused only if all are too low. Counts are
+    added; of other scores one is kept (on a CPU the last).
 
     Args:
         dim: number of columns, 1 to 2048.
@@ -63,7 +63,7 @@ class HashTable(SavedTable, TableSelection):
             capacity.
         device: a CPU or CUDA device.
         dtype: data type of the rows: float32, float16, bfloat16 or int8. Rows of int8 are integers
-            with a float32 scale for each row; calls take and return them as float32, rounded to
+            with a float32 scale per row; calls take and return them as float32, rounded to
             the nearest.
         eviction: eviction policy.
         state_dim: number of float32 state values beside each row; zeros for a new id.
@@ -77,7 +77,7 @@ class HashTable(SavedTable, TableSelection):
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: zeros.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
-            ``Probability``. Ids that are not admitted are treated like refused ones, but counted
+            ``Probability``. Ids that are not admitted are treated like refused ids, but counted
             separately. None: all are admitted.
         expire_after: number of calls after which an untouched entry is removed, at least 1. Removal
             may take up to ``min(64, expire_after)`` further calls, because each call first scans a
@@ -355,7 +355,7 @@ class HashTable(SavedTable, TableSelection):
     def capacity(self) -> int:
         """Number of slots at full size: the requested capacity, rounded up.
 
-        Without ``initial_capacity`` it is rounded up by less than one slot for each bucket.
+        Without ``initial_capacity`` it is rounded up by less than one slot per bucket.
         """
         return self._group.num_slots
 

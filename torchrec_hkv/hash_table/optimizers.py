@@ -1,8 +1,8 @@
 """Optimizers that train rows in the backward of a lookup.
 
-Only the rows of ids in the batch change, and their states: weight decay, momentum and means of
-gradients do not change for other rows, as with ``torch.optim.SparseAdam``. The gradient of a row is
-the sum over all occurrences of its id in the batch; each row is updated once.
+Only the rows of ids in the batch change, and their states. Weight decay, momentum and means of
+gradients do not affect other rows, as in ``torch.optim.SparseAdam``. The gradient of a row is the
+sum over all occurrences of its id in the batch; each row is updated once.
 
 The learning rate is not part of an optimizer. A lookup takes it as a tensor, which may change.
 """
@@ -30,8 +30,8 @@ class Optimizer:
             by row and before the gradient of per-sample weights is computed. This is FBGEMM's
             ``gradient_clipping`` with ``max_gradient``.
         stochastic_rounding: rounds 16-bit rows up or down at random, so that the expected value is
-            exact. Optimizer states are float32 in any case. Float32 rows are not rounded, and int8
-            rows always are in this way.
+            exact. Optimizer states are float32 in any case. Float32 rows are never rounded, and
+            int8 rows are always rounded in this way.
         rounding_seed: seed of the rounding. The random bits are a function of the seed, the table's
             name and seed, the id, the column and the number of the table's update.
     """
@@ -188,7 +188,7 @@ class Adagrad(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
-    """Adagrad with one sum for each row, that of the mean of squares; FBGEMM's
+    """Adagrad with one sum per row, the sum of its mean squares; FBGEMM's
     ``EXACT_ROWWISE_ADAGRAD``.
 
     State of a row: the sum ``[1]``. See :class:`Adagrad` for the other attributes.

@@ -1,4 +1,4 @@
-"""Which rank an id goes to, and the operators with which ranks exchange ids."""
+"""Assigns ids to ranks, and the operators with which ranks exchange ids."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def bucketize(
             changed. Otherwise TorchRec's contiguous blocks: row ``r`` goes to rank ``r // block``
             as ``r % block``.
         world_size: number of ranks.
-        weights: float32, one for each id, or None.
+        weights: float32, one per id, or None.
 
     Returns:
         ``(lengths, values, weights, unbucketize_permute)``. Lengths are rank-major

@@ -50,23 +50,23 @@ class SavedTable:
 
         Args:
             path: a folder; an earlier save in it is replaced.
-            batch_bytes: memory the save may take, on the host and as much on the device.
-            blocking: whether the call ends when all is on the disk. Otherwise it ends when all has
-                been copied, and threads write while the table changes. The file holds the state at
-                the time of the call. Another save waits for that.
-            staging_bytes: with ``blocking=False``, host memory that copies may take besides
-                ``batch_bytes``. If they don't fit, the call waits for the disk and logs that.
-            device_staging_bytes: with ``blocking=False``, memory of the table's GPU that copies may
-                take before they go to host memory. None: free memory, with what PyTorch
-                keeps for later allocations, less a tenth of the GPU's memory.
+            batch_bytes: memory limit in bytes, on the host and on the device each.
+            blocking: True: the call returns when all data is on the disk. False: it returns when
+                all data has been copied, and threads write while the table changes. The file holds
+                the contents at the time of the call. Another save waits for this one.
+            staging_bytes: with ``blocking=False``, host memory in bytes that copies may take
+                besides ``batch_bytes``. If they don't fit, the call waits for the disk and logs it.
+            device_staging_bytes: with ``blocking=False``, memory in bytes of the table's GPU that
+                copies may take before they go to host memory. None: free memory, including the
+                memory that PyTorch caches, less a tenth of the GPU's memory.
 
         Returns:
             With ``blocking=False`` a handle (``wait()``, ``done()``, ``progress``); else None.
 
         Raises:
-            ValueError: ``path`` is something else than a saved table, or a number of bytes is out
-                of range.
-            OSError: writing failed; the last save is whole.
+            ValueError: ``path`` is not a folder of a saved table, or a number of bytes is out of
+                range.
+            OSError: writing failed; the previous save is complete.
         """
         check_staging(staging_bytes, device_staging_bytes)
         wait_for_saves()
@@ -104,13 +104,13 @@ class SavedTable:
     ) -> int:
         """Replaces the contents of the table by saved ones.
 
-        If the capacities are equal, each id gets the slot it had. Otherwise ids are placed again.
-        Calls of other threads wait, from the moment the files are verified. Admission counters are
-        loaded if both tables count in cells, or in sketches of the same size.
+        If the capacities are equal, each id gets the slot it had. Otherwise ids are inserted again.
+        Once the files are verified, calls of other threads wait until the end. Admission counters
+        are loaded if both tables count in cells, or in sketches of the same size.
 
         Args:
             path: the folder of a saved table.
-            allow_loss: True: load into a table with too little room, too; an id is left out if all
+            allow_loss: True: load even if the table has too little room; an id is left out if all
                 ids in its two buckets rank higher.
             batch_bytes: memory limit of the load in bytes, on the host and on the device each.
 
@@ -120,7 +120,7 @@ class SavedTable:
         Raises:
             ValueError: the files are damaged, or of a table of another dim, dtype, policy, state
                 width, name, seed or initializer, or there is too little room. Nothing has changed
-                then, except that a table of another capacity is left empty if ids find no slot
+                then. Exception: a table of another capacity is empty afterwards if ids find no slot
                 although less than 95 % of its slots are needed.
         """
         wait_for_saves()
@@ -149,11 +149,11 @@ class SavedTable:
         deterministic: bool = False,
         allow_loss: bool = False,
     ) -> Self:
-        """Makes a table from a saved one.
+        """Makes a table from a saved table.
 
         Args:
             path: the folder of a saved table.
-            capacity: capacity of the new table; that of the saved one by default.
+            capacity: capacity of the new table; by default that of the saved table.
             initial_capacity: see :class:`HashTable`; that of the saved table by default, if
                 ``capacity`` is not given. The table grows as far as the files require.
             eviction: eviction policy; that of the saved table by default, with the default c for

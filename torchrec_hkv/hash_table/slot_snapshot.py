@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 _ops = torch.ops.torchrec_hkv
-#: Bytes for each slot of a comparison in which all slots may differ: places, present and previous
+#: Bytes for each slot of a comparison in which all slots may differ: slots, current and previous
 #: ids, and results.
 COMPARE_BYTES = 48
 #: Slots that a CPU compares at a time, so that their data stays in its caches.
@@ -25,12 +25,12 @@ class Difference:
     """The differences in a range of slots; tensors are on the table's device.
 
     Attributes:
-        slots: int64, ascending: those whose entries changed or are new.
-        ids: int64, of the entries there.
+        slots: int64, ascending: slots whose entries changed or are new.
+        ids: int64, the ids in these slots.
         touched: bool, whether the entry was looked up or changed, and did not just move.
         stayed: bool, whether the slot held the same id before.
-        gone_slots: int64, ascending: those that held another id before.
-        gone_ids: int64, these ids. An id may be in another slot now.
+        gone_slots: int64, ascending: slots that held another id before.
+        gone_ids: int64, the ids that they held. An id may be in another slot now.
     """
 
     slots: Tensor
@@ -42,23 +42,23 @@ class Difference:
 
 
 class SlotSnapshot:
-    """The id of each slot at one moment; 9 bytes of host memory a slot.
+    """A copy of the id of each slot; it takes 9 bytes of host memory for each slot.
 
-    Slots are counted from the table's first.
+    Slots are counted from the table's first slot.
 
     Args:
-        group: the table's.
-        table: its index there.
+        group: the table's group.
+        table: index of the table in the group.
     """
 
     def __init__(self, group: TableGroup, table: int) -> None:
         self._group, self._table = group, table
         self.ids = torch.empty(0, dtype=torch.int64)
         self.occupied = torch.empty(0, dtype=torch.bool)
-        # Moves of the group's entries, and removals, that are known here.
+        # The group's moves and removals that the snapshot includes.
         self._moves: tuple[int, int] | None = None
         self._removals: int | None = None
-        #: Whether lookups free slots, too: those of old entries.
+        #: Whether lookups free slots, because old entries expire.
         self._expires = group.tables[table].expire_after is not None
 
     @property
@@ -67,11 +67,11 @@ class SlotSnapshot:
         return int(self.occupied.count_nonzero())
 
     def resize(self, *, keep: bool) -> None:
-        """Makes room for the slots that the table has now; further ones were free before."""
+        """Changes the size to the table's current number of slots; added slots count as free."""
         slots = self._group.present_slots(self._table)
         if slots == len(self.ids):
             return
-        pin = self._group.device.type == "cuda"  # a GPU copies from it without help
+        pin = self._group.device.type == "cuda"  # kernels access it directly
         ids = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
         occupied = torch.zeros(slots, dtype=torch.bool, pin_memory=pin)
         if keep:
@@ -80,10 +80,10 @@ class SlotSnapshot:
         self.ids, self.occupied = ids, occupied
 
     def take(self, batch: int) -> None:
-        """Notes what all slots hold now.
+        """Stores the current contents of all slots.
 
         Args:
-            batch: slots to look at at a time.
+            batch: number of slots to read at a time.
         """
         self.resize(keep=False)
         for own in self._ranges(batch, _CPU_SLOTS):
@@ -96,22 +96,22 @@ class SlotSnapshot:
         self.know_moves()
 
     def know_moves(self) -> None:
-        """Entries have moved or gone, and what the slots hold now has been noted."""
+        """Marks all moves and removals of entries so far as included in the snapshot."""
         self._moves, self._removals = self._group.moves, self._group.removals
 
     def compare(
         self, since: int, batch: int, changed: Tensor | None = None
     ) -> Iterator[Difference]:
-        """Compares, and notes what the slots hold now.
+        """Compares the snapshot with the current contents, and stores these.
 
         One pass reads last steps, and digests only if slots may have been freed. Ids are compared
-        where an entry was looked up, came or went, and in all slots only if entries have moved: a
-        table grew or was restored.
+        only in slots whose entry was looked up, came or left. They are compared in all slots if
+        entries have moved, because a table grew or was restored.
 
         Args:
             since: entries that were looked up in this step or later count as changed.
-            batch: slots to look at at a time.
-            changed: int64, in host memory: slots of further entries that changed.
+            batch: number of slots to compare at a time.
+            changed: int64, in host memory: slots of other entries that changed.
         """
         moves, removals = self._group.moves, self._group.removals
         moved, freed = moves != self._moves, self._expires or removals != self._removals
@@ -124,7 +124,7 @@ class SlotSnapshot:
             its_marks = marked[own] if len(marked) else None
             found = self._difference(own, since, its_marks, moved, freed)
             if self._group.device.type == "cuda":
-                # The GPU writes to the snapshot, which the host may read from here on.
+                # The GPU writes to the snapshot, and the host may read it after the yield.
                 torch.cuda.current_stream(self._group.device).synchronize()
             yield found
         self._moves, self._removals = moves, removals
@@ -161,11 +161,11 @@ class SlotSnapshot:
         return _ops.slot_changes(*place, was, marked, since, moved)
 
     def note(self, slots: Tensor, ids: Tensor | None) -> None:
-        """Notes what some slots hold now.
+        """Stores new contents of some slots.
 
         Args:
-            slots: int64.
-            ids: int64, of the entries there; None where the slots are free.
+            slots: int64 ``[n]``.
+            ids: int64 ``[n]``, the ids in these slots; None if the slots are free.
         """
         at = slots.cpu()
         self.occupied[at] = ids is not None

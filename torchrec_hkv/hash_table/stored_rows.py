@@ -1,8 +1,8 @@
-"""Rows as tables store them, and as numbers.
+"""Converts rows between the form in which tables store them and numbers.
 
-Rows of floats are stored as they are. A row of 8 bits is stored as bytes: its float32 scale, an
-int8 for each column, and zeros up to a multiple of four bytes. A column's value is the scale times
-its int8. The scale is a 127th of the row's largest magnitude (``csrc/common/int8_rows.h``).
+Rows of floats are stored unchanged. An int8 row is stored as bytes: its float32 scale, an int8 for
+each column, and zeros up to a multiple of four bytes. A column's value is the scale times its int8.
+The scale is the row's largest magnitude over 127 (``csrc/common/int8_rows.h``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _SCALE_BYTES = 4
-_LEAST = 2.0**-100  # rows of smaller values are stored as zeros
+_LEAST = 2.0**-100  # a row with only smaller values is stored as zeros
 _MOST = 2.0**127  # larger values are stored as this
 
 

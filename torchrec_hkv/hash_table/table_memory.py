@@ -15,7 +15,7 @@ class TableMemory:
     """Memory of a table at its full capacity.
 
     Attributes:
-        num_slots: number of slots: the capacity, rounded up by less than one slot for each bucket.
+        num_slots: number of slots: the capacity, rounded up by less than one slot per bucket.
         initial_slots: number of slots at first.
         bucket_slots: number of slots in a bucket, at most 64.
         index_bytes: bytes of digests, ids, steps, scores, miniature tables of an ``"adaptive"``
@@ -57,7 +57,7 @@ def table_memory(
     remember_evicted: int | None = None,
     restore_counts: bool = False,
 ) -> TableMemory:
-    """Computes the memory of a table.
+    """Computes the memory of a table at its full capacity.
 
     Args:
         capacity: number of rows that the table must hold, at least 1.
@@ -92,9 +92,9 @@ class HbmShare:
         slots: if all rows fit, the table's number of slots. Otherwise the number of frames in HBM
             that cache rows of host memory; 0 if less than 1 / 4000 of the slots would have one.
         sets: number of sets of the frames.
-        all_states: whether HBM holds the states of all slots, though not all rows. It does if a
-            state takes at most 16 bytes, and all states at most half of the HBM beside the index.
-            Otherwise states are where their rows are.
+        all_states: whether HBM holds the states of all slots, but not all rows. This is the case if
+            a state takes at most 16 bytes, and all states at most half of the HBM besides the
+            index. Otherwise states are where their rows are.
     """
 
     slots: int

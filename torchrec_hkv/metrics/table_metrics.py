@@ -9,7 +9,7 @@ from torchrec_hkv.hash_table.groups.counters import MINIATURE_CS
 
 @dataclasses.dataclass(frozen=True)
 class TableMetrics:
-    """Counters of a table. Those of several ranks and tables can be added.
+    """Counters of a table. Counters of several ranks and tables can be added.
 
     Attributes:
         lookups: ids in training lookups and insertions.

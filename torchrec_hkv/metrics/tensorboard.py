@@ -90,7 +90,7 @@ class TensorBoard:
 
 
 def _used(now: TableMetrics) -> list[str]:
-    """The metrics that a table uses, judged by its counts."""
+    """The metrics that a table uses, derived from its counts."""
     names = [name for name in COUNTED if getattr(now, name) and name not in _BY_MEMORY]
     if now.inserted:
         names.append("evicted")

@@ -42,15 +42,15 @@ def collect(source: Source, group: dist.ProcessGroup | None = None) -> Metrics:
 class Watch:
     """Reads the metrics of a model every ``every`` steps, without making a step wait.
 
-    A reading and its copy to the host run on the device. The first :meth:`step` that finds the copy
-    done, or :meth:`close`, hands the reading to the sinks. The end of a ``with`` block closes the
-    watch; if the block ends with an error, no reading is started or waited for.
+    A reading and its copy to the host run on the device. The first :meth:`step` after the copy has
+    finished, or :meth:`close`, passes the reading to the sinks. The end of a ``with`` block closes
+    the watch; if the block ends with an error, no reading is started or waited for.
 
     Args:
         source: as for :func:`collect`.
         every: number of steps between two readings.
         sinks: callables that receive the step of a reading and the reading, on every rank.
-        group: as for :func:`collect`. NCCL adds up without a wait, gloo waits.
+        group: as for :func:`collect`. NCCL sums without making a step wait; gloo waits.
 
     Raises:
         TypeError: the source is of another type, or a sink is not callable.
@@ -93,14 +93,14 @@ class Watch:
             self._hand_on_done()
 
     def step(self) -> None:
-        """Counts a step. Starts a reading if due, and hands completed readings to the sinks."""
+        """Counts a step. Starts a reading if due, and passes completed readings to the sinks."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._begin()
         self._hand_on_done()
 
     def close(self) -> None:
-        """Starts a reading of the last step, waits for all readings and hands them to the sinks.
+        """Starts a reading of the last step, waits for all readings and passes them to the sinks.
         Further calls do nothing."""
         if self._steps > self._begun:
             self._begin()

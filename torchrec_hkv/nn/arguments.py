@@ -16,8 +16,8 @@ def flat_ids(ids: Tensor, device: torch.device) -> Tensor:
     """Ids of any shape as int64 ``[n]``.
 
     Raises:
-        TypeError: they are not int64 or int32.
-        ValueError: they are not on the tables' device.
+        TypeError: the ids are not int64 or int32.
+        ValueError: the ids are not on the tables' device.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -33,11 +33,11 @@ def flat_scores(
     scores: Sequence[Tensor] | None,
     training: bool,
 ) -> list[Tensor] | None:
-    """Scores of ids as int64 ``[n]``, one tensor a table.
+    """Scores of ids as int64 ``[n]``, one tensor per table.
 
     Raises:
-        TypeError: they are not int64.
-        ValueError: the policy needs scores or takes none, or they don't match the ids.
+        TypeError: the scores are not int64.
+        ValueError: scores are missing or not allowed under the policy, or don't match the ids.
     """
     if scores is None:
         if training and eviction == "customized":
@@ -81,7 +81,7 @@ def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
 
 
 def check_int(name: str, value: object, least: int, most: int) -> None:
-    """Raises ValueError if a value is not an integer of a range."""
+    """Raises ValueError if a value is not an integer from ``least`` to ``most``."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {most}.")
 

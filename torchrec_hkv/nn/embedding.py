@@ -47,11 +47,11 @@ class HierarchicalHashEmbedding(TableModule):
             4 * ``embedding_dim`` + 24 bytes. If the buffer is full, gradients of equal ids are
             summed; if it is still full, the backward raises.
         padding_idx: an id whose row is zeros and is not trained. It takes a slot in training.
-        eviction: which id leaves a full table: ``"lru"``, the least recently looked up one;
-            ``"lfu"``, the least frequently looked up one; an :class:`torchrec_hkv.AgedLFU` or
-            ``"adaptive"``, LFU with aging counts; ``"epoch_lru"`` or ``"epoch_lfu"``, one of the
-            earliest :attr:`epoch`; ``"customized"``, the one of the lowest score, where each
-            training lookup is given scores.
+        eviction: which id leaves a full table: ``"lru"``, the least recently looked up id;
+            ``"lfu"``, the least frequently looked up id; an :class:`torchrec_hkv.AgedLFU` or
+            ``"adaptive"``, LFU with aging counts; ``"epoch_lru"`` or ``"epoch_lfu"``, an id of the
+            earliest :attr:`epoch`; ``"customized"``, the id with the lowest score; each training
+            lookup must then be given scores.
         initializer: initializer of new rows: a ``Uniform``, ``Normal``, ``TruncatedNormal`` or
             ``Constant`` of :mod:`torchrec_hkv.hash_table`. None: uniform between plus and minus
             ``embedding_dim ** -0.5``.
@@ -123,7 +123,7 @@ class MultiTableHKVEmbedding(TableModule):
     """Several hash table embeddings of equal shape, looked up in one call.
 
     One lookup and one update serve all tables. It suits fields with equal numbers of ids: outputs
-    take memory as if each field had as many ids as the largest. See
+    take as much memory as if each field had as many ids as the largest field. See
     :class:`HierarchicalHashEmbedding` for the behaviour of each table.
 
     Args:
@@ -189,8 +189,8 @@ class MultiTableHKVEmbedding(TableModule):
         """Looks up rows in each table.
 
         Args:
-            ids: list or tuple of one tensor for each table, int64 or int32; shapes may differ.
-            scores: list or tuple of one int64 tensor for each table, of the shape of its ids;
+            ids: list or tuple of one tensor per table, int64 or int32; shapes may differ.
+            scores: list or tuple of one int64 tensor per table, of the shape of its ids;
                 required in training under ``"customized"``, not allowed under other policies.
 
         Returns:

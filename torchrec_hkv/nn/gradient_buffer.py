@@ -27,7 +27,7 @@ class _Held:
 class GradientBuffer:
     """The gradients of the backwards since the last step, in bounded memory.
 
-    The gradient of each backward is stored as it is. If the buffer is full, gradients of equal ids
+    The gradient of each backward is stored unchanged. If the buffer is full, gradients of equal ids
     are summed, which synchronizes with the device. The limit does not include the gradient tensor
     that autograd itself allocates.
 
@@ -146,8 +146,7 @@ def _tables(held: _Held) -> Tensor:
 
 
 def bag_offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Offsets of bags with one id each. Empty bags follow the bags of each table up to the largest
-    number.
+    """Offsets of bags with one id each. Empty bags pad each table to the largest number of ids.
 
     Args:
         sizes: number of ids of each table.

@@ -34,14 +34,14 @@ class SlotLookup:
     id, and bags after its last id are empty.
 
     Attributes:
-        ids: int64 ``[n]``, those of the first table, then of the second, and so on.
+        ids: int64 ``[n]``, the ids of the first table, then of the second, and so on.
         offsets: int64 ``[tables * batch_size + 1]``.
         weights: float32 ``[n]``, 0 for padding and 1 for other ids; None without padding.
         slots: int64 ``[n]``, -1 for padding and for ids without a slot.
         sizes: number of ids of each table.
         batch_size: the largest of ``sizes``.
         growths: number of growths of the group when the slots were found.
-        interval: the lookups it belongs to; None in evaluation.
+        interval: the interval between two steps that the lookup belongs to; None in evaluation.
     """
 
     ids: Tensor
@@ -55,7 +55,8 @@ class SlotLookup:
 
 
 class Lookup(torch.autograd.Function):
-    """Looks up rows. The backward hands the gradient to the tables, which store it until a step."""
+    """Looks up rows. The backward passes the gradient to the tables, which store it until a
+    step."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tables: Tables, found: SlotLookup) -> Tensor:

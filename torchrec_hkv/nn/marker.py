@@ -2,10 +2,9 @@
 
 Optimizers, ``GradScaler``, ``clip_grad_norm_`` and ``zero_grad`` access gradients as ``.grad`` of
 parameters. A module of tables therefore has one parameter, the anchor. Each backward adds the
-constant :data:`MARK` to its gradient, and whatever scales this gradient scales the stored
-gradients.
-The constant is so small that it adds nothing to a norm (its square is 0 in float32). It is a power
-of two, so that scale factors can be recovered exactly.
+constant :data:`MARK` to the anchor's gradient. If this gradient is scaled, the stored gradients are
+scaled by the same factor. The constant is so small that it adds nothing to a norm (its square is 0
+in float32). It is a power of two, so that scale factors can be recovered exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Marker:
 
     def __init__(self, anchor: nn.Parameter) -> None:
         self.checks = False
-        self._backwards = 0  # number of backwards that the gradient is the sum of
+        self._backwards = 0  # number of backwards whose gradients are summed
         self._pending: dict[int, int] = {}  # number of gradients not accumulated yet, by graph task
         self._version = 0  # version of the gradient when autograd last wrote it
         self.bind(anchor)

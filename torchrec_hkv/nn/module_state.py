@@ -1,4 +1,4 @@
-"""Hash tables of a module in its ``state_dict``."""
+"""Saves and loads the hash tables of a module in its ``state_dict``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.table_plan import Plan
 from torchrec_hkv.nn.tables import Progress, Tables
 
-# Fields of a table's contents that a module's state_dict holds; states are the optimizer's.
+# Fields of a table's contents in a module's state_dict. States are in the optimizer's state_dict.
 _SAVED = ("ids", "rows", "last_steps", "scores")
 
 
@@ -55,7 +55,7 @@ def saved_state(tables: Tables, prefixes: Sequence[str]) -> dict[str, Tensor]:
 
 
 def load_state(tables: Tables, prefixes: Sequence[str], saved: Mapping[str, Tensor]) -> None:
-    """Replaces the contents of tables; rows keep their present optimizer states.
+    """Replaces the contents of tables; ids that stay keep their optimizer states.
 
     Args:
         tables: the tables.

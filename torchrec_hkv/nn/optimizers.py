@@ -108,7 +108,8 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _scale(self, anchor: Tensor) -> Tensor | None:
-        """The scale of a calling GradScaler; 1 if it has already unscaled; None without one."""
+        """The scale of the calling GradScaler; 1 if gradients are unscaled already; None without a
+        scaler."""
         if not hasattr(self, "found_inf"):
             return None
         scale = self.grad_scale
@@ -220,7 +221,7 @@ class HKVAdamOptimizer(RowOptimizer):
     """Adam of rows with one step count for all rows of a table, as in ``torch.optim.SparseAdam``.
 
     The formula is that of ``torch.optim.Adam``. ``SparseAdam`` adds ``eps`` before the bias
-    correction, which makes a difference only if gradients are not much larger than ``eps``.
+    correction, which matters only if gradients are not much larger than ``eps``.
 
     The states of a row are the means of its gradients and of their squares, 8 bytes a column.
 
@@ -261,7 +262,7 @@ class HKVAdamOptimizer(RowOptimizer):
 
 
 class HKVSparseAdam(HKVAdamOptimizer):
-    """Adam with a step count for each row, stored in its state, that corrects the bias.
+    """Adam with a step count per row, stored in its state, that corrects the bias.
 
     An id that appears late, or again after an eviction, is therefore corrected like the first ids.
     The arguments are those of :class:`HKVAdamOptimizer`.

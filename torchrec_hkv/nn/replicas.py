@@ -1,4 +1,4 @@
-"""Modules that train by themselves, under ``DistributedDataParallel``."""
+"""Refuses modules that train their own tables under ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def refuse_replicas(what: str, instead: str) -> None:
-    """Refuses a training forward inside of a ``DistributedDataParallel`` of several processes.
+    """Raises if the forward of a ``DistributedDataParallel`` of several processes is running.
 
     Args:
-        what: whose gradients it does not add up, in the plural.
-        instead: what to do, after a colon.
+        what: plural noun for the objects whose gradients ``DistributedDataParallel`` does not see.
+        instead: what to do instead; ends the message.
 
     Raises:
-        RuntimeError: the forward of such a module runs.
+        RuntimeError: such a forward is running.
     """
     # Set by DistributedDataParallel while its forward runs.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)

@@ -43,11 +43,11 @@ class TableModule(nn.Module):
         embedding_dim: number of columns of a row.
         max_capacity: maximal number of rows of each table.
         init_capacity: number of rows that each table has memory for at first.
-        max_hbm_gb: limit of each table in HBM, in GiB.
+        max_hbm_gb: limit of HBM for each table in GiB.
         learning_rate: learning rate of the built-in SGD.
         weight_decay: weight decay of optimizers that do not set another.
-        grad_buffer_hbm_gb: maximal memory of stored gradients of all tables, in GiB.
-        padding_idx: an id without a row.
+        grad_buffer_hbm_gb: limit of memory for stored gradients of all tables in GiB.
+        padding_idx: an id whose row is zeros and is not trained.
         eviction: the eviction policy.
         initializer: initializer of new rows.
         seed: seed of new rows.
@@ -105,22 +105,27 @@ class TableModule(nn.Module):
 
     # -- lookups ----------------------------------------------------------------------------------
 
-    # In a compiled graph the counters are copied before an op that writes them, which also happens
-    # past the copy; and each step's pin has a number of its own, for which it compiles again.
+    # In a compiled graph, ops get a copy of the counters but also write to the original. The graph
+    # would also be compiled again for each step, because each pin has its own number.
     @torch.compiler.disable
     def _lookup(
         self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Rows of ids of any shapes, one tensor a table; and for each a tensor of scores."""
+        """Looks up rows, one tensor per table.
+
+        Args:
+            ids: ids of each table, of any shape.
+            scores: scores of each table's ids; None without scores.
+        """
         flat = [flat_ids(part, self._tables.group.device) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
             refuse_replicas("hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
         given = flat_scores(self._tables.plan.eviction, ids, scores, training)
         rows = self._tables.lookup(flat, self.padding_idx, training, given)
-        if len(ids) == 1:  # without unbind, whose backward copies
+        if len(ids) == 1:  # avoids unbind, whose backward copies
             return [rows.view(*ids[0].shape, self.embedding_dim)]
-        # Slicing only where it cuts, since its backward writes a gradient of its own.
+        # Slices only if needed, because the backward of a slice writes another gradient.
         return [
             (of_table[: part.numel()] if part.numel() < len(of_table) else of_table).view(
                 *part.shape, self.embedding_dim
@@ -131,26 +136,27 @@ class TableModule(nn.Module):
     # -- training ---------------------------------------------------------------------------------
 
     def attach(self, owner: object, optimizer: Optimizer, state_hbm_gb: float | None) -> None:
-        """Lets an optimizer train the rows; their states start from zeros, in a copied module, too.
+        """Makes an optimizer train the rows. Their states start from zeros, even in a copied
+        module.
 
         The optimizers of :mod:`torchrec_hkv.nn` call it. An optimizer that was attached before
         can't step any more.
 
         Args:
-            owner: the optimizer, as users see it.
-            optimizer: as kernels see it.
-            state_hbm_gb: GiB of a GPU's memory that states of each table may take; None: they count
-                as rows.
+            owner: the optimizer that users call.
+            optimizer: the optimizer of the kernels.
+            state_hbm_gb: limit of GPU memory for the states of each table in GiB; None to count
+                states as rows.
 
         Raises:
-            RuntimeError: gradients are held.
-            ValueError: the tables with their states don't fit.
+            RuntimeError: gradients are stored.
+            ValueError: the tables with their states don't fit in memory.
         """
         plan = self._tables.plan
         limits = HbmLimits(
             plan.limits.rows, gib_to_bytes("state_hbm_gb_per_embedding", state_hbm_gb)
         )
-        # Without the old optimizer, so that equal ones start from zeros, too.
+        # Removes the old optimizer first, so that states start from zeros even if both are equal.
         stateless = [
             dataclasses.replace(held, states=held.states[:, :0]) for held in self._tables.contents()
         ]
@@ -165,11 +171,11 @@ class TableModule(nn.Module):
     def apply_gradients(self, learning_rate: float | Tensor | None = None) -> None:
         """Updates each row once by its stored gradients, and drops the gradients.
 
-        A module without an HKV optimizer trains by SGD, and this is its step. ``step()`` of an HKV
-        optimizer calls this method.
+        Without an HKV optimizer, a module trains by SGD, and this method is its step. ``step()`` of
+        an HKV optimizer calls it.
 
         Args:
-            learning_rate: by default the module's.
+            learning_rate: learning rate; None for the module's.
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
         self.apply_scaled_gradients(rate, None)
@@ -179,14 +185,15 @@ class TableModule(nn.Module):
 
         Args:
             learning_rate: learning rate of this update.
-            scale: what gradients are divided by; None without a scaler. With one, gradients that
-                are not all finite are dropped.
+            scale: scale by which gradients are divided; None without a scaler. With a scaler,
+                gradients are dropped unless all are finite.
         """
         check_rate("learning_rate", learning_rate, or_tensor=True)
         self._tables.apply(learning_rate, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the stored gradients, for any ``set_to_none``. That of a parent does the same."""
+        """Drops the stored gradients, for any ``set_to_none``. ``zero_grad`` of a parent module
+        does the same."""
         self._tables.drop()
 
     @property
@@ -221,7 +228,7 @@ class TableModule(nn.Module):
                 )
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Gives rows their states; zeros to those that have none here."""
+        """Sets the states of rows; zeros for rows without states in ``states``."""
         held = [
             table.with_states(state["ids"].cpu(), state["states"].cpu())
             for table, state in zip(self._tables.contents(), states, strict=True)
@@ -233,18 +240,19 @@ class TableModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Device of the tables."""
         return self._tables.group.device
 
     @property
     def group(self) -> TableGroup:
-        """The tables; another group after the module was moved, loaded or given to an optimizer."""
+        """The group of the tables. It is replaced when the module is moved, loaded or given to an
+        optimizer."""
         return self._tables.group
 
     @property
     def epoch(self) -> int:
         """The epoch of later lookups under ``"epoch_lru"`` and ``"epoch_lfu"``, 0 to 2^32 - 1. Set
-        it at the start of an epoch: ids of earlier epochs leave a full table first."""
+        it at the start of an epoch. A full table evicts ids of earlier epochs first."""
         return self._tables.group.epoch
 
     @epoch.setter
@@ -274,7 +282,7 @@ class TableModule(nn.Module):
 
     @property
     def capacity(self) -> int:
-        """Maximal number of rows of each table. Below ``max_capacity`` if memory is short."""
+        """Maximal number of rows of each table; less than ``max_capacity`` if memory is short."""
         return self._tables.capacity
 
     @property
@@ -283,7 +291,7 @@ class TableModule(nn.Module):
         return self._tables.gradient_bytes
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counts of each table by its name, and its size and capacity; waits for the device.
+        """Counters, size and capacity of each table, by name. Synchronizes with the device.
 
         See :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """

@@ -1,4 +1,4 @@
-"""The properties of a module's tables: from its arguments, and as a group that fits in memory."""
+"""Makes the properties of a module's tables from its arguments, and a group that fits in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrec_hkv.nn.warn import warn
 # Default of init_capacity, in rows.
 _INITIAL_CAPACITY = 1 << 16
 _MAX_DIM = 2048
-#: Upper bound of rows in estimates of memory; every device holds fewer.
+#: Upper bound on rows in estimates of memory, more than any device holds.
 _MOST_ROWS = 1 << 58
 
 
@@ -36,14 +36,14 @@ class Plan:
     Attributes:
         names: names of the tables; mixed into the seed of initial rows.
         dim: number of columns of their rows.
-        max_capacity: maximal number of rows of each.
-        initial_capacity: number of rows that each has memory for at first.
+        max_capacity: maximal number of rows of each table.
+        initial_capacity: number of rows that each table has memory for at first.
         eviction: the eviction policy.
-        limits: limits of each table in HBM.
+        limits: limits of HBM for each table.
         gradient_bytes: maximal memory of stored gradients.
         seed: seed of initial rows.
         initializer: initializer of initial rows.
-        optimizer: the optimizer that trains them.
+        optimizer: the optimizer of the tables.
         device: device of the tables.
         remember_evicted: number of evicted ids that each table remembers.
     """
@@ -78,7 +78,7 @@ def checked_plan(
     device: torch.device | str | None,
     remember_evicted: int | None,
 ) -> Plan:
-    """The plan that the arguments of a module mean, with its defaults; the optimizer is SGD.
+    """Checks the arguments of a module and makes its plan, with SGD as optimizer.
 
     Args:
         module: name of the module's class, for messages. The other arguments are those of
@@ -92,7 +92,7 @@ def checked_plan(
     if init_capacity is None:
         init_capacity = min(max_capacity, _INITIAL_CAPACITY)
     check_int("init_capacity", init_capacity, 1, max_capacity)
-    if seed is None:  # as the weights of other modules, torch.manual_seed decides
+    if seed is None:  # torch.manual_seed determines it, like the weights of other modules
         seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
     check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
     check_eviction(module, eviction, POLICIES)
@@ -124,7 +124,11 @@ def checked_plan(
 
 
 def make_group(plan: Plan) -> tuple[TableGroup, int]:
-    """A group, and the capacity of its tables."""
+    """Makes a group; returns it with the capacity of its tables.
+
+    Raises:
+        ValueError: not even the initial capacity fits in memory.
+    """
     width = plan.optimizer.state_width(plan.dim)
     shape = TableShape(
         len(plan.names),

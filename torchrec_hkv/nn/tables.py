@@ -1,4 +1,4 @@
-"""The tables of a module: one group, the gradients it holds, and what trains it."""
+"""The tables of a module: a group, its stored gradients, and its updates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchrec_hkv.nn.table_plan import Plan, make_group
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
-# Shapes of batches whose offsets are kept.
+# Number of batch shapes whose offsets are cached.
 _KEPT_OFFSETS = 4
-# Of a round whose slots are to be found again when they are needed.
+# Number of growths that marks slots as outdated: they are found again when they are needed.
 _LOOK_AGAIN = -1
 
 
@@ -33,7 +33,7 @@ class Progress:
     Attributes:
         clock: number of the last lookup in training.
         epoch: epoch of the epoch policies.
-        aging: aging of each table, as :meth:`TableGroup.measured_aging` gives it.
+        aging: result of :meth:`TableGroup.measured_aging` for each table.
     """
 
     clock: int
@@ -42,12 +42,12 @@ class Progress:
 
     @classmethod
     def of(cls, group: TableGroup) -> Progress:
-        """Reads them from a group; waits for the device."""
+        """Reads the progress of a group. Synchronizes with the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
 
     def give(self, group: TableGroup) -> None:
-        """Sets them in a group."""
+        """Sets the progress of a group."""
         group.set_clock(self.clock)
         group.set_epoch(self.epoch)
         for table, measured in enumerate(self.aging):
@@ -63,12 +63,12 @@ class Tables:
         marker: marker of the module's anchor.
 
     Raises:
-        ValueError: not even the initial capacity fits, or the group refuses an argument.
+        ValueError: not even the initial capacity fits in memory, or the group refuses an argument.
     """
 
     def __init__(self, plan: Plan, marker: Marker) -> None:
         self.marker = marker
-        #: Whether an optimizer of this package, or ``apply_gradients``, has to do with the tables.
+        #: Whether an optimizer of this package or ``apply_gradients`` trains the tables.
         self.is_trained = False
         self._interval: weakref.ref[PinScope] | None = None
         self._offsets: dict[tuple[int, ...], Tensor] = {}
@@ -94,16 +94,16 @@ class Tables:
         training: bool,
         scores: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows of ids.
+        """Looks up rows.
 
         Args:
             ids: for each table int64 ``[n]`` on the tables' device.
             padding_idx: an id whose row is zeros and is not trained.
-            training: whether to insert ids that are not there, and to hold the gradient.
+            training: whether to insert missing ids, and to store the gradient.
             scores: for each table int64 ``[n]``, for training under ``"customized"``.
 
         Returns:
-            float32 ``[most ids of a table, tables, dim]``; zeros after the last id of each table.
+            float32 ``[largest n, tables, dim]``; zeros after the last id of each table.
         """
         sizes = tuple(part.numel() for part in ids)
         flat = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous()
@@ -125,7 +125,7 @@ class Tables:
         return rows.view(batch_size, len(sizes), self.plan.dim)
 
     def rows(self, found: SlotLookup) -> Tensor:
-        """Rows of what was found, ``[batch_size, tables * dim]``; not recorded by autograd."""
+        """Rows of found slots, ``[batch_size, tables * dim]``; not recorded by autograd."""
         with torch.no_grad():
             return self.group.pooled_lookup(
                 self._no_rate,
@@ -164,7 +164,7 @@ class Tables:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there is something to apply."""
+        """Whether gradients are stored."""
         return bool(self._gradients) and not self.marker.was_dropped
 
     @property
@@ -173,10 +173,10 @@ class Tables:
         return self._gradients.bytes
 
     def hold(self, grad: Tensor, found: SlotLookup) -> None:
-        """Holds the gradient of a lookup.
+        """Stores the gradient of a lookup.
 
         Raises:
-            RuntimeError: there is no memory for it. Nothing has changed then.
+            RuntimeError: the buffer is full. Nothing has changed then.
         """
         if self.marker.was_dropped:
             self.drop()
@@ -186,10 +186,10 @@ class Tables:
         if found.ids.numel() == 0:
             return
         growths = found.growths
-        if found.interval is None:  # a second backward of one graph: what pinned it may be gone
+        if found.interval is None:  # a second backward of a graph, whose pin may be released
             growths = _LOOK_AGAIN
         backward = PendingGradient(
-            # A copy, because the memory belongs to autograd, and others may write to it.
+            # A copy, because autograd may reuse the memory of the gradient.
             grad.clone(memory_format=torch.contiguous_format),
             found.ids,
             found.offsets,
@@ -203,8 +203,8 @@ class Tables:
         self._gradients.add(backward, found.sizes, graph_task())
 
     def apply(self, learning_rate: float | Tensor, scale: Tensor | None = None) -> None:
-        """Updates each row once by all stored gradients, and drops them. Does not wait for the
-        device.
+        """Updates each row once by all stored gradients, and drops them. Does not synchronize with
+        the device.
 
         Args:
             learning_rate: learning rate of this update.
@@ -220,7 +220,7 @@ class Tables:
         factor, finite = self.marker.factor(), None
         if scale is not None:
             factor = (1 if factor is None else factor) / scale
-            # Not the factor alone: at first, backwards don't look.
+            # The factor is not enough: the first backwards do not check their gradients.
             finite = factor.isfinite().all() & self._gradients.finite()
         rounds, group = self._gradients.take(), self.group
         dims = [group.tables[table].dim for table in group.feature_tables]
@@ -250,7 +250,7 @@ class Tables:
     def drop(self) -> None:
         """Drops the stored gradients."""
         if self._gradients and not self.is_trained:
-            self.is_trained = True  # said once
+            self.is_trained = True  # warns only once
             warn(
                 "The gradients of hash tables were dropped, and no optimizer has ever applied any: "
                 "give this embedding to an HKV optimizer, such as HKVAdamOptimizer, since others "
@@ -264,7 +264,7 @@ class Tables:
     def _rate_of(self, learning_rate: float | Tensor) -> Tensor:
         if isinstance(learning_rate, Tensor) and learning_rate.device.type != "cpu":
             self._rate.copy_(learning_rate.detach().view(()), non_blocking=True)
-            self._rate_value = float("nan")  # not known here
+            self._rate_value = float("nan")  # unknown on the host
         elif (value := float(learning_rate)) != self._rate_value:
             self._rate.fill_(value)
             self._rate_value = value
@@ -273,7 +273,7 @@ class Tables:
     # -- state of all tables -----------------------------------------------------------------------
 
     def contents(self) -> list[Contents]:
-        """The contents of each table; waits for the device."""
+        """The contents of each table. Synchronizes with the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(
@@ -283,20 +283,20 @@ class Tables:
         progress: Progress | None = None,
         steps: Tensor | None = None,
     ) -> None:
-        """Rebuilds the tables, with their contents or others.
+        """Rebuilds the tables, with their own or with loaded contents.
 
-        Optimizer states are set to zero if the optimizer is another. Unless the tables are empty,
-        this needs memory for the old and the new tables. If it fails, nothing changes.
+        Optimizer states are set to zero if the optimizer changes. Unless the tables are empty, this
+        needs memory for the old and the new tables. If it fails, nothing changes.
 
         Args:
             plan: properties of the new tables.
             loaded: new contents of each table; None to keep the contents.
-            progress: clock, epoch and aging of ``loaded``; None to keep them.
-            steps: updates of each table, where the optimizer stays; None: as many as there were.
+            progress: clock, epoch and aging of ``loaded``; None to keep the current ones.
+            steps: number of updates of each table, if the optimizer stays; None to keep it.
 
         Raises:
-            RuntimeError: gradients are held.
-            ValueError: the tables can't be made so.
+            RuntimeError: gradients are stored.
+            ValueError: the tables can't be created, for example because they don't fit in memory.
         """
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
@@ -305,7 +305,7 @@ class Tables:
             Progress.of(self.group),
             self.group.optimizer_steps.clone(),
         )
-        if was_empty:  # nothing to lose: its memory may be needed
+        if was_empty:  # frees the old tables first, because their memory may be needed
             del self.group, self._gradients
         try:
             made = self._made_anew(
@@ -338,7 +338,7 @@ class Tables:
         return group, capacity
 
     def check_no_gradients(self) -> None:
-        """Raises RuntimeError if gradients are stored: they belong to the present tables."""
+        """Raises RuntimeError if gradients are stored, which belong to the current tables."""
         self._gradients.drop_tasks(self.marker.never_added())
         if self.marker.was_dropped:
             self.drop()

@@ -1,4 +1,4 @@
-"""A Tensor-Train table in the place of ``nn.EmbeddingBag``."""
+"""A Tensor-Train table as a replacement of ``nn.EmbeddingBag``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class TTEmbeddingBag(nn.Module):
     Args:
         num_embeddings: number of rows.
         embedding_dim: number of columns.
-        tt_ranks: ranks, one for each pair of neighbouring cores, or one number for all. None with
+        tt_ranks: ranks, one per pair of neighbouring cores, or one number for all. None with
             ``compression_ratio`` or ``max_bytes``.
         tt_p_shapes: row factors; their product is at least ``num_embeddings``. None: balanced
             factors.
         tt_q_shapes: column factors; their product is ``embedding_dim``. None: balanced factors.
         sparse: True: the backward updates the cores and returns no gradients of them. The loss must
-            then not be scaled, as a ``GradScaler`` does, and ``eval()`` freezes the cores, but
+            then not be scaled, for example by a ``GradScaler``. ``eval()`` freezes the cores, but
             ``requires_grad_(False)`` does not. False: cores and cached rows get gradients for any
             torch optimizer.
         optimizer: optimizer of the fused update.
@@ -217,14 +217,14 @@ class TTEmbeddingBag(nn.Module):
             bags = offsets.numel() - 1
             return self.tables.lookup(ids, offsets, bags, weights=weights, mean=mean)
         if ids.device.type == "cpu":
-            # Refuses bad ids before the cache sees them.
+            # Refuses bad ids before the cache counts them.
             self.tables.group.sort(ids, offsets, offsets.numel() - 1)
         elif self.tables.group.strict:
             self.tables.group.refuse_outside(ids, offsets, offsets.numel() - 1)
         return self._with_cache(self.hot_rows, ids, offsets, weights, mean)
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """1-D ids, and offsets with the last one."""
+        """1-D ids, and offsets that end with their number."""
         ids = as_int64("input", input)
         if input.dim() == 2:
             if offsets is not None:
@@ -276,8 +276,8 @@ class TTEmbeddingBag(nn.Module):
 
         Rows that stay in the cache do not change. Rows that enter start from the values of the
         cores. When rows leave, the cores are fitted to them and to all other rows outside the
-        cache, by squared errors weighted by frequency. Then all counts are halved. Waits for the
-        device.
+        cache, by squared errors weighted by frequency. Then all counts are halved. Synchronizes
+        with the device.
 
         Raises:
             ValueError: the module has no cache.
@@ -287,8 +287,8 @@ class TTEmbeddingBag(nn.Module):
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the ids looked up that were in the cache, since :meth:`reset_cache_hit_rate`
-        (waits for the device).
+        """Share of the looked up ids that were in the cache, since :meth:`reset_cache_hit_rate`.
+        Synchronizes with the device.
 
         Raises:
             ValueError: the module has no cache.
@@ -310,8 +310,8 @@ class TTEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def full_weight(self) -> Tensor:
-        """The dense table, float32 ``[num_embeddings, embedding_dim]``, with cached rows as they
-        are in the cache."""
+        """The dense table, float32 ``[num_embeddings, embedding_dim]``, with cached rows from the
+        cache."""
         table = to_dense(self.shape, self.tables.cores_of(0))
         if self.hot_rows is not None:
             used = self.hot_rows.ids < self.num_embeddings

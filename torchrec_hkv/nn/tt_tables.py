@@ -1,4 +1,4 @@
-"""The cores of Tensor-Train tables as a module's parameters, and what trains them."""
+"""The cores of Tensor-Train tables as parameters of a module, and their fused optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OptimType(enum.Enum):
     """Optimizers that are fused into the backward of Tensor-Train modules.
 
     Only slices of cores that occur in a batch change, with their states. ``EXACT_SGD`` and
-    ``ADAGRAD`` are other names of two of them.
+    ``ADAGRAD`` are aliases.
     """
 
     SGD = "sgd"
@@ -41,7 +41,7 @@ class OptimType(enum.Enum):
     ADAGRAD = "adagrad"
     #: One sum of mean(g^2) for each slice of each core.
     EXACT_ROWWISE_ADAGRAD = "rowwise_adagrad"
-    #: Moments of slices that do not occur stay unchanged, as ``torch.optim.SparseAdam`` does it.
+    #: Moments of slices that do not occur stay unchanged, as in ``torch.optim.SparseAdam``.
     ADAM = "adam"
 
     def optimizer(self, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:
@@ -63,8 +63,8 @@ class TTTables(nn.Module):
     Args:
         shapes: shapes of the tables.
         feature_tables: see :class:`torchrec_hkv.tensor_train.TTGroup`.
-        optimizer: optimizer that the backward applies; the cores are parameters without gradients
-            then. None: the backward returns gradients of the cores.
+        optimizer: optimizer that the backward applies; the cores are then parameters without
+            gradients. None: the backward returns gradients of the cores.
         learning_rate: learning rate of the fused optimizer.
         weight_dist: distribution of the cores, see
             :func:`torchrec_hkv.tensor_train.initial_cores`.
@@ -128,14 +128,14 @@ class TTTables(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        # Beside cores of bfloat16, too, the states of the optimizer and its rate are float32.
+        # Optimizer states and the learning rate are float32, even if cores are bfloat16.
         return super()._apply(keeping_float32(fn), recurse=False)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the learning rate of the fused optimizer, from the next backward on.
 
         Raises:
-            ValueError: it is negative or not finite.
+            ValueError: the learning rate is negative or not finite.
         """
         self.learning_rate.fill_(_checked_rate(learning_rate))
 
@@ -165,7 +165,7 @@ class TTTables(nn.Module):
         batch_size: int,
         **pooling: Unpack[Pooling],
     ) -> Tensor:
-        """As :meth:`torchrec_hkv.tensor_train.TTGroup.lookup`, trained as the module says."""
+        """Like :meth:`torchrec_hkv.tensor_train.TTGroup.lookup`, fused if :attr:`is_fused`."""
         cores = list(self.tt_cores)
         if not (self.is_fused and self.training and torch.is_grad_enabled()):
             return self.group.lookup(cores, ids, offsets, batch_size, **pooling)
@@ -193,7 +193,7 @@ class TTTables(nn.Module):
         weights: Tensor | None = None,
         mean: bool = False,
     ) -> list[list[float]]:
-        """As :func:`torchrec_hkv.tensor_train.gradient_norms`."""
+        """See :func:`torchrec_hkv.tensor_train.gradient_norms`."""
         cores = [core.detach() for core in self.tt_cores]
         return gradient_norms(
             self.group, cores, grad, ids, offsets, batch_size, weights=weights, mean=mean
@@ -206,7 +206,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     Args:
         shapes: shapes of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
         feature_tables: index of the table of each feature, in the order of the output's columns.
-            None: one feature for each table.
+            None: one feature per table.
         sparse: True: the backward updates the cores; ``eval()`` freezes them, but
             ``requires_grad_(False)`` does not. False: cores get gradients.
         optimizer: optimizer of the fused update.
@@ -298,7 +298,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
 
 
 def as_int64(name: str, tensor: Tensor) -> Tensor:
-    """int64 and contiguous.
+    """Converts a tensor to contiguous int64.
 
     Raises:
         TypeError: the tensor is not of an integer dtype.
@@ -321,16 +321,16 @@ def _checked_rate(learning_rate: float) -> float:
 
 
 def check_eps(eps: object) -> None:
-    """Refuses values that no optimizer takes, also if the optimizer has no ``eps``.
+    """Checks ``eps``, even if the optimizer has none.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: ``eps`` is not a positive number.
     """
     Adagrad(eps=eps)
 
 
 def check_mode(mode: str) -> None:
-    """Refuses modes that no Tensor-Train module has.
+    """Checks a pooling mode.
 
     Raises:
         ValueError: the mode is not ``"sum"`` or ``"mean"``.
@@ -340,10 +340,10 @@ def check_mode(mode: str) -> None:
 
 
 def check_optimizer_type(optimizer: object) -> None:
-    """Refuses a value that is not an optimizer type.
+    """Checks an optimizer type.
 
     Raises:
-        ValueError: it is not an :class:`OptimType`.
+        ValueError: ``optimizer`` is not an :class:`OptimType`.
     """
     if not isinstance(optimizer, OptimType):
         names = ", ".join(f"OptimType.{name}" for name in OptimType.__members__)

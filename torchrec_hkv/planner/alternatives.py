@@ -31,9 +31,9 @@ def why_rejected(
         plan: the options of all tables.
         options: the table's options for all kernels.
         refused: kernels that can't serve the table, with the reason.
-        missing: returns the memory that options lack.
-        rating: returns the time of a step on the slowest rank; None if options do not fit.
-        best: that of the plan.
+        missing: returns the memory that a plan lacks.
+        rating: returns a plan's step time on the slowest rank; None if the plan does not fit.
+        best: the plan's step time.
         loses_more: whether the first option is ruled out because it loses more quality than the
             second.
         are_many: whether many tables are examined, so that only two options of each kernel are
@@ -82,7 +82,7 @@ def _reason(
 def _rated(
     proposal: list[ShardingOption], rating: Callable[[list[ShardingOption]], float | None]
 ) -> float | None:
-    """The rating of options, whose ranks are kept."""
+    """Rates a plan without changing the ranks of its shards."""
     shards = [shard for option in proposal for shard in option.shards]
     ranks = [shard.rank for shard in shards]
     try:

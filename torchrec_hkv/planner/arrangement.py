@@ -1,4 +1,4 @@
-"""Finds sharding options for tables with given loss levels: whether they fit, and the fastest."""
+"""Finds sharding options for tables with given loss levels: options that fit, or the fastest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from torchrec_hkv.progress import advance
 
 #: Up to this number of tables, plans are searched exhaustively where that is possible.
 FEW_TABLES = 12
-#: Number of combinations of options that are tried, of few and of many tables, and of proposals.
+#: Bounds on the combinations of options that are tried for few and for many tables, and on the
+#: proposals.
 _MOST_FITS, _FEWER_FITS, _MOST_PROPOSALS = 4096, 256, 3000
 #: Number of options of all tables up to which greedy proposals are tried.
 _MOST_OPTIONS = 20_000
@@ -45,7 +46,7 @@ class Arranged:
     Attributes:
         time: time of a step on the slowest rank, by the performance model.
         loss: estimated loss of all tables.
-        options: one option for each table.
+        options: one option per table.
     """
 
     time: float
@@ -54,7 +55,7 @@ class Arranged:
 
 
 class Arranger:
-    """Finds a sharding option for each table, given its level of loss."""
+    """Finds a sharding option per table, given its level of loss."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class Arranger:
         self._hbm = sum(device.storage.hbm for device in topology.devices)
         self._host = sum(device.storage.ddr for device in topology.devices)
         self._several_hosts = topology.world_size > topology.local_world_size
-        # Then plans are rated here, without TorchRec's objects.
+        # Whether this class can rate plans itself, without TorchRec's objects.
         self._is_own = (
             type(partitioner) is SearchingPartitioner and type(perf_model) is NoopPerfModel
         )
-        # By the id of an option or level, which is kept so that the id stays its own.
+        # Caches by id() of an option or level. They hold the object, so that its id is not reused.
         self._timed: dict[int, tuple[ShardingOption, Parts]] = {}
         self._choices: dict[int, tuple[Level, Choices]] = {}
         self._sums = Sums(self._parts)
@@ -105,7 +106,7 @@ class Arranger:
 
     @property
     def adds_times(self) -> bool:
-        """Whether the time of a plan is that of the rank with the largest sum of times."""
+        """Whether the time of a plan is the largest sum of shard times on a rank."""
         return self._is_own
 
     def has(self, hbm: int, host: int, total: int) -> bool:
@@ -113,7 +114,7 @@ class Arranger:
         return hbm <= self._hbm and host <= self._host and total <= self._hbm + self._host
 
     def least_time(self, level: Level) -> float:
-        """The least time that an option of a level takes over all ranks."""
+        """The least time of an option of a level, summed over all ranks."""
         found = self._least_times.get(id(level))
         if found is None:
             self._fill_in_times(level.options)
@@ -226,7 +227,7 @@ class Arranger:
         return self._improved(best, by_table, losses)
 
     def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """The options without those that, on one host, spread shards like other options."""
+        """If there is one host, leaves out options by host: other options spread shards alike."""
         kept = [option for option in options if self._several_hosts or not is_by_host(option)]
         return kept or options
 
@@ -247,8 +248,8 @@ class Arranger:
     def _all_proposals(
         self, by_table: Mapping[tuple[str, str], Sequence[ShardingOption]]
     ) -> Iterator[list[ShardingOption]]:
-        """Proposals with all options, and with stock kernels only: a greedy search may end with a
-        slower plan if it has more options."""
+        """Proposals with all options, then with stock kernels only: with more options, a greedy
+        search may end at a slower plan."""
         space = [option for options in by_table.values() for option in options]
         if len(space) > _MOST_OPTIONS:
             return
@@ -306,7 +307,7 @@ class Arranger:
         every = [Sized(option, Parts(option)) for option in level.options]
         for sized in sorted(every, key=lambda sized: sized.parts.size):
             if is_by_host(sized.option) and not self._several_hosts:
-                continue  # on one host other types spread shards alike
+                continue  # on one host, other sharding types spread shards alike
             if not any(spares(other, sized) for other in kept):
                 kept.append(sized)
         found = Choices.of(kept or every)

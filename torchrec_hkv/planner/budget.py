@@ -52,7 +52,7 @@ def smallest(
     Args:
         options: options of all tables.
         topology: topology with the memory available for tables.
-        fit_ranks: whether options come first of which each shard fits a rank.
+        fit_ranks: whether to prefer options whose shards each fit a rank.
     """
     hbm = max(sum(device.storage.hbm for device in topology.devices), 1)
     host = max(sum(device.storage.ddr for device in topology.devices), 1)
@@ -81,10 +81,10 @@ def missing_bytes(
     topology: Topology,
     parts: Callable[[ShardingOption], Parts] = Parts,
 ) -> Missing:
-    """Estimates missing memory: each shard, largest first, is placed where most memory is left.
+    """Estimates missing memory. Shards are placed largest first, where most memory is left.
 
     Args:
-        options: one option for each table.
+        options: one option per table.
         topology: topology with the memory available for tables.
         parts: returns the needs of an option.
     """
@@ -95,8 +95,8 @@ def missing_bytes(
 
 
 def too_large(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """A sentence on tables of which no option fits any rank, however many others there are; empty
-    if there are none.
+    """A sentence that names the tables whose options do not fit even an empty rank; empty if there
+    are none.
 
     Args:
         options: all options of all tables.

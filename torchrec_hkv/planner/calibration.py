@@ -1,4 +1,4 @@
-"""Constants that were measured on a device, for estimates of times, and the file that has them."""
+"""Constants measured on a device, for time estimates, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Calibration:
         constants: constants by the name of a backend or stock kernel.
         stages: milliseconds of TorchRec's own code in the stages of a step
             (:mod:`torchrec_hkv.planner.stages`), without the kernels, by number of ranks: one, and
-            the number that took part.
+            the number of ranks that measured.
         exchange: bytes of rows exchanged in a millisecond between the ranks of a host; None with a
             single rank.
     """
@@ -125,8 +125,8 @@ class Calibration:
         )
 
     def stages_of(self, ranks: int) -> StageTimes:
-        """Times of TorchRec's own code on ``ranks`` ranks: those of the closest number of ranks
-        that was measured; empty if none was."""
+        """Times of TorchRec's own code, for the measured number of ranks that is closest to
+        ``ranks``; empty if none was measured."""
         if not self.stages:
             return {}
         return self.stages[min(self.stages, key=lambda known: abs(math.log(known / ranks)))]

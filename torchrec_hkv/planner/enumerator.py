@@ -71,8 +71,8 @@ class BackendEnumerator(EmbeddingEnumerator):
         )
         self._choices = choices
         self._losses: dict[tuple, TableLoss] = {}
-        # What the last enumeration made: the options of variants, and the variants of each sharding
-        # option by its id().
+        # Results for the last enumeration: the options of variants, and the variants of each
+        # sharding option by its id().
         self._listed: dict[tuple, list[list[BackendOptions]]] = {}
         self._of_option: dict[int, list[list[BackendOptions]]] = {}
         self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
@@ -130,7 +130,8 @@ class BackendEnumerator(EmbeddingEnumerator):
         return list[ShardingOption](found)
 
     def _chains(self, option: BackendShardingOption) -> list[list[BackendOptions]]:
-        """The options of an option's variants. Sharding types may have equal shards."""
+        """The options of an option's variants. They are cached, because sharding types may have
+        equal shards."""
         if id(option) in self._of_option:
             return self._of_option[id(option)]
         # Shards of a table differ by at most one row or column.
@@ -221,7 +222,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         """Whether the option's kernel can serve its table. If not, the reason is recorded.
 
         Raises:
-            ValueError: it can't, and it is the table's only kernel.
+            ValueError: the kernel can't serve the table, and there is no other.
         """
         choice = self._choices.get(option.name)
         if choice is None:
@@ -320,7 +321,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
         # TorchRec allows a table without constraints any kernel of the sharder. It creates an
-        # option for each kernel in the list, so the kernel is repeated for each backend.
+        # option per kernel in the list, so the kernel is repeated for each backend.
         served = self._served(name, sharding_type)
         allowed = [kernel for kernel in allowed_compute_kernels if kernel != KERNEL or served]
         kernels = super()._filter_compute_kernels(name, allowed, sharding_type)

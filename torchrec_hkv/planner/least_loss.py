@@ -31,7 +31,7 @@ from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning
 
 #: Number of the largest tables whose sizes are listed first.
 _FIRST_LISTED = 64
-#: Number of times that sizes next to the chosen ones are tried.
+#: Number of refinements, each of which tries the sizes next to the chosen ones.
 _MOST_REFINED = 3
 
 
@@ -62,7 +62,7 @@ class LeastLoss:
         self._partitioner, self._perf_model = partitioner, perf_model
         self._most_loss, self._most_time = most_loss, most_time
         self._rater: Arranger | None = None
-        #: Of many tables, those that were tried last.
+        #: If there are many tables: those that the last search let lose quality.
         self._may_lose: set[Table] | None = None
 
     @property
@@ -95,8 +95,8 @@ class LeastLoss:
         return kept if settled <= (math.inf if self._most_loss is None else self._most_loss) else []
 
     def whole_plan(self, whole: list[ShardingOption]) -> list[list[ShardingOption]] | None:
-        """The fastest plan of enumerated options, in a list that is empty if none was found; None
-        if plans must be rated by TorchRec.
+        """A list with the fastest plan of the options; empty if none fits, None if only TorchRec
+        can rate plans.
 
         Args:
             whole: the options that :meth:`without_loss` returned.
@@ -132,7 +132,7 @@ class LeastLoss:
         return len(values) == 1 and may_lose and not any(is_ours(o) and o.is_open for o in options)
 
     def smallest_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """The enumerated options and variants of them, the smallest ones among them.
+        """The enumerated options and some or all of their variants, including the smallest.
 
         Args:
             space: the enumerated options.
@@ -190,8 +190,8 @@ class LeastLoss:
             more: additional bytes of memory, over all ranks.
             any_loss: whether to ignore bounds on losses.
             any_time: whether to ignore the bound on time.
-            near: the plan that was found for less memory. Of many tables, those that might lose
-                then are tried, with sizes near those in the plan.
+            near: the plan that was found for less memory. If there are many tables, only the tables
+                that might lose in that search are tried, with sizes near those in the plan.
         """
         room = _with_more(self._room(), more)
         most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
@@ -210,7 +210,7 @@ class LeastLoss:
             return search(around).least_loss()
         self._may_lose = self._candidates(space, search, bounded)
         for tables in (self._may_lose, None):
-            # First with few sizes of each table, then with those next to the chosen ones.
+            # First tries few sizes of each table, then also the sizes next to the chosen ones.
             thinning = Thinning.coarse(tables, bounded)
             found, before = search(thinning).least_loss(), None
             for _ in range(_MOST_REFINED):
@@ -228,8 +228,8 @@ class LeastLoss:
         search: Callable[[Thinning], Search],
         bounded: Collection[Table],
     ) -> set[Table]:
-        """Tables that may lose something. Sizes are listed for the largest tables only, as long as
-        smaller ones can't be among them."""
+        """Tables that may lose something. To save time, sizes are listed for the largest tables
+        only, unless smaller tables might be among the result."""
         loss = self._enumerator().loss
         sizes: dict[Table, float] = {}
         for option in space:
@@ -280,7 +280,7 @@ class LeastLoss:
         """Raises if a plan exceeds the bound on time.
 
         Raises:
-            PlannerError: it does.
+            PlannerError: the plan is too slow.
         """
         if self._most_time is None or not plan:
             return

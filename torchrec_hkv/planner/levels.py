@@ -62,13 +62,13 @@ def levels_of(
 ) -> dict[tuple[str, str], TableLevels]:
     """The levels of each table, by path and name.
 
-    Left out are options that fit no rank, and those that lose more than their table may.
+    Options that fit no rank, or lose more than their table may, are left out.
 
     Args:
         options: options of all tables.
-        topology: topology of the ranks, with what they have for tables.
-        loss: loss of an option.
-        most_loss: maximal loss of an option's table; None: no bound.
+        topology: topology with the memory available for tables.
+        loss: returns the loss of an option.
+        most_loss: returns the bound on the loss of an option's table; None for no bound.
     """
     hbm = max(device.storage.hbm for device in topology.devices)
     host = max(device.storage.ddr for device in topology.devices)
@@ -114,6 +114,6 @@ def _largest(option: ShardingOption) -> int:
 
 
 def _taken(option: ShardingOption) -> tuple[int, int]:
-    """HBM and host memory over all ranks. TorchRec's ``total_storage`` adds up objects."""
+    """HBM and host memory over all ranks, without the objects that ``total_storage`` adds up."""
     stored = [shard.storage for shard in option.shards if shard.storage is not None]
     return sum(each.hbm for each in stored), sum(each.ddr for each in stored)

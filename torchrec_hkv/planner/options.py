@@ -26,15 +26,15 @@ from torchrec_hkv.sharding.tables import (
     table_configs,
 )
 
-#: Configs of the tables of collections, by name.
+#: For each collection: the configs of its tables by name.
 _CONFIGS: weakref.WeakKeyDictionary[nn.Module, dict[str, BaseEmbeddingConfig]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class CopiedOption(ShardingOption):
-    """A sharding option that is quickly copied: TorchRec's enumerator copies all options, with a
-    shard for each of many ranks."""
+    """A sharding option with a fast copy: TorchRec's enumerator copies all options, each with a
+    shard per rank."""
 
     @classmethod
     def like(cls, option: ShardingOption) -> Self:
@@ -77,8 +77,8 @@ class BackendShardingOption(CopiedOption):
         is_open: whether variants of the options may be used.
         origin: the enumerated option that this is a variant of; None if it is none.
         made_shards: the shards in the form that backends take, once their sizes are final. Shards
-            of one size are the first of them.
-        stock_times: TorchRec's estimate of the times of the shards, which is the same for variants.
+            of one size share one object.
+        stock_times: TorchRec's time estimate for each shard, which is the same for variants.
     """
 
     backend: str
@@ -115,7 +115,7 @@ class BackendShardingOption(CopiedOption):
         return hash((super().__hash__(), self.label, self.backend_options))
 
     def storage_hash(self) -> int:
-        """TorchRec's hash, which identifies options in saved plans, made unique by backend."""
+        """TorchRec's hash, which identifies options in saved plans; it differs by backend."""
         text = registry.get(self.backend).describe(self.backend_options)
         return super().storage_hash() ^ zlib.crc32(f"{self.label} {text}".encode())
 
@@ -133,7 +133,7 @@ def kernel_of(option: ShardingOption) -> str:
 def full_name(option: ShardingOption) -> str:
     """The key of an option's table in the ``state_dict``, without ``.weight``.
 
-    For modules that can't have tables on backends it is TorchRec's name of the table.
+    For tables of modules that backends can't serve, TorchRec's name of the table.
     """
     path, module = collection_of(*option.module)
     if isinstance(module, EmbeddingBagCollection):
@@ -169,7 +169,7 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
 
 
 def shared_shards(option: BackendShardingOption) -> list[TableShard]:
-    """The shards of an option's table; for shards of one size, the first of them."""
+    """The shards of an option's table. Shards of one size share the object of the first."""
     config, options = config_of(option), option.backend_options
     count = config.num_embeddings
     rows = options.rows_for(count)
@@ -187,10 +187,10 @@ def shared_shards(option: BackendShardingOption) -> list[TableShard]:
 
 
 def distinct(shards: Sequence[TableShard]) -> list[TableShard]:
-    """Shards of a table that may differ in their sizes: one of each size.
+    """One shard of each size.
 
     Args:
-        shards: of one option.
+        shards: the shards of one option.
     """
     return list({(shard.capacity, shard.dim): shard for shard in reversed(shards)}.values())
 
@@ -203,7 +203,7 @@ def disadvantage(option: ShardingOption) -> str | None:
 
 
 def balance(option: BackendShardingOption) -> None:
-    """Gives every rank the same capacity if ids are mapped to ranks by hash."""
+    """Gives every rank the same capacity if ids are hashed to ranks."""
     if option.sharding_type not in SUMMED_OVER_RANKS:
         return
     if not registry.get(option.backend).routes_by_hash(option.backend_options):

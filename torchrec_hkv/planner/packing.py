@@ -1,4 +1,4 @@
-"""Packs shards into the memory of ranks, in C++, as searches do it often."""
+"""Packs shards into the memory of ranks. It runs in C++, because searches pack often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_hkv import _C
 from torchrec_hkv.compat import ranks_of_host
 
-#: Bytes that count as endless. Their sums fit in 64 bits.
+#: Number of bytes that counts as unlimited. Sums of it fit in 64 bits.
 _ENDLESS = 1 << 61
 
 #: Free memory of ranks.
@@ -30,7 +30,7 @@ class Parts:
     """The needs of an option's shards.
 
     Attributes:
-        needs: in the form that C++ takes.
+        needs: the needs in the form that C++ takes.
         is_placed: see :func:`is_placed`.
         hbm: bytes of HBM over all shards.
         host: bytes of host memory over all shards.
@@ -42,7 +42,7 @@ class Parts:
     def __init__(self, option: ShardingOption) -> None:
         """
         Args:
-            option: with the memory of its shards.
+            option: an option whose shards have their memory filled in.
         """
         of_shards = [
             (
@@ -69,8 +69,8 @@ class Parts:
 
 
 class Sums:
-    """Sums over the options of plans. If a plan differs from the one before in few options, its
-    sums take few additions."""
+    """Sums over the options of plans. Only the options that differ from the previous plan are
+    added and subtracted."""
 
     def __init__(self, parts: Callable[[ShardingOption], Parts]) -> None:
         """
@@ -82,7 +82,7 @@ class Sums:
         self._sums = (0, 0, 0, 0.0)
 
     def of(self, plan: Sequence[ShardingOption]) -> tuple[int, int, int, float]:
-        """Bytes of HBM and of host memory, shards, and time."""
+        """Sums of a plan: bytes of HBM, bytes of host memory, number of shards, and time."""
         before = self._plan
         if len(before) != len(plan):
             before, self._sums = [], (0, 0, 0, 0.0)
@@ -134,7 +134,7 @@ def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:
     """Assigns each shard to a rank with enough memory, so that the slowest rank takes little time.
 
     Args:
-        proposal: one option for each table.
+        proposal: one option per table.
         rooms: the free memory of the ranks.
 
     Returns:
@@ -144,7 +144,7 @@ def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:
 
 
 def fits(proposal: Sequence[Parts], rooms: Rooms) -> bool:
-    """Whether an assignment was found, of any time."""
+    """Whether an assignment was found, however slow."""
     return rooms.fits([parts.needs for parts in proposal])
 
 

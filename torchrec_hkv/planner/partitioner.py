@@ -1,5 +1,5 @@
-"""Assigns shards to ranks: optimally for a few shards, else by TorchRec's greedy algorithm with a
-search if that fails."""
+"""Assigns shards to ranks: optimally for a few shards, otherwise by TorchRec's greedy algorithm and
+a search if that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         """Assigns a rank to each shard.
 
         Args:
-            proposal: one option for each table.
+            proposal: one option per table.
             storage_constraint: memory of the ranks.
             hbm_per_device: overrides the HBM of each rank, see TorchRec.
 

@@ -1,4 +1,4 @@
-"""The options of a table with some loss, as combinations with those of other tables need them."""
+"""The options of a table at one level of loss, in the form in which searches combine them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Sized:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Options of which one is chosen.
+    """Options from which one is chosen.
 
     Attributes:
         options: the options.
         are_placed: whether :func:`torchrec_hkv.planner.packing.pack` supports them all.
-        needs: of the options, in the form that C++ takes.
+        needs: the options' needs, in the form that C++ takes.
     """
 
     options: Sequence[Sized]

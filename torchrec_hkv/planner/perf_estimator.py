@@ -1,4 +1,4 @@
-"""TorchRec's estimate of times, with those of backends and with measured constants."""
+"""TorchRec's time estimate, extended by backends and by measured constants."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ class PerfEstimator(ShardEstimator):
     def _correct(
         self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
     ) -> None:
-        """Replaces TorchRec's times of lookups and backwards, and those of gradients of replicated
-        tables, which TorchRec takes for as large as the rows."""
+        """Replaces TorchRec's times of lookups and backwards, and of exchanging the gradients of
+        replicated tables, which TorchRec assumes to be as large as the rows."""
         if option.sharding_type == ShardingType.DATA_PARALLEL.value:
             sent = registry.get(option.backend).gradient_bytes(shards_of(option)[0])
             size = option.tensor.element_size() * option.tensor.shape.numel()
@@ -259,8 +259,8 @@ def _estimate_distinct(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Estimates times of one shard of each size, as TorchRec's times depend on nothing else of a
-    shard, and copies them to the others."""
+    """Estimates the times of one shard of each size and copies them to the others: TorchRec's times
+    depend on a shard's size only."""
     of_all = [option.shards for option in options]
     for option in options:
         firsts: dict[tuple[int, ...], Shard] = {}

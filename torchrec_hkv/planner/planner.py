@@ -51,7 +51,7 @@ _MANY = 32
 
 
 class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
-    """Plans where each table goes and which kernel or backend serves it.
+    """Plans on which ranks each table is, and which kernel or backend serves it.
 
     Example::
 
@@ -161,7 +161,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         return self._topology if room is None else room
 
     def _whole(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """The options without loss; also keeps all options for the report."""
+        """The options without loss. Also stores all options for the report."""
         self._space = space
         return self._least_loss.without_loss(space)
 
@@ -175,7 +175,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         )
 
     def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-        """Completes the constraints by environment variables and the batch size."""
+        """Completes the constraints from environment variables and the batch size."""
         constraints = completed(
             self._given,
             module,
@@ -323,7 +323,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             return {}
         best = self._perf_model.rate(plan)
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
-        # A loaded plan was not searched for.
+        # A loaded plan comes without a search space.
         for option in self._space or self._enumerator.enumerate(module, sharders):
             by_table[option.path, option.name].append(option)
         return {

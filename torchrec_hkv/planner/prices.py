@@ -1,8 +1,8 @@
 """Prices of memory and time, and the bounds on losses that follow from them.
 
-If a plan has to fit only into what all ranks have together, the least loss is bounded from below
-by a Lagrangian: each table takes the level with the least sum of loss and price. At the best price
-this bound is close, and the levels are close to the best ones.
+If only the sum over all ranks is limited, a Lagrangian bounds the loss from below: each table takes
+the level with the least sum of loss and price. At the best price this bound is tight, and the
+levels are close to the best ones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STEPS, _LOWEST, _HIGHEST = 48, -70.0, 40.0
 
 
 class _Hull:
-    """The levels with the least sum of loss and price times size, for all prices."""
+    """For any price, the level with the least sum of loss and price times size."""
 
     def __init__(self, levels: Sequence[Level], sizes: Sequence[float]) -> None:
-        # From the largest with the least loss to the smallest.
+        # Pairs (loss, size), from the largest level with the least loss to the smallest.
         self.points: list[tuple[float, float]] = []
-        self.prices: list[float] = []  # from which the next point is better
+        self.prices: list[float] = []  # above prices[i], point i + 1 is better than point i
         pairs = sorted((level.loss.value, size) for level, size in zip(levels, sizes, strict=True))
         smallest = math.inf
         for loss, size in pairs:
@@ -45,21 +45,21 @@ class _Hull:
             self.points.append((loss, size))
 
     def at(self, price: float) -> tuple[float, float]:
-        """Loss and size at a price."""
+        """Loss and size of the best level at a price."""
         return self.points[bisect.bisect_left(self.prices, price)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A lower bound on the loss for a number of tables with loss.
+    """A lower bound on the loss of plans, given which tables lose quality.
 
     Attributes:
-        price: of a unit of what is scarce.
+        price: price of a unit of the scarce resource.
         base: the bound without ``costs``.
-        costs: by table with and without loss: what is added if it loses.
-        size: of a level, in what is scarce.
+        costs: what each table adds to the bound if it loses, for tables that need not lose.
+        size: returns how much of the resource a level takes.
         cheapest: the least sum of loss and price, by table.
-        room: how much there is, over all ranks.
+        room: how much of the resource all ranks together have.
     """
 
     price: float
@@ -70,21 +70,21 @@ class Bound:
     room: float
 
     def of(self, tables: Sequence[Table]) -> float:
-        """The bound if these of the tables in ``costs`` lose."""
+        """The bound if exactly these tables of ``costs`` lose."""
         return self.base + sum(self.costs[table] for table in tables)
 
 
 class Scarce:
-    """Something of which a plan may take no more than there is: memory or time."""
+    """A resource of which a plan may take a limited amount: memory or time."""
 
     def __init__(
         self, tables: Mapping[Table, TableLevels], size: Callable[[Level], float], room: float
     ) -> None:
         """
         Args:
-            tables: the levels of each table; each has at least one.
-            size: the least of it that a level takes over all ranks.
-            room: how much there is, over all ranks.
+            tables: the levels of each table, at least one.
+            size: returns the least of the resource that a level takes over all ranks.
+            room: how much of the resource all ranks together have.
         """
         self._size, self._room = size, room
         self._hulls: dict[Table, _Hull] = {}
@@ -103,12 +103,12 @@ class Scarce:
         self._forced = [table for table in self._hulls if table not in self._whole]
 
     def spared(self, table: Table) -> float:
-        """How much less a table takes at most if it loses."""
+        """The most that a table can save if it loses."""
         return self._whole[table] - self._hulls[table].points[-1][1]
 
     def fewest(self) -> int | None:
-        """The least number of tables, of those that need not lose, that must lose; None if there is
-        not enough even if all do."""
+        """The least number of tables that must lose, besides those that always do; None if there is
+        not enough even if all lose."""
         taken = self._fixed + sum(self._whole.values())
         taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
         savings = sorted((max(self.spared(table), 0) for table in self._open), reverse=True)
@@ -119,15 +119,15 @@ class Scarce:
         return None
 
     def may_lose(self, count: int) -> set[Table]:
-        """Tables that may lose something in a plan that fits, if ``count`` tables lose besides
-        those that must lose. The latter are included."""
+        """Tables that may lose something in a plan that fits, including those that must, if
+        ``count`` tables lose besides those that must."""
         order = sorted(self._open, key=lambda table: -self.spared(table))
         missing, others = self._missing(), self._most_spared(count - 1)
         kept = [table for table in order[count:] if others + self.spared(table) >= missing]
         return {*self._forced, *order[:count], *kept}
 
     def largest(self, number: int) -> set[Table]:
-        """The ``number`` tables that save most memory, of those that need not lose anything."""
+        """The ``number`` tables that can save most, among those that need not lose anything."""
         return set(heapq.nlargest(number, self._open, key=self.spared))
 
     def exceeds(self, size: float, count: int) -> bool:
@@ -135,20 +135,20 @@ class Scarce:
         return size > self._most_spared(count) - self._most_spared(count - 1)
 
     def _most_spared(self, count: int) -> float:
-        """The most memory that ``count`` tables can save, in bytes."""
+        """The most that ``count`` tables can save."""
         spared = heapq.nlargest(max(count, 0), map(self.spared, self._open))
         return sum(max(saved, 0.0) for saved in spared)
 
     def _missing(self) -> float:
-        """Bytes that are missing if only those tables lose something that must."""
+        """How much is missing if only the tables that must lose do."""
         taken = self._fixed + sum(self._whole.values())
         taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
         return taken - self._room * (1 + 1e-12)
 
     def bound(self, count: int) -> Bound:
-        """The bound for a number of tables, of those that need not lose, that lose.
+        """The bound if ``count`` tables lose besides those that must.
 
-        Its value is infinite if there is not enough.
+        It is very large if there is not enough of the resource.
         """
         if self._taken(0.0, count) <= self._room:
             return self._bound(0.0)
@@ -162,7 +162,7 @@ class Scarce:
         return self._bound(math.exp(high))
 
     def _taken(self, price: float, count: int) -> float:
-        """How much the levels take that are best at a price."""
+        """How much the best levels at a price take."""
         taken = self._fixed + sum(self._hulls[table].at(price)[1] for table in self._forced)
         gains = []
         for table in self._open:
@@ -186,10 +186,10 @@ class Scarce:
 def cheapest_sets(
     costs: Mapping[Table, float], count: int
 ) -> Iterator[tuple[float, tuple[Table, ...]]]:
-    """All sets of ``count`` tables, those with the least sum of costs first, and these sums.
+    """All sets of ``count`` tables in ascending order of their sum of costs, with that sum.
 
     Args:
-        costs: by table; of equal ones the first is preferred.
+        costs: cost of each table; among equal costs, the first table is preferred.
         count: size of the sets.
     """
     order = sorted(costs, key=lambda table: costs[table])
@@ -213,11 +213,11 @@ def cheapest_sets(
 
 
 def tightest(scarce: Sequence[Scarce], count: int) -> Bound:
-    """The bound of what is most scarce.
+    """The largest bound of several resources.
 
     Args:
         scarce: memory, and time if it is bounded.
-        count: number of tables, of those that need not lose, that lose.
+        count: number of tables that lose besides those that must.
     """
     bounds = [each.bound(count) for each in scarce]
     return max(

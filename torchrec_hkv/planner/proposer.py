@@ -1,4 +1,4 @@
-"""Proposes plans in the order of their loss: first those of other proposers, without loss."""
+"""Proposes plans in the order of their loss: first plans without loss, from other proposers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchrec.distributed.planner.types import (
 
 
 class GreedyProposer(Proposer):
-    """Makes the proposals of TorchRec's ``GreedyProposer`` in the same order, but in a time that
-    grows with the number of tables by its logarithm for each proposal.
+    """Makes the proposals of TorchRec's ``GreedyProposer`` in the same order, but each in
+    logarithmic time in the number of tables.
 
-    The first proposal has the fastest option of each table. Each further one replaces the option
-    that takes the most memory by the next slower one of its table.
+    The first proposal has the fastest option of each table. Each further proposal replaces the
+    option that takes the most memory by the next slower option of its table.
     """
 
     def __init__(self, use_depth: bool = True) -> None:
         """
         Args:
-            use_depth: whether the time of an option is that of its slowest shard rather than that
-                of all shards.
+            use_depth: whether the time of an option is the largest time of its shards rather than
+                their sum.
         """
         self._use_depth = use_depth
         self._by_table: list[list[ShardingOption]] = []
@@ -85,7 +85,7 @@ class GreedyProposer(Proposer):
 
 
 def default_proposers() -> list[Proposer]:
-    """TorchRec's proposers, the greedy ones of this module."""
+    """TorchRec's proposers, with this module's :class:`GreedyProposer`."""
     return [
         GridSearchProposer(),
         GreedyProposer(),
@@ -95,8 +95,8 @@ def default_proposers() -> list[Proposer]:
 
 
 class LossOrderedProposer(Proposer):
-    """Proposes plans without loss, and then those of a search over all options if they are not good
-    enough."""
+    """Proposes plans without loss. If none is good enough, proposes plans that a search over all
+    options finds."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class LossOrderedProposer(Proposer):
         Args:
             proposers: proposers for plans without loss; None for the best plan of ``fastest``.
             without_loss: returns the options without loss; empty if a table has none.
-            fastest: returns the best plans of options without loss, or None if it can't rate plans:
-                :func:`default_proposers` propose them then.
+            fastest: returns the best plans of options without loss. If it returns None, because it
+                can't rate plans, :func:`default_proposers` are used.
             search: returns further plans, given all options and the best rating so far (None if
                 nothing fits).
         """
@@ -172,8 +172,8 @@ class LossOrderedProposer(Proposer):
 
 
 class _Fixed(Proposer):
-    """Proposes given plans; if there are none, the fastest option of each table: TorchRec's error
-    message, if no plan fits, describes a plan."""
+    """Proposes given plans, or, if there are none, the fastest option of each table: if no plan
+    fits, TorchRec's error message describes a plan."""
 
     def __init__(self, plans: Sequence[list[ShardingOption]]) -> None:
         self._plans = list(plans)

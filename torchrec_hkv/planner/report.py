@@ -19,7 +19,7 @@ from torchrec_hkv.planner.traffic import Traffic
 
 @dataclasses.dataclass(frozen=True)
 class LossReport:
-    """The loss of a table, compared with a dense row for each of its ids.
+    """The loss of a table, compared with a table that has a dense row per id.
 
     Attributes:
         value: estimated loss, in the unit of the curves.
@@ -51,7 +51,7 @@ class ReplicaGroups:
     """Groups of ranks that each hold all tables (``DMPCollection``).
 
     Attributes:
-        groups: how many.
+        groups: number of groups.
         sync_every: steps from one sync to the next.
     """
 
@@ -79,7 +79,7 @@ class TableReport:
         ids: number of ids in these bags.
         rejected: other kernels in the table's constraint, and why they were not chosen.
         calibrated: whether ``times`` come from measured constants rather than nominal bandwidths.
-        loss: loss compared with a dense row for each id; None without loss.
+        loss: loss compared with a dense row per id; None without loss.
         traffic: bytes that a rank sends for the table in a step; None if unknown.
         sync_bytes: bytes that a rank with a shard of the table sends in a sync of replicas.
     """
@@ -195,7 +195,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\n\n{text}\n{''.join([*notes, self._losses()])}"
 
     def _options(self) -> str:
-        """A line for each set of options, with its tables."""
+        """A line per set of options, with its tables."""
         tables: dict[str, list[str]] = {}
         for name, report in self.reports.items():
             if report.options:
@@ -249,7 +249,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return f"\n{_wrapped(text + _most({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
 
     def _choices(self) -> str:
-        """A line for each table with alternatives."""
+        """A line per table with alternatives."""
         lines = []
         for name, report in self.reports.items():
             if report.rejected:
@@ -258,7 +258,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
     def _losses(self) -> str:
-        """A line for each table with loss."""
+        """A line per table with loss."""
         lossy = {name: r.loss for name, r in self.reports.items() if r.loss is not None}
         lines = [_wrapped(f"{name} {loss}") for name, loss in lossy.items()]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
@@ -289,7 +289,7 @@ def format_bytes(count: int) -> str:
 
 
 def _exchanges(reports: Sequence[TableReport]) -> list[IdExchange]:
-    """The input distributions, one for each sharding type."""
+    """The input distributions, one per sharding type."""
     exchanges = []
     for sharding_type in sorted({report.sharding_type for report in reports}):
         own = [report for report in reports if report.sharding_type == sharding_type]

@@ -1,4 +1,4 @@
-"""Searches the plan with the least loss: in as few tables, and as little, as memory requires."""
+"""Searches the plan in which the fewest tables lose quality, and lose as little as possible."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torchrec_hkv.planner.levels import Level, TableLevels
 from torchrec_hkv.planner.prices import Bound, Scarce, Table, cheapest_sets, tightest
 from torchrec_hkv.planner.visit import EQUAL, Best, Visit, sums_of
 
-#: If many tables may lose, at least so many times those that must at least are considered.
+#: If there are many tables: at least this many times the number of tables that must lose are
+#: considered.
 _TIMES_AS_MANY = 2
 #: Bounds on the number of sets of tables, for few and for many tables.
 _MOST_SETS, _FEWER_SETS = 20_000, 24
-#: Bounds on the number of arrangements for the sets of one size, and of levels looked at.
+#: Bounds on the arrangements that are tried for the sets of one size, and on the levels looked at.
 _MOST_CHECKS, _FEWEST_CHECKS = 4000, 200
 _MOST_LOOKS, _FEWER_LOOKS = 200_000, 2000
-#: Bound on the number of arrangements for many tables, times that of tables, or of ranks over
-#: _RANKS_OF_TABLE if that is more.
+#: For many tables: bound on the arrangements times the number of tables (or the number of ranks
+#: over _RANKS_OF_TABLE, if that is larger).
 _MOST_ARRANGED, _RANKS_OF_TABLE = 60_000, 4
 #: Number of counts of tables with loss that are tried one after the other.
 _FIRST_COUNTS = 16
-#: Number of sets of tables with equal loss of which the fastest is found.
+#: Number of sets of tables with equal loss among which the fastest is found.
 _MOST_EQUAL = 16
 
 
@@ -59,8 +60,8 @@ class Search:
     def least_loss(self) -> Arranged | None:
         """The first plan in the order of this class; None if none was found.
 
-        The result is optimal if there are few enough sets and arrangements to try all, as for a few
-        tables, or a few tables with loss.
+        The result is optimal if all sets and arrangements can be tried, as with a few tables, or a
+        few tables with loss.
         """
         if any(not levels.all for levels in self._tables.values()):
             return None
@@ -83,8 +84,9 @@ class Search:
     def _counts(
         self, scarce: Sequence[Scarce], first: int, last: int, forced: Sequence[Table]
     ) -> Iterator[int]:
-        """Numbers of tables that lose, the least first. Of many tables, those are skipped, after
-        the first ones, below a number with which the smallest levels fit: by bisection."""
+        """The numbers of tables with loss to try, in ascending order. If there are many tables, a
+        bisection skips numbers, after the first few, with which even the smallest levels do not
+        fit."""
         following = first + _FIRST_COUNTS
         yield from range(first, min(following, last + 1))
         if not self._are_many:
@@ -107,8 +109,8 @@ class Search:
         yield from range(count, last + 1)
 
     def _fits_with(self, scarce: Sequence[Scarce], count: int, forced: Sequence[Table]) -> bool:
-        """Whether the smallest levels fit with the most likely set of ``count`` tables, or with
-        those that save most."""
+        """Whether the smallest levels fit if the cheapest set of ``count`` tables loses, or the
+        tables that save most."""
         self._checks = 0
         bound = tightest(scarce, count)
         sets = [chosen for _, chosen in itertools.islice(cheapest_sets(bound.costs, count), 1)]
@@ -122,12 +124,12 @@ class Search:
         """Tables that are likely to lose something in the first plan of the order: those that save
         most, and those that may be among the fewest that have to lose.
 
-        Of levels between the smallest and the largest of a table, none need be known. Nor need any
-        with loss of tables that take little: None if these might lower the number of tables that
-        have to lose, or if there are too few others.
+        A table's smallest and largest level suffice. For small tables, levels with loss may be
+        missing. The result is None if such tables might lower the number of tables that have to
+        lose, or if there are too few others.
 
         Args:
-            unlisted: bytes of the largest table whose levels with loss are not known.
+            unlisted: bytes of the largest table whose levels with loss are missing.
         """
         if any(not levels.all for levels in self._tables.values()):
             return set()
@@ -151,7 +153,7 @@ class Search:
         return set.intersection(*(each.may_lose(count) for each in scarce)) | largest
 
     def _scarce(self) -> list[Scarce]:
-        """Memory in total, HBM, host memory, and time if it is bounded."""
+        """The resources: total memory, HBM, host memory, and time if it is bounded."""
         hbm, host = self._arranger.hbm, self._arranger.host
         found = [
             Scarce(self._tables, lambda level: level.total, hbm + host),
@@ -166,8 +168,8 @@ class Search:
     def _best_of(
         self, bound: Bound, count: int, forced: Sequence[Table], memory: Scarce
     ) -> list[Best]:
-        """The best plans in which ``count`` tables lose besides those that must. Of few tables, all
-        sets of tables with the least loss, up to a number; otherwise one set."""
+        """The best plans in which ``count`` tables lose besides those that must. With few tables:
+        one per set of tables with the least loss, up to a bound; otherwise one plan."""
         best: list[Best] = []
         limit = math.inf
         most = _FEWER_SETS if self._are_many else _MOST_SETS
@@ -189,7 +191,7 @@ class Search:
         return best
 
     def _best_with(self, chosen: Sequence[Table], bound: Bound, limit: float) -> Best | None:
-        """The best plan in which only ``chosen`` have loss, if it has less than a limit."""
+        """The best plan in which only ``chosen`` lose; None if its loss is not below a limit."""
         least = sum(self._tables[table].lossy[0].loss.value for table in chosen)
         if least > self._most_loss or least >= limit:
             return None
@@ -210,20 +212,20 @@ class Search:
     def _visit(self, chosen: Sequence[Table], bound: Bound, limit: float) -> Visit:
         lost = set(chosen)
         fixed = {t: levels.whole for t, levels in self._tables.items() if t not in lost}
-        # The table with the most levels comes last: its level is found by bisection.
+        # The table with the most levels comes last, where a bisection finds its level.
         free = sorted(chosen, key=lambda table: len(self._tables[table].lossy))
         return Visit(self, list(self._tables), fixed, free, bound, limit)
 
     def _may_fit(self, fixed: Sequence[Level], free: Sequence[Sequence[Level]]) -> bool:
-        """Whether the memory of all ranks together is enough for the least that levels take."""
+        """Whether all ranks together have memory for the fixed and the smallest free levels."""
         hbm = sum(level.hbm for level in fixed) + sum(min(x.hbm for x in own) for own in free)
         host = sum(level.host for level in fixed) + sum(min(x.host for x in own) for own in free)
         total = sum(level.total for level in fixed) + sum(min(x.total for x in own) for own in free)
         return self._arranger.has(hbm, host, total)
 
     def check(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
-        """Options of these levels that fit within the bound on time; None if none are found, or if
-        the number of checks is exhausted."""
+        """Options of these levels that fit and keep the bound on time; None if none are found, or
+        if the number of checks is exhausted."""
         if self.is_exhausted:
             return None
         if not self.may_fit(levels):
@@ -241,11 +243,11 @@ class Search:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no more arrangements are tried."""
+        """Whether the bound on arrangements is reached."""
         return self._checks >= self._most_checks
 
     def may_fit(self, levels: Sequence[Level]) -> bool:
-        """Whether the memory of all ranks together is enough for levels."""
+        """Whether all ranks together have memory for levels."""
         return self._arranger.has(*sums_of(levels))
 
     def has(self, hbm: int, host: int, total: int) -> bool:
@@ -253,7 +255,7 @@ class Search:
         return self._arranger.has(hbm, host, total)
 
     def look(self) -> bool:
-        """Counts a level that is looked at; False if there were too many."""
+        """Counts a level that is looked at; False once there were too many."""
         self._looks += 1
         return self._looks <= (_FEWER_LOOKS if self._are_many else _MOST_LOOKS)
 

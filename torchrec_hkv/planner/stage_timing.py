@@ -1,10 +1,10 @@
 """Times TorchRec's own code in the stages of a step (:mod:`.stages`), on collections of small
 tables.
 
-Most of it is host time, and the speed of the host varies over time. Batches of all shapes therefore
-take turns of a few steps, in a random order in each round, and rounds are run at different times
-(:meth:`StageTimer.measure` is called several times). Constants are fitted to the typical times by
-least squares of relative errors without negative values, as for lookups.
+Most of it is host time, and the speed of the host varies. Batches of all shapes therefore take
+turns of a few steps, in a random order in each round, and rounds run at different times
+(:meth:`StageTimer.measure` is called several times). As for lookups, non-negative constants are
+fitted to the typical times by least squares of relative errors.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class BatchShape:
 
 
 def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, BatchShape]:
-    """The timed shapes: from almost no ids to more than most batches have, with few and with many
+    """The timed shapes: from almost no ids to more than in most batches, with few and with many
     features and bags.
 
     Args:
         bags: number of bags in large batches.
         ranks: number of ranks.
-        by_table: whether tables are sent whole, so that each rank needs at least one.
+        by_table: whether each table is on one rank, so that each rank needs at least one table.
     """
     few = ranks if by_table else 1
     many = max(8, 4 * few)
@@ -154,16 +154,16 @@ class StageTimer:
             for key in order:
                 module, shape = self._modules[key]
                 for at in range(_WARM + _TURN):
-                    # A new batch for each step, because an exchanged batch caches its counts. The
-                    # other stages are only timed for one input distribution, as they do not differ.
+                    # Each step gets a new batch, because an exchanged batch caches its counts. The
+                    # other stages do not depend on the input distribution: one times them.
                     took = self._step(module, shape.batch(self._device), key[0] == STAGES[0])
                     if at >= _WARM:
                         self._times[key].append(took)
 
     def times(self) -> tuple[StageTimes, float | None]:
         """Milliseconds of each stage, with lookup and backward for almost no ids; and the bytes of
-        rows exchanged in a millisecond, counted as the rows a rank looks up for all ranks (None for
-        a single rank)."""
+        rows that a rank, looking them up for all ranks, exchanges in a millisecond (None for a
+        single rank)."""
         typical = _middle if self._device.type == "cuda" else min
         took = {
             key: [typical(parts) for parts in zip(*steps, strict=True)]
@@ -241,20 +241,20 @@ class StageTimer:
 
 
 def input_dist_costs(shapes: Sequence[BatchShape], times: Sequence[float]) -> dict[str, float]:
-    """Fits the time of an input distribution: its constant part, and that of a feature, a bag and
-    an id.
+    """Fits the time of an input distribution: a constant part, and a part for each feature, bag and
+    id.
 
     Args:
         shapes: shapes of the batches.
-        times: milliseconds of each.
+        times: milliseconds of each batch.
     """
     found: Mapping[str, float] = fitted([shape.work for shape in shapes], times)
     return {"fixed": found[FIXED], **{name: found[name] for name in ("feature", "bag", "id")}}
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean between the quartiles. If the host has two speeds it lies between them, while a
-    median would be one of the two."""
+    """The mean of the values between the quartiles. If the host has two speeds, it lies between
+    them, while the median is one of the two."""
     quarter = len(values) // 4
     return statistics.mean(sorted(values)[quarter : len(values) - quarter])
 
@@ -264,7 +264,7 @@ def _features(count: int) -> list[str]:
 
 
 class _Clock:
-    """Milliseconds between marks; on a GPU device time, with the host's launches hidden."""
+    """Milliseconds between marks; on a GPU, device time without that of the host's launches."""
 
     def __init__(self, device: torch.device, group: Any) -> None:
         self._on_gpu, ranks = device.type == "cuda", dist.get_world_size(group)

@@ -14,7 +14,7 @@ from torchrec.distributed.types import ShardingType
 
 #: Stages of a step of a sharded collection.
 STAGES = ("input_dist", "forward", "output_dist", "backward")
-#: Input distributions by (whether backends serve tables, whether tables are sent whole).
+#: Input distributions by (whether backends serve tables, whether each table is on one rank).
 INPUT_DISTS = {
     (False, False): "input_dist",
     (False, True): "input_dist_by_table",

@@ -1,4 +1,4 @@
-"""TorchRec's estimate of memory, with those of backends for their tables."""
+"""TorchRec's memory estimate, with the backends' estimates for their tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 class StorageEstimator(EmbeddingStorageEstimator):
     """TorchRec's memory estimate, with the backends' estimates for their tables.
 
-    Communication buffers are TorchRec's estimate for all tables.
+    Communication buffers are estimated by TorchRec for all tables.
     """
 
     def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints]) -> None:
@@ -78,7 +78,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 fused_params = sharder_fused_params(option, args, kwargs)
                 optimizer = applied_optimizer(option.name, option.tensor, fused_params)
                 load = self._load(origin)
-                # Communication buffers, which are equal.
+                # Communication buffers, which variants do not change.
                 buffers = [
                     (shard.storage or Storage(0, 0)) - own
                     for shard, own in zip(

@@ -1,4 +1,4 @@
-"""Selects some of the variants of tables, where all of many tables would be too many."""
+"""Selects some of the tables' variants if all variants of many tables would be too many."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _EVERY, _FEW, _EVERY_OF_FEW = 8, 32, 2
 class Thinning:
     """A selection of variants.
 
-    Variants that differ from a table's options in the same fields are a chain of sizes. Its first
-    and last variant are always selected.
+    Variants that differ from a table's options in the same fields form a chain of sizes. The first
+    and the last variant of a chain are always selected.
 
     Attributes:
-        tables: tables with variants; None for all.
-        every: one of so many variants of a chain is selected; None for its ends only.
+        tables: tables whose variants are selected; None for all.
+        every: one of this many variants of a chain is selected; None for its ends only.
         around: chosen options by table. Their neighbours in the chain are selected, too.
-        bounded: tables of which all variants are selected, as some lose more than they may.
+        bounded: tables with a bound on their loss. All their variants are selected, because some
+            may lose more than the bound.
     """
 
     tables: Collection[Table] | None = None
@@ -43,7 +44,7 @@ class Thinning:
         return dataclasses.replace(self, around=around)
 
     def selects(self, table: Table) -> bool:
-        """Whether a table has variants."""
+        """Whether variants of a table are selected."""
         return self.tables is None or table in self.tables or table in self.bounded
 
     def selected(

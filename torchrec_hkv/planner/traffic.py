@@ -1,4 +1,4 @@
-"""Bytes that ranks send each other: in a step, within a host and to others, and in a sync."""
+"""Bytes that ranks send each other in a step, within and between hosts, and in a sync."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 8, 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step, the mean over all ranks.
+    """Bytes that a rank sends in a step, on average over all ranks.
 
     Attributes:
         intra_host: to ranks of its own host.
@@ -85,8 +85,8 @@ class Asked:
 def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
     """The traffic of one table: ids and lengths of bags, outputs, and gradients.
 
-    Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs are taken for a reduce-scatter
-    in which each rank sends its part of the sum to each other, as the gradients come back.
+    Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs count as a reduce-scatter in
+    which each rank sends its partial sums to each other rank; gradients take the same way back.
     """
     ids, lengths = _ID_BYTES * table.ids, _LENGTH_BYTES * table.bags
     outputs = [_VALUE_BYTES * table.outputs * dim for dim in table.dims]
@@ -94,19 +94,19 @@ def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
     total = Traffic()
     match table.sharding_type:
         case ShardingType.DATA_PARALLEL.value:
-            # A ring: what leaves a host leaves it once.
+            # In a ring, each host sends to one other host only.
             sent = 2 * (ranks - 1) / ranks * table.replicated_bytes
             leaves = sent / local if number > 1 else 0.0
             return Traffic(sent - leaves, leaves)
         case ShardingType.ROW_WISE.value:
-            # All shards have all columns. A part of each bag comes from each rank; of a sequence
-            # each row from one.
+            # All shards have all columns. For a bag, each rank sends a partial sum; a row of a
+            # sequence comes from one rank.
             part = outputs[0] if table.is_pooled else outputs[0] / ranks
             return hosts.to_all(ids / ranks + lengths + 2 * part)
         case ShardingType.TABLE_ROW_WISE.value | ShardingType.GRID_SHARD.value:
             for output in outputs:
                 total += hosts.to_one(ids / local + lengths)
-                # The ranks of the host add up among themselves, and send each bag once to its host.
+                # The ranks of a host first sum among themselves, then send each bag to one host.
                 within, across = (local - 1) * number * output, (number - 1) * output
                 total += Traffic(within, across) * (2 / ranks)
         case _:

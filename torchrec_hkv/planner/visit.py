@@ -1,10 +1,10 @@
-"""Tries levels of loss for the tables that lose something, with all others whole.
+"""Tries levels of loss for the tables that lose something. All other tables keep full quality.
 
-An arrangement of n tables with s shards on r ranks takes a time of n + s * r, and s^2 / r more for
-each exchange of shards. For k tables with up to m levels that lose, the first answer takes 24
-arrangements, and each pass over single tables k * log(m). A pass over pairs takes k^2 * log(m),
-less those that the memory of all ranks together excludes. For many tables the number of all
-arrangements is bounded (:mod:`torchrec_hkv.planner.search`).
+An arrangement of n tables with s shards on r ranks takes O(n + s * r) time, and O(s^2 / r) more for
+each exchange of shards. For k tables that lose, with up to m levels each, the first answer takes 24
+arrangements, and each pass over single tables O(k * log(m)). A pass over pairs takes
+O(k^2 * log(m)), without those that the memory of all ranks together rules out. For many tables the
+total number of arrangements is bounded (:mod:`torchrec_hkv.planner.search`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 #: Number of bisection steps for the price of a byte in the first answer.
 _PRICES = 24
-#: Losses that differ by less are equal.
+#: Losses that differ by less count as equal.
 EQUAL = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """Levels that fit, with options that prove it."""
+    """Levels that fit, with options of theirs that do."""
 
     loss: float
     levels: list[Level]
@@ -57,10 +57,11 @@ class Visit:
         self._search, self._names, self._fixed, self._free = search, names, fixed, free
         self._bound, self._limit = bound, limit
         self.best: Best | None = None
-        self._own: dict[Table, Level] | None = None  # of these tables, the best so far
+        self._own: dict[Table, Level] | None = None  # the best levels so far, within bounds or not
         self._tried: dict[tuple[int, ...], bool] = {}
         self._taken = sums_of(level for level in fixed.values() if level is not None)
-        # Loss and price of the other tables, and of the free ones from each place on, at least.
+        # Lower bounds on loss and price: of the fixed tables, and of the free tables from each
+        # index on.
         taken = sum(bound.size(level) for level in fixed.values() if level is not None)
         self._base = bound.price * (taken - bound.room)
         costs = [bound.cheapest[table] for table in free]
@@ -84,8 +85,8 @@ class Visit:
         return True
 
     def smallest(self) -> bool:
-        """Whether the smallest levels fit, or the smallest of those whose shards take no more than
-        a part of a rank's memory."""
+        """Whether the smallest levels fit: of all levels, or of those whose largest shard takes at
+        most a given part of a rank's memory."""
         size, memory = self._bound.size, self._search.rank_memory
 
         def of_part(part: float) -> Callable[[Level], tuple[float, float]]:
@@ -97,8 +98,8 @@ class Visit:
         )
 
     def by_prices(self) -> None:
-        """Finds a first answer: each table takes the level with the lowest sum of loss and price of
-        what is scarce, at the lowest price at which the levels fit."""
+        """Finds a first answer: each table takes the level with the least sum of loss and price, at
+        the lowest price at which the levels fit."""
         if len(self._free) < 2:
             return
         size = self._bound.size
@@ -119,7 +120,7 @@ class Visit:
                 low = middle
 
     def one_by_one(self) -> None:
-        """Gives what is left to one table after the other, while the loss becomes less."""
+        """Gives unused memory to one table after the other, as long as the loss decreases."""
         if len(self._free) < 3 or self._own is None:
             return
         before = math.inf
@@ -130,8 +131,8 @@ class Visit:
                 self._last(table, others, _loss(others), self._own[table].loss.value)
 
     def two_by_two(self) -> None:
-        """Gives one table its next smaller level, and what this frees to another table, while the
-        loss becomes less."""
+        """Gives one table its next smaller level, and the freed memory to another table, as long as
+        the loss decreases."""
         before = math.inf
         while self._own is not None and _loss(self._own) < before - EQUAL:
             before = _loss(self._own)
@@ -157,7 +158,7 @@ class Visit:
 
         Args:
             chosen: the levels of the first tables.
-            cost: their loss and price.
+            cost: sum of their losses and prices.
         """
         chosen = dict(chosen or {})
         place = len(chosen)
@@ -191,8 +192,8 @@ class Visit:
         Args:
             table: the table.
             chosen: the levels of the other tables.
-            known: their loss.
-            most: only levels with less loss are tried.
+            known: sum of their losses.
+            most: only levels with less loss than this are tried.
         """
         chains: dict[tuple[str, ...], list[Level]] = {}
         for level in self._search.lossy(table):
@@ -205,7 +206,7 @@ class Visit:
                 own = [level for level in chain if self._is_better(known + level.loss.value)]
             else:
                 own = chain
-            # Those before `low` do not fit.
+            # Levels before `low` do not fit.
             low = _first(
                 own,
                 lambda level: self._search.has(
@@ -224,7 +225,7 @@ def sums_of(levels: Iterable[Level]) -> tuple[int, int, int]:
 
 
 def _first(levels: Sequence[Level], fits: Callable[[Level], bool], low: int = 0) -> int:
-    """Bisection for the first level that fits, the largest of a chain coming first."""
+    """Bisection for the first level of a chain that fits; a chain begins with the largest level."""
     high = len(levels)
     while low < high:
         middle = (low + high) // 2

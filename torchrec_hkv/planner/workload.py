@@ -19,7 +19,7 @@ def shard_workload(
     frequencies: IdFrequencies | None,
     batches: int = 1,
 ) -> Workload:
-    """The step's ids in one shard. All shards of a table have the same number.
+    """The step's ids in one shard. All shards of a table get the same number of ids.
 
     Args:
         option: the sharding of the table.

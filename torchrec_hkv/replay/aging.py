@@ -1,9 +1,9 @@
 """Half-lives of counts in a sampled table, equal to those in the whole table.
 
 A half-life is a number of lookups. A sample has more or fewer lookups than its share, depending on
-whether it contains the most frequent ids. And ``"adaptive"`` chooses c by miniature tables, which
-would be too small in a sampled table. So the half-life follows from the lookups of all ids, and c
-from miniatures that have the size they have in the whole table and see all ids.
+whether it contains the most frequent ids. The half-life is therefore computed from the lookups of
+all ids. ``"adaptive"`` chooses c by miniature tables, which would be too small in a sampled table.
+They therefore have the same size as in the whole table, and get all ids.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ PART_SAMPLES = 1 << 20
 
 
 class ArrayLog(Log):
-    """Integer arrays by name; a row of each is a sample.
+    """Integer arrays by name. Row ``i`` of all arrays is sample ``i``.
 
     Args:
         name: name of the file.
-        arrays: integer arrays of one dimension, or of two: then each of their columns is a column,
+        arrays: integer arrays of one dimension, or of two dimensions, whose columns become columns
             ``name_0`` and so on. Other arrays are ignored.
 
     Raises:
@@ -62,7 +62,7 @@ class ArrayLog(Log):
 
 
 def int64_tensor(values: np.ndarray) -> torch.Tensor:
-    """Integers of any width as int64; uint64 keeps its bits. Copies only if it has to."""
+    """Converts integers of any width to int64; uint64 keeps its bits. Copies only if needed."""
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         values = values.astype(np.uint64, copy=False).view(np.int64)
     values = np.ascontiguousarray(values, dtype=np.int64)

@@ -12,16 +12,16 @@ from torchrec_hkv.hash_table.available_memory import host_memory
 from torchrec_hkv.replay.sample import Sample
 from torchrec_hkv.replay.steps import Steps
 
-#: Number of candidates for the most frequent ids; the stride of the lookups that are counted (a
-#: prime, because logs repeat with the number of lookups of a request); and the counted lookups that
-#: a frequent id needs.
+#: Number of candidates for the most frequent ids; the stride of the counted lookups (a prime,
+#: because logs repeat with the number of lookups of a request); and the least number of counted
+#: lookups of a frequent id.
 _HOT_ROWS, _HOT_STRIDE, _HOT_COUNT = 1 << 16, 17, 64
 _HOT_CALL = 1 << 12
 _FIRST_ROWS = 1 << 16
 
 
 def growing_table(name: str, share: float = 1.0) -> HashTable:
-    """A table that counts ids. It grows within its share of the memory.
+    """Creates a table that counts ids. It grows within its share of the memory.
 
     Args:
         name: name of the table.
@@ -76,7 +76,7 @@ class IdCounter:
 
 
 class FrequentIds:
-    """Counts the most frequent ids of a log in a share of all lookups, because a sample of ids may
+    """Counts the most frequent ids of a log, in a share of its lookups, because a sample of ids may
     lack them."""
 
     #: As :func:`torchrec_hkv.replay.tables.work_of`.
@@ -88,7 +88,7 @@ class FrequentIds:
         self._generator = torch.Generator().manual_seed(0)
 
     def see(self, steps: Steps) -> None:
-        """Counts a share of the lookups of the part of the log that ends the steps."""
+        """Counts a share of the lookups in the part of the log in which the steps end."""
         ids = steps.part
         begin = int(torch.randint(_HOT_STRIDE, (1,), generator=self._generator))
         looked_at = ids[begin::_HOT_STRIDE].contiguous()
@@ -137,7 +137,7 @@ def frequencies(
     others = counts[~torch.isin(ids, hot)]
     histogram: list[tuple[int, float]] = []
     if others.numel():
-        # The number of all lookups is known, so the other ids have the remaining ones.
+        # The total number of lookups is known, so the other ids have the remaining lookups.
         left = lookups - float(hot_counts.sum())
         scale = max(left * sample.rate / float(others.sum()), 0.5)
         for number, each in IdFrequencies.of_counts(others).histogram:

@@ -1,4 +1,4 @@
-"""Logs in Parquet, by pyarrow."""
+"""Logs in Parquet, read with pyarrow."""
 
 from __future__ import annotations
 

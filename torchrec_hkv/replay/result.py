@@ -60,8 +60,7 @@ class Curve:
 
     @property
     def knee(self) -> Point:
-        """The point from which on one more row gains less than the average row up to the last
-        point.
+        """The point after which one more row gains less than the average row up to the last point.
 
         It is the point that lies farthest above the straight line from no rows to the last point.
         """
@@ -127,9 +126,9 @@ class Replayed:
         name: name of the table.
         lookups: lookups in the whole log.
         distinct: number of distinct ids; an estimate if a sample was replayed.
-        unlimited_hit_rate: hit rate with a row for each id.
+        unlimited_hit_rate: hit rate with a row per id.
         frequencies: histogram of the ids.
-        curves: one for each policy.
+        curves: the curves, one per policy.
     """
 
     name: str

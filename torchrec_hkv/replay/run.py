@@ -30,8 +30,8 @@ from torchrec_hkv.replay.tables import (
 )
 from torchrec_hkv.replay.windows import corrected, uncrowded
 
-#: Smallest number of rows of a sampled table. With fewer rows, some samples are off by more than
-#: .005 (docs/guide/replay.md).
+#: Smallest number of rows of a sampled table. With fewer rows, the error of some samples exceeds
+#: 0.005 (docs/guide/replay.md).
 LEAST_SAMPLED_ROWS = 2000
 #: Groups of tables for each thread.
 _PARTS = 2
@@ -125,7 +125,7 @@ def replay(
 def _next_steps(
     pool: ThreadPoolExecutor, running: Sequence[_Running], part: Part | None, steps: list[Steps]
 ) -> list[Steps]:
-    """Replays steps. Meanwhile divides the next part of the log into steps and returns these."""
+    """Replays steps, and meanwhile divides the next part of the log into steps; returns those."""
     tasks: list[tuple[float, Callable[..., Any], Part | Steps]] = [
         (seeing.work, seeing.see, of_table)
         for one, of_table in zip(running, steps, strict=False)
@@ -166,7 +166,7 @@ class _Running:
             for group in groups
         ]
         self.frequent = None if sample.is_all else FrequentIds()
-        #: What sees the steps, independently of each other.
+        #: The objects that process the steps, independently of each other.
         self.seeing: list[ReplayedTables | CountedIds | FrequentIds] = [self.counted, *self.tables]
         if self.frequent is not None:
             self.seeing.append(self.frequent)

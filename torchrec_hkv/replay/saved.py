@@ -130,13 +130,13 @@ class ReplayedLog:
         """Constraints of hash tables for the planner, by table name.
 
         Each constraint has the frequencies of the log's ids, the measured hit rates, and the best
-        policy. Without a budget the planner chooses the number of rows, and how many of them are in
-        HBM, to fit the memory. Then set ``num_embeddings`` to the largest number of rows that a
-        table may have, such as :attr:`Replayed.distinct`.
+        policy. Without a budget the planner chooses the number of rows, and the number of rows in
+        HBM, so that the tables fit. Then set ``num_embeddings`` to the largest number of rows that
+        a table may have, such as :attr:`Replayed.distinct`.
 
         Args:
-            max_bytes: budget for all tables together, in bytes; rows are then those of
-                :meth:`capacities`. None: the planner chooses the rows.
+            max_bytes: budget for all tables together, in bytes; :meth:`capacities` then chooses the
+                rows. None: the planner chooses the rows.
             importance: argument of :meth:`capacities`.
             sharding_types: sharding types for the planner to choose from. None: all.
 
@@ -169,8 +169,8 @@ class ReplayedLog:
     ) -> dict[str, Capacity]:
         """Divides a budget among the tables so that the fewest lookups miss.
 
-        Each byte goes to the table in which it saves most lookups. The rows of a table are between
-        the smallest and the largest number that was replayed.
+        Each byte goes to the table in which it saves the most misses. The number of rows of a table
+        is between the smallest and the largest number that was replayed.
 
         Args:
             max_bytes: bytes of all tables together.
@@ -224,8 +224,8 @@ def _between(low: Capacity, high: Capacity, share: float) -> Capacity:
 
 
 def _hull(table: Replayed) -> list[Capacity]:
-    """The best points of all policies for their bytes (concave hull): each further byte gains less
-    than the one before."""
+    """The best points of all policies by bytes (concave hull): each byte gains less than the one
+    before."""
     points = sorted(
         (
             Capacity(point.rows, point.bytes, point.hit_rate, curve.policy)
@@ -234,7 +234,7 @@ def _hull(table: Replayed) -> list[Capacity]:
         ),
         key=lambda point: (point.bytes, -point.hit_rate),
     )
-    # Start with the smallest number of rows, under the policy that is best there.
+    # Start with the smallest number of rows, under the best policy for it.
     fewest = min(point.rows for point in points)
     start = max((p for p in points if p.rows == fewest), key=lambda point: point.hit_rate)
     hull = [start]

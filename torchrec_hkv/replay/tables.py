@@ -78,7 +78,7 @@ class ReplayedTables:
         settings: settings of the tables.
         sample: the ids to replay.
         batch_size: samples of a step.
-        share: share of half the host's memory, for recording which ids have had a slot.
+        share: share of half the host's memory that the record of placed ids may take.
 
     Raises:
         ValueError: there is not enough memory.
@@ -125,7 +125,7 @@ class ReplayedTables:
         }
 
     def see(self, steps: Steps) -> None:
-        """Runs the training lookups of steps, one call for each step."""
+        """Runs the training lookups of steps, one call per step."""
         if steps.ends.numel() == 0:
             return
         epochs, whole = None, steps.whole

@@ -1,6 +1,6 @@
-"""Logs as text: CSV and similar formats, one id a line, and Criteo's files.
+"""Logs as text: CSV and similar formats, one id for each line, and Criteo's files.
 
-A line is a sample, a field an id. Blocks of lines are parsed in C++.
+A line is a sample, and a field an id. Blocks of lines are parsed in C++.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Counts distinct ids in windows of the log, and corrects the misses of a sample by them.
+"""Counts distinct ids in windows of the log, and corrects the misses of a sample by these numbers.
 
-The misses of a table depend on the distribution of reuse distances, and so do the numbers of
-distinct ids in windows of many lengths. A sample may by chance contain too many ids that return
-after some time. A larger sample, whose ids are only counted, shows by how much. A regression of
-misses on these numbers, over groups of ids, gives the effect on the misses.
+The misses of a table depend on the distribution of reuse distances. So do the numbers of distinct
+ids in windows of many lengths. A sample may by chance contain too many ids that return after some
+time. A larger sample, whose ids are only counted, shows how many too many. A regression of misses
+on these numbers, over groups of ids, gives the effect on the misses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrec_hkv.replay.sample import GROUPS, Sample, SampledIds
 
 #: Number of counted ids for each replayed id.
 _TIMES = 16
-#: Lookups in a window.
+#: Numbers of lookups in a window.
 _SMALL, _LARGE = (1 << 13, 1 << 16, 1 << 19), (1 << 22, 1 << 25, 1 << 28)
 _LEAST_CELLS, _MOST_CELLS = 1 << 6, 1 << 25
 #: Regularisation of the regression, because neighbouring lengths have similar numbers.
@@ -31,8 +31,8 @@ _RIDGE = 1e-3
 class Windows:
     """Counts distinct ids in windows, over all ids and over the groups of a sample.
 
-    Numbers of lookups would not do, because one id may have a large share of the lookups and no
-    miss. Linear counting of a larger sample gives the numbers over all ids.
+    Numbers of lookups would not work, because a single id may have a large share of the lookups but
+    no misses. Linear counting of a larger sample gives the numbers over all ids.
 
     Args:
         sample: the ids that are replayed.
@@ -153,7 +153,7 @@ def uncrowded(
     Args:
         hit_rates: hit rates of the tables.
         rows: rows of the tables, ascending.
-        slots: slots of the sampled tables over their share of those of the tables.
+        slots: slots of the sampled tables, divided by the sampled share of the whole tables' slots.
         windows: windows that counted the same ids.
     """
     if len(rows) < 2:

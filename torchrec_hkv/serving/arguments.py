@@ -64,7 +64,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What an export writes, by full name of a table.
+    """The checked choices of an export, by full name of a table.
 
     Attributes:
         source: source of rows, cores and dense tensors.

@@ -1,4 +1,4 @@
-"""A file that another thread writes past the page cache, while the next pieces are made."""
+"""A file that another thread writes, bypassing the page cache, while the next pieces are made."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DIRECT_BYTES = 64 << 20
 
 
 class BackgroundFile:
-    """A new file that is written by streams: each is a range of bytes, written in order.
+    """A new file that is written by streams. Each stream writes a range of bytes in order.
 
     Args:
         path: path of the file, which must not exist.
-        size: bytes that will be written at least; small files use the page cache.
+        size: least number of bytes that will be written; small files use the page cache.
 
     Raises:
         OSError: the file can't be created.
@@ -51,7 +51,7 @@ class BackgroundFile:
         self._file.sync()
 
     def read(self, data: Tensor, at: int) -> None:
-        """Reads what was written at offset ``at`` into a uint8 vector."""
+        """Reads written bytes from offset ``at`` on into a uint8 vector."""
         self._wait(0)
         scratch, done = self._free[0], 0
         while done < data.numel():
@@ -76,7 +76,7 @@ class BackgroundFile:
         return self._free.pop()
 
     def _submit(self, stream: Stream, buffer: Tensor, size: int, at: int) -> None:
-        """Has the first bytes of a buffer written; it is free then."""
+        """Makes the thread write the first bytes of a buffer, which is free afterwards."""
         self._wait(_WAITING - 1)
         self._waiting.append((self._pool.submit(self._write, stream, buffer[:size], at), buffer))
 
@@ -108,7 +108,7 @@ class Stream:
 
     @property
     def end(self) -> int:
-        """Offset behind what was written."""
+        """Offset after the last written byte."""
         return self._at + self._filled
 
     def memory(self, size: int) -> Tensor:
@@ -138,7 +138,7 @@ class Stream:
             self.write(piece.numel())
 
     def finish(self) -> None:
-        """Writes what is left; the stream ends here.
+        """Writes the remaining bytes and ends the stream.
 
         Raises:
             OSError: an earlier piece could not be written.
@@ -148,7 +148,7 @@ class Stream:
 
 
 def read_ahead(items: Iterator) -> Iterator:
-    """Yields what an iterator does. Another thread makes the next item while one is used."""
+    """Yields the items of an iterator. Another thread makes the next item while one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="read") as pool:
         coming = pool.submit(next, items, None)
         while (item := coming.result()) is not None:

@@ -72,7 +72,7 @@ class Checkpoint:
         self.is_delta = (folder / LINK).is_file() and Link.read(folder).kind == "delta"
 
     def has_files(self, table: str) -> bool:
-        """Whether a table has files of its own, of which a delta holds only changes."""
+        """Whether a table has files of its own; in a delta, they hold only changes."""
         record = self.record.tables.get(table)
         return record is not None and record.shards is not None
 
@@ -93,7 +93,7 @@ class Checkpoint:
         for shard in shards:
             for file in self._manifest(shard).shards:
                 count += file.entries
-                # A rank with one file says that it is for all owners.
+                # If a rank has one file, the file is marked as one for all owners.
                 order.append((count, min(file.owner_end, shard.owners[1])))
         owners = [owner for _, owner in order]
         return order if owners == sorted(owners) else ()
@@ -129,8 +129,8 @@ class Checkpoint:
         yield first.ids, rows
 
     def counts(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields ids of a whole table with files of its own, and how often each was looked up in
-        training; nothing if the table did not count that. Arguments and errors are those of
+        """Yields ids of a whole table with files of its own, and the number of lookups of each in
+        training; nothing if the table did not count lookups. Arguments and errors are those of
         :meth:`entries`."""
         shards = self._by_owner(table)
         for shard in shards:
@@ -192,7 +192,7 @@ class Checkpoint:
         manifest = self._manifest(shard)
         folder, fields = self._folder / shard.folder, manifest_fields(manifest)
         size = max([_batch(file, fields) for file in manifest.shards], default=1)
-        # While one batch is used, the next is verified and the one after that is read.
+        # While one batch is used, the second is verified and the third is read.
         stagings = deque(Staging(fields, size) for _ in range(3))
 
         def verified() -> Iterator[dict[str, Tensor]]:
@@ -206,7 +206,7 @@ class Checkpoint:
     # -- tensors ----------------------------------------------------------------------------------
 
     def has_tensor(self, name: str) -> bool:
-        """Whether a tensor of the model's ``state_dict`` is there."""
+        """Whether the checkpoint has a tensor of the model's ``state_dict``."""
         entry = self._metadata.state_dict_metadata.get(f"model.{name}")
         return isinstance(entry, TensorStorageMetadata)
 
@@ -245,7 +245,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
 
 
 def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of wanted ids in ``ids``, and whether each is there."""
+    """Positions of wanted ids in ``ids``, and whether each was found."""
     if ids.numel() == 0:
         return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
     ascending, order = ids.sort()

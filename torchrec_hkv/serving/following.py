@@ -29,7 +29,7 @@ def follow(
     scratch: str | os.PathLike[str] | None = None,
     process: bool | None = None,
 ) -> Follower:
-    """Applies what a ``DeltaWriter`` writes while the model serves.
+    """Applies the checkpoints that a ``DeltaWriter`` writes while the model serves.
 
     The chain's newest checkpoint, if there is one, is applied before this returns. If the model was
     exported with ``deltas=``, only the deltas after the export are applied; otherwise the chain's
@@ -45,10 +45,10 @@ def follow(
         scratch: folder on a disk with room for the tables of the chain's bases. Their files are
             unlinked once they are written, and freed when they are no longer served. None: the
             system's folder for temporary files.
-        process: whether another process reads and merges checkpoints. Calls of the model then don't
-            wait for the interpreter meanwhile. The process takes some seconds to start and memory
-            for another copy of the changed rows, has a low priority, and passes each version
-            through a file in ``scratch``. None: yes if a thread polls.
+        process: whether another process reads and merges checkpoints, so that calls of the model
+            don't wait for the interpreter meanwhile. The process takes some seconds to start and
+            memory for another copy of the changed rows, has a low priority, and passes each version
+            through a file in ``scratch``. None: True if a thread polls.
 
     Raises:
         ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
@@ -134,7 +134,7 @@ class Follower:
             self._end()
 
     def stop(self) -> None:
-        """Stops following. The model keeps serving its present version."""
+        """Stops following. The model keeps serving its current version."""
         self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -149,7 +149,7 @@ class Follower:
         )
 
     def use_hot_rows(self, rows: Tensor, hot: HotRows) -> None:
-        """Uses other hot rows in the version before, too. The model calls this."""
+        """Uses other hot rows in the previous version, too. The model calls this."""
         if self._previous is not None:
             self._previous = self._previous.with_hot_rows(rows, hot)
 
@@ -175,7 +175,8 @@ class Follower:
             try:
                 return self._apply_until(newest.number)
             except ValueError:
-                # After a newer base, the writer may have removed a checkpoint during the read.
+                # If there is a newer base, the writer may have removed a checkpoint while it was
+                # read.
                 if Chain(self.folder).newest() == newest:
                     raise
 

@@ -1,8 +1,8 @@
 """Follows a chain in another process.
 
-That process (``following_worker.py``) applies each checkpoint and writes what differs from the
-version before to a file. This process maps the file and switches to the version, so that little of
-its time goes to Python: threads that call the model would have to wait for the interpreter's lock.
+That process (``following_worker.py``) applies each checkpoint and writes the differences from the
+previous version to a file. This process only maps the file and switches to the version. It spends
+little time in Python, because threads that call the model wait for the interpreter's lock.
 
 Messages are lines of JSON: ``"poll"`` in one direction; versions, then the end of the poll or an
 error, in the other.
@@ -99,7 +99,7 @@ class ProcessFollower(Follower):
         return applied
 
     def _answers(self) -> Iterator[dict[str, Any]]:
-        """Has the process poll; yields its versions.
+        """Makes the process poll; yields its versions.
 
         Raises:
             ValueError: a checkpoint can't be applied, or the process has ended.
@@ -108,7 +108,7 @@ class ProcessFollower(Follower):
             self._process.stdin.write(b'"poll"\n')
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended: its output ends, too
+            pass  # the process has ended, so its output ends, too
         while line := self._process.stdout.readline():
             message = json.loads(line)
             if "error" in message:
@@ -132,7 +132,7 @@ class ProcessFollower(Follower):
             _changed(table, its, held)
             for table, its in zip(self._bases(message), message["tables"], strict=True)
         ]
-        if message["base_folder"] is not None:  # mapped, if they were needed
+        if message["base_folder"] is not None:  # the files are mapped if they were needed
             shutil.rmtree(message["base_folder"])
         cores = before.cores
         if message["cores"] is not None:
@@ -156,7 +156,7 @@ class ProcessFollower(Follower):
         )
 
     def _bases(self, message: dict[str, Any]) -> list[ReadOnlyTable]:
-        """The tables, with the files of the version's base."""
+        """The tables without changes, from the files of the version's base."""
         model, before = self._model, self._model._version
         tables = list(before.tables.tables)
         if message["base"] == before.base:
@@ -185,7 +185,7 @@ class ProcessFollower(Follower):
 
 
 def _changed(table: ReadOnlyTable, its: Any, held: _Held) -> ReadOnlyTable:
-    """A table with the changes of a message. None: as before; no places: without changes."""
+    """A table with the changes in a message. None keeps its changes; no places removes them."""
     if its is None:
         return table
     index, rows = map(held.tensor, its) if its else (None, None)
@@ -196,7 +196,7 @@ class _Held:
     """Tensors of a file, in this process's memory."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        # Another process has just written it.
+        # Another process has just written the file, so it is in the page cache.
         data = read_resident(path, path.stat().st_size, direct=False)
         self._data = data if device.type == "cpu" else data.to(device)
 

@@ -1,7 +1,7 @@
-"""The process that applies a chain for a follower in another one (``following_process.py``).
+"""The process that applies a chain for a follower in another process (``following_process.py``).
 
-It serves the same model from the same folder, applies each checkpoint, and writes what differs from
-the version before to a file.
+It opens the same model from the same folder, applies each checkpoint, and writes the differences
+from the previous version to a file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
         known: digest of the checkpoint that the follower serves, or "".
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no answer
+    os.dup2(2, 1)  # keeps other output out of the answers
     os.nice(_NICENESS)
     torch.set_num_threads(1)
 
@@ -96,8 +96,8 @@ class _Publisher(Follower):
         return self._newest
 
     def poll_and_send(self) -> None:
-        """Applies new checkpoints. Of those of the first poll, only the last one is sent: the
-        follower serves some of them already, or will serve the last one in a moment."""
+        """Applies new checkpoints. The first poll sends only the last version: the follower already
+        serves some of the others, or will serve the last one soon."""
         self.poll()
         version = self._model._version
         if self._catches_up and self.error is None and version.checkpoint != (self._known or None):

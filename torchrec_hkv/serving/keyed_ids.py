@@ -145,7 +145,7 @@ def tensors_of(
         TypeError: ``given`` has the wrong type, or a tensor has the wrong dtype.
         ValueError: a feature or weights are missing, or a tensor has the wrong shape.
     """
-    if isinstance(given, KeyedIds):  # first, because the next test takes longer
+    if isinstance(given, KeyedIds):  # tested first, because the next test takes longer
         pass
     elif isinstance(given, Mapping):
         given = KeyedIds.from_lists(given)

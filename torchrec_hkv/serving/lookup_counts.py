@@ -1,6 +1,6 @@
-"""How often the rows of a table were looked up in training: a byte a row, in the order of rows.
+"""Numbers of lookups of a table's rows in training: one byte per row, in the order of rows.
 
-The file is beside the table's. A code ``c`` stands for ``2 ** (c / 4) - 1`` lookups, rounded.
+The file is beside the table's file. A code ``c`` stands for ``2 ** (c / 4) - 1`` lookups, rounded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torchrec_hkv.serving.table_file import TableFile
 __all__ = ["CountsWriter", "codes_of", "counts_of", "ops", "read_codes"]
 
 _ops = torch.ops.torchrec_hkv
-_STEPS = 4  # codes by which a count doubles
+_STEPS = 4  # number of codes from a count to its double
 _MOST = 1 << 30  # kMostHotCount in csrc/serving/hot_rows.h
 _PIECE = 1 << 22
 
 
 def codes_of(counts: Tensor) -> Tensor:
-    """Codes, uint8, of counts, int64 from 0 on."""
+    """Converts counts, int64, not negative, to codes, uint8."""
     return (_STEPS * counts.double().add_(1).log2_()).round_().to(torch.uint8)
 
 
 def counts_of(codes: Tensor) -> Tensor:
-    """Counts, int32, of codes; at most 2^30."""
+    """Converts codes to counts, int32, at most 2^30."""
     table = (torch.arange(256, dtype=torch.float64) / _STEPS).exp2_().sub_(1).round_()
     table = table.clamp_(max=_MOST).to(codes.device, torch.int32)
     counts = torch.empty(codes.numel(), dtype=torch.int32, device=codes.device)
@@ -56,10 +56,10 @@ def read_codes(folder: Path, record: FileRecord, entries: int) -> Tensor:
 
 
 class CountsWriter:
-    """A context manager that writes the counts of a table whose file is written afterwards.
+    """A context manager that writes the counts of a table whose file is written later.
 
     Args:
-        folder: folder of a temporary file, 9 bytes an id.
+        folder: folder of a temporary file with 9 bytes per id.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class CountsWriter:
             self._given.close()
 
     def add(self, ids: Tensor, counts: Tensor) -> None:
-        """Adds ids and their counts, int64 from 0 on.
+        """Adds ids and their counts, int64, not negative.
 
         Raises:
             OSError: the file can't be written.

@@ -104,8 +104,8 @@ class TableRecord:
         name: full name in the model.
         rows: file of the table.
         initial: initial rows, which unknown ids get.
-        default_row: the row of all unknown ids instead, or None.
-        counts: file of how often the rows were looked up in training, or None.
+        default_row: the row of all unknown ids, which replaces ``initial``; or None.
+        counts: file with the numbers of lookups of rows in training, or None.
     """
 
     name: str
@@ -133,7 +133,7 @@ class TTGroupRecord:
     Attributes:
         names: full names of the tables.
         shapes: shapes of the tables.
-        feature_tables: the number in the group of each output's table.
+        feature_tables: index in the group of each output's table.
         dtype: dtype of the cores.
         cores: file of all cores, concatenated.
     """

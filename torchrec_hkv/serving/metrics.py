@@ -14,7 +14,7 @@ def histogram(name: str, counts: Iterable[int], total: float) -> Iterable[str]:
     Args:
         name: name of the metric.
         counts: the number of calls up to each of :data:`BUCKETS`, and beyond the last.
-        total: the sum of their times in seconds.
+        total: sum of the calls' times in seconds.
     """
     running = 0
     for bound, count in zip((*map(str, BUCKETS), "+Inf"), counts, strict=True):

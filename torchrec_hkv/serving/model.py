@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Freshness", "ServingModel", "load", "ops"]
 
-#: Attempts to load a folder that other exports replace meanwhile.
+#: Number of attempts to load a folder that other exports replace during the load.
 _ATTEMPTS = 10
 
 
@@ -45,7 +45,7 @@ class Version:
         checkpoint: digest of the checkpoint that this version holds, or None if unknown.
         number: number of the checkpoint in its chain, or None if unknown.
         written: time when the checkpoint was written, in seconds since 1970, or None if unknown.
-        base: digest of the base that the tables' files hold, or None if they are the export's.
+        base: digest of the base that the tables' files hold; None if the export wrote the files.
     """
 
     tables: ReadOnlyTables
@@ -57,7 +57,7 @@ class Version:
     base: str | None = None
 
     def with_hot_rows(self, rows: Tensor, hot: HotRows) -> Version:
-        """This version, with other hot rows of the table whose rows are ``rows``, if it has it."""
+        """This version with other hot rows for the table whose rows are ``rows``, if it has it."""
         if all(table.rows is not rows for table in self.tables.tables):
             return self
         tables = [
@@ -104,7 +104,7 @@ class ServingModel:
     ) -> None:
         #: Folder from which the model was loaded.
         self.folder = folder
-        #: Device of its tables.
+        #: Device of the tables.
         self.device = placement.device
         #: Whether the tables were read into this process's memory instead of mapped.
         self.resident = placement.resident
@@ -114,7 +114,7 @@ class ServingModel:
         self._tree = pytree.treespec_loads(manifest.tree)
         self._parameters = tuple(manifest.parameters)
         self._names = _leaf_names(manifest)
-        # Most models take positional arguments only: these need no matching of their structure.
+        # Most models take positional arguments only, whose structure need not be matched.
         args, kwargs = self._tree.children()
         is_flat = all(child.is_leaf() for child in args.children()) and not kwargs.num_leaves
         self._flat_args = args.num_leaves if is_flat else None
@@ -130,10 +130,10 @@ class ServingModel:
         return tuple(tuple(each.keys) for each in self._inputs if each.kind == "ids")
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counters by full table name: ``lookups``, the number of ids looked up, and ``unknown``,
-        how many of them the table lacks. Tables with rows in host memory (``hbm_bytes``) also have
-        ``host_lookups``, the number of ids whose row was read there. Tensor-Train tables are not
-        counted."""
+        """Counters by full table name: ``lookups``, the number of looked up ids, and ``unknown``,
+        the number of these ids that the table lacks. Tables with rows in host memory
+        (``hbm_bytes``) also have ``host_lookups``, the number of ids whose row was read from host
+        memory. Tensor-Train tables are not counted."""
         tables = self._version.tables
         made = {
             name: {"lookups": counts[0], "unknown": counts[1]}
@@ -145,15 +145,15 @@ class ServingModel:
         return made
 
     def choose_hot_rows(self) -> None:
-        """Chooses again which rows are in HBM, in tables with rows in host memory (``hbm_bytes``).
+        """Chooses the rows in HBM again, for tables with rows in host memory (``hbm_bytes``).
 
         Lookups count which rows they read. The rows with the largest counts are copied to HBM, and
         counts are halved, so that old lookups matter less at the next choice. Calls of the model
-        run meanwhile, and use the new rows as soon as all are there. Until then the table with the
-        most rows in HBM takes as much again.
+        run meanwhile, and use the new rows once all are in HBM. The copy needs as much HBM as the
+        largest table's rows in HBM.
 
         Raises:
-            torch.OutOfMemoryError: HBM has no room. The rows of some tables are as before.
+            torch.OutOfMemoryError: HBM has no room. Some tables keep their previous rows.
         """
         with self._choosing:
             for number in range(len(self._version.tables.tables)):
@@ -167,10 +167,10 @@ class ServingModel:
                         self._follower.use_hot_rows(table.rows, hot)
 
     def switch(self, version: Version) -> Version:
-        """Serves another version; returns the one before. The caller holds ``_switching``."""
+        """Serves another version; returns the previous one. The caller holds ``_switching``."""
         before = self._version
         for its, new in zip(before.tables.tables, version.tables.tables, strict=True):
-            if new.hot is not its.hot and new.rows is its.rows:  # chosen again meanwhile
+            if new.hot is not its.hot and new.rows is its.rows:  # hot rows were chosen meanwhile
                 version = version.with_hot_rows(its.rows, its.hot)
         self._version = version
         return before
@@ -185,8 +185,8 @@ class ServingModel:
 
     def metrics(self) -> str:
         """Metrics in Prometheus' text format: lookups and unknown ids by table, the version, its
-        age, how long it took to apply, and a histogram of the time of calls. On a GPU, the time of
-        a call ends when its work is queued."""
+        age, the time to apply it, and a histogram of call times. On a GPU, the time of a call ends
+        when its work is queued."""
         name, freshness, counters = "torchrec_hkv_serving", self.freshness(), self.counters()
         gauges = {
             "version": ("Number of the checkpoint that is served.", freshness.number),
@@ -212,16 +212,16 @@ class ServingModel:
         return "\n".join(lines) + "\n"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
+        """Runs the model's forward.
 
         Args:
-            args: positional arguments, as in training. For a ``KeyedJaggedTensor``, pass one, a
-                :class:`KeyedIds`, or a dictionary of lists: for each feature the ids of each
+            args: positional arguments, as in training. In place of a ``KeyedJaggedTensor``, you can
+                pass a :class:`KeyedIds`, or a dictionary of lists: for each feature the ids of each
                 sample.
             kwargs: keyword arguments, as in training.
 
         Returns:
-            What the model's forward returns.
+            The result of the model's forward.
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -295,13 +295,13 @@ def load(
             than the processor's caches are then faster.
         verify: whether to read all tables and compare their checksums. The checksums of other files
             are always compared.
-        hbm_bytes: bytes of HBM for rows, of all tables together, which share it equally, or by
-            table. Tables whose rows fit are in HBM. Of others, HBM holds the rows that
-            :meth:`ServingModel.choose_hot_rows` chooses, at first those that were looked up most in
-            training (``export(lookup_counts=True)``), or the first ones. All their rows are in
-            pinned host memory, which the GPU reads in place. The index of a table, counts of
-            lookups, and changes of deltas are in HBM beside these bytes. None, and tables that are
-            not named: all rows are in HBM.
+        hbm_bytes: bytes of HBM for rows: one number that all tables share equally, or numbers by
+            table. Tables whose rows fit are in HBM. Other tables have all rows in pinned host
+            memory, which the GPU reads in place, and the rows that
+            :meth:`ServingModel.choose_hot_rows` chooses also in HBM. At first these are the rows
+            that were looked up most in training (``export(lookup_counts=True)``), or the first
+            rows. A table's index, counts of lookups, and changes of deltas take further HBM. None,
+            and tables that are not named: all rows are in HBM.
 
     Raises:
         ValueError: a file is missing, damaged or of another export, there is no such device, or

@@ -64,7 +64,7 @@ class ModelTable:
 
     @property
     def is_summed_over_ranks(self) -> bool:
-        """Whether ranks add up parts of a bag."""
+        """Whether ranks sum partial bags."""
         return self.sharding_type in SUMMED_OVER_RANKS
 
     def kind(self, is_stock: bool) -> int:

@@ -110,7 +110,7 @@ class NextVersion:
             if len(parts) > 1:
                 rows = self._held(number, ids)
                 ascending, order = ids.sort()
-                for part in parts:  # ids that the shard of the first columns lacks are left out
+                for part in parts:  # skips ids that the shard of the first columns lacks
                     known = torch.isin(part.ids, ids)
                     places = order[torch.searchsorted(ascending, part.ids[known])]
                     columns = slice(part.begin, part.begin + part.rows.shape[1])
@@ -143,7 +143,7 @@ class NextVersion:
         return uncounted.rows(0, ids.to(self._device)).cpu()
 
     def _changed_rows(self, number: int, table: ReadOnlyTable) -> tuple[Tensor, Tensor]:
-        """The rows that changed in a table that deltas hold whole."""
+        """The changed rows of a table that deltas store completely."""
         weight = self._weight(table)
         changed_ids, changed_rows = [], []
         for ids in torch.arange(weight.shape[0]).split(_PIECE):

@@ -29,9 +29,9 @@ def open_tables(
     Args:
         folder: folder of the model.
         manifest: its manifest.
-        placement: where the tables are to be.
+        placement: placement of the tables.
         verify: as for :func:`torchrec_hkv.serving.load`.
-        before: the version before, as for :meth:`Placement.place`.
+        before: tables of the previous version, as for :meth:`Placement.place`.
     """
     records = manifest.tables
     tables = [_open_table(folder, record, placement, verify) for record in records]

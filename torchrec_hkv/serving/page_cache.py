@@ -3,10 +3,10 @@
 A row that is not in the cache is read when it is looked up, which waits for the disk. Reading in
 sequence is faster by orders of magnitude, so it soon overtakes the requests.
 
-The cache holds what is read in huge pages if the system and the file system can. Lookups at random
-then take less time, because the processor finds their pages sooner. A range of 2 MB of which a
-lookup has read a small page before stays in small pages. Small tables are therefore read in huge
-pages by lookups, too. In large tables this would delay the first requests.
+The cache uses huge pages if the system and the file system support them. Random lookups are then
+faster, because address translation is. If a lookup has read a small page of a range of 2 MB before,
+the whole range stays in small pages. Lookups therefore read huge pages, too, if tables are small.
+In large tables this would delay the first requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec_hkv.serving.table_file import TableFile
 
 _ops = torch.ops.torchrec_hkv
 _PIECE = 8 << 20
-# A disk of 1 GB/s reads them in a second.
+# A disk of 1 GB/s reads this in a second.
 _HUGE_BYTES = 1 << 30
 _MEMORY = Path("/proc/meminfo")
 
@@ -39,13 +39,13 @@ def warm(
     Args:
         folder: folder of the files.
         files: files, each with its index as :meth:`TableFile.map` returned it.
-        available: memory that is available, in bytes; None: what the system tells.
-        huge_bytes: largest size of all files for lookups to read huge pages.
+        available: available memory in bytes; None to ask the system.
+        huge_bytes: largest total size of files for which lookups read huge pages.
 
     Returns:
-        A thread that reads the files into the page cache, indexes first. None if they take more
-        than half of the memory that is available, or another export has replaced them: the cache
-        then fills with what is looked up.
+        A thread that reads the files into the page cache, indexes first. None if the files take
+        more than half of the available memory, or another export has replaced them: the cache then
+        fills with the pages that are looked up.
     """
     available = _available_bytes() if available is None else available
     total = sum(file.num_bytes for file, _ in files)
@@ -74,7 +74,7 @@ def _read(files: Sequence[tuple[int, TableFile, Tensor]]) -> None:
         for opened, file, index in files:
             begin, end = ((0, file.rows_at), (file.rows_at, file.num_bytes))[part]
             while begin < end:
-                # Pieces begin at multiples, because a huge page is one of 2 MB.
+                # Pieces begin at multiples of their size, because huge pages are aligned to 2 MB.
                 stop = min(begin + _PIECE - begin % _PIECE, end)
                 if not _ops.serving_read_pages(index, begin, stop):  # Linux before 5.14
                     os.posix_fadvise(opened, begin, stop - begin, os.POSIX_FADV_WILLNEED)
@@ -84,7 +84,7 @@ def _read(files: Sequence[tuple[int, TableFile, Tensor]]) -> None:
 
 
 def _available_bytes() -> int:
-    """Memory that can be used without swapping; 0 if the system doesn't tell."""
+    """Bytes of memory that can be used without swapping; 0 if unknown."""
     try:
         lines = _MEMORY.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Where a model's tables are, and which rows of a table larger than a GPU's memory are there.
+"""Places a model's tables on a device.
 
-Such a table has all rows in host memory, which the GPU reads, and its hot rows also in
-HBM. ``csrc/serving/hot_rows.h`` describes the hot rows.
+A table that is larger than its HBM limit has all rows in host memory, which the GPU reads, and its
+hot rows also in HBM. ``csrc/serving/hot_rows.h`` describes the hot rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH_BUCKETS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where tables are.
+    """The placement of tables.
 
     Attributes:
         device: device of the tables.
@@ -84,9 +84,9 @@ class Placement:
 
         Args:
             tables: all tables of a model, without changes, with index and rows in host memory.
-            before: the version before, whose counts of lookups are taken over, by id.
-            codes: counts of lookups in training by name of a table, as in its file, for tables
-                whose version before did not count.
+            before: tables of the previous version. Their counts of lookups are kept, by id.
+            codes: codes of counts of lookups in training, by table name, for tables without counts
+                in the previous version.
         """
         limits = shares({table.name: table.rows.numel() for table in tables}, self.hbm_bytes)
         known = {table.name: table for table in before if table.hot is not None}
@@ -127,8 +127,8 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
 
     Args:
         sizes: bytes of the rows of each table.
-        hbm_bytes: bytes of all together, or by table; None: as many as they take. All together are
-            shared equally, but no table gets more than it takes.
+        hbm_bytes: one number that all tables share equally, without more for a table than it
+            takes; or numbers by table. None: as many as the tables take.
     """
     if hbm_bytes is None:
         return dict(sizes)
@@ -142,15 +142,15 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
 
 
 def carried_counts(index: Tensor, entries: int, before: ReadOnlyTable) -> Tensor:
-    """Counts of lookups, int32 ``[entries]``, from those of the version before.
+    """Counts of lookups, int32 ``[entries]``, from the counts of the previous version.
 
-    Lookups of ids that deltas have changed are not counted. Such an id has at least the mean count
-    of the hot rows.
+    Lookups of ids that deltas have changed were not counted. Such an id gets at least the mean
+    count of the hot rows.
 
     Args:
-        index: index of the table, on the device of the version before.
+        index: index of the table, on the device of the previous version.
         entries: number of its rows.
-        before: the table in the version before.
+        before: the table in the previous version.
     """
     counts = torch.zeros(entries, dtype=torch.int32, device=index.device)
     of_hot = int(before.hot.counts.sum(dtype=torch.int64)) // max(1, before.hot.rows.shape[0])
@@ -175,13 +175,13 @@ def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def chosen_again(table: ReadOnlyTable) -> HotRows:
-    """As many hot rows as a table has, chosen by its counts, which are then halved.
+    """Chooses as many hot rows as a table has, by its counts, and halves the counts.
 
-    Lookups on the current stream go on meanwhile. Returns when the rows are in HBM.
+    Lookups on the current stream continue meanwhile. Returns when the rows are in HBM.
     """
     device, before = table.index.device, table.hot
     words, hot = _empty(table.rows.shape[0], *before.rows.shape, device)
-    # Memory of the current stream is filled on another one, so that lookups don't wait.
+    # Memory of the current stream is filled on another stream, so that lookups don't wait.
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

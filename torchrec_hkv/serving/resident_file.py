@@ -14,18 +14,18 @@ from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, host_mem
 from torchrec_hkv.serving import ops as _registered  # noqa: F401
 
 _PIECE = 8 << 20
-#: Reads in flight. Threads wait in the system, so that they may be more than cores.
+#: Number of reads in flight. Threads wait in system calls, so there may be more than cores.
 _THREADS = 4
 
 
 def read_resident(path: Path, size: int, direct: bool = True) -> Tensor:
-    """The first ``size`` bytes of a file, in huge pages where the system grants them.
+    """Reads the first ``size`` bytes of a file, into huge pages if the system grants them.
 
     Args:
         path: the file.
         size: number of bytes.
-        direct: whether to bypass the page cache where the file system can: for files that are not
-            in it, and of which it should not hold another copy.
+        direct: whether to bypass the page cache if the file system supports it. Use it for files
+            that are not in the cache and should not get another copy there.
 
     Returns:
         uint8 ``[size]``, aligned to cache lines.

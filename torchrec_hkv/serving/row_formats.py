@@ -13,7 +13,8 @@ from torchrec_hkv.serving import ops  # noqa: F401  registers the ops
 
 _ops = torch.ops.torchrec_hkv
 
-#: Bits of a code in quantised formats, which have one scale and one offset a row.
+#: Formats of rows. Quantised formats have codes of 8 or 4 bits, with one scale and one offset for
+#: each row.
 RowFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 #: In the order of ``RowFormat`` in ``csrc/serving/table.h``.
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
@@ -24,9 +25,9 @@ LEVELS = {"int8": 255, "int4": 15}
 _BITS = {"int8": 8, "int4": 4}
 _HEADER_BYTES = 4
 _HALF_MAX = torch.finfo(torch.float16).max
-# Offsets are at most so many units.
+# Offsets are at most this many units.
 _MOST_UNITS = 2.0**10
-#: The unit of rows without values can be doubled so often, which is without limit.
+#: Number of doublings of the unit that stands for no limit, for rows without values.
 MOST_ROOM = 1 << 30
 
 
@@ -112,13 +113,13 @@ def convert_into(rows: Tensor, row_format: RowFormat, data: Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """What :func:`quantise_into` did.
+    """The result of :func:`quantise_into`.
 
     Attributes:
-        rows: the number of rows before the first that needs a larger unit or is not finite.
+        rows: number of rows before the first row that needs a larger unit or is not finite.
         largest: largest absolute value of that row.
-        room: how often the unit of the rows before can be doubled so that they need only be
-            lowered, by ``serving_lower``.
+        room: number of times that the unit of the rows before it can be doubled while
+            ``serving_lower`` can still convert them.
     """
 
     rows: int
@@ -127,13 +128,13 @@ class Quantised:
 
 
 def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Tensor) -> Quantised:
-    """Like :func:`to_bytes` for quantised formats, into memory, with the unit for the largest value
-    so far.
+    """Like :func:`to_bytes` for quantised formats, but writes to memory and uses the unit for the
+    largest value so far.
 
     Args:
         rows: float32 ``[n, dim]``, contiguous.
         row_format: format of the result.
-        largest: largest absolute value of these rows and of those before, as far as it is known.
+        largest: largest known absolute value of these rows and of earlier ones.
         data: uint8 ``[n, row_bytes]``, contiguous.
     """
     unit = unit_for(largest)
@@ -142,7 +143,7 @@ def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Ten
 
 
 def largest_of(rows: Tensor) -> float:
-    """Largest absolute value of rows; not finite if a value is not."""
+    """Largest absolute value of rows; not finite if a value is not finite."""
     low, high = rows.aminmax()
     return float(torch.maximum(-low, high))
 

@@ -1,8 +1,8 @@
 """The forward of a model that serves: an exported program as a function of flat tensors.
 
 ``ExportedProgram.module()`` matches the structure of its arguments in each call, which takes longer
-than the lookups of a small request. Here the program's graph is called with flat tensors, after
-checks of their dtypes and shapes, and lookups are not called through the dispatcher.
+than the lookups of a small request. This module calls the program's graph with flat tensors, after
+checking their dtypes and shapes, and calls lookups without the dispatcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ServedProgram:
 
     Args:
         exported: the program, on the device that runs it.
-        names: what messages call each input tensor after the handle of the tables.
+        names: names in messages of the input tensors after the handle of the tables.
     """
 
     def __init__(self, exported: torch.export.ExportedProgram, names: Sequence[str]) -> None:
@@ -102,12 +102,12 @@ def _dim(size: int | torch.SymInt) -> int | str:
 
 
 def _has_other_conditions(exported: torch.export.ExportedProgram, metas: Sequence[Any]) -> bool:
-    """Whether the inputs of a program must fulfil more than the checks of a call."""
+    """Whether the inputs of a program must fulfil conditions that a call does not check itself."""
     if getattr(exported, "_guards_code", None):
         return True
     sizes = [size for meta in metas for size in meta.shape if not isinstance(size, int)]
     if any(not size.node.expr.is_symbol for size in sizes):
-        return True  # a multiple of another size, for example
+        return True  # for example, a multiple of another size
     bounds = [exported.range_constraints.get(size.node.expr) for size in sizes]
     return any(bound and (bound.lower > 2 or bound.upper < _LARGEST) for bound in bounds)
 
@@ -132,7 +132,7 @@ def _drop_conditions_of_sizes(graph: fx.Graph) -> None:
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """Replaces views of views that have the first one's shape by what is viewed."""
+    """Removes pairs of views that restore the original shape."""
     for node in graph.find_nodes(op="call_function", target=_aten.view.default):
         inner = node.args[0]
         if inner.target is not _aten.view.default:
@@ -161,8 +161,8 @@ def _shape(node: fx.Node) -> tuple[int | str, ...] | None:
 
 
 def _as_inputs(module: fx.GraphModule, graph: fx.Graph, first: fx.Node) -> dict[str, Tensor]:
-    """Turns the tensors that a graph takes from its module into inputs before ``first``, since
-    looking an attribute up takes a microsecond. Returns the tensors by name."""
+    """Turns the tensors that a graph reads from its module into inputs before ``first``, because
+    each attribute lookup takes a microsecond. Returns the tensors by name."""
     found: dict[str, Tensor] = {}
     inputs: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):
@@ -170,7 +170,7 @@ def _as_inputs(module: fx.GraphModule, graph: fx.Graph, first: fx.Node) -> dict[
         for name in node.target.split("."):
             value = getattr(value, name)
         if not isinstance(value, Tensor):
-            continue  # a graph of torch.cond, for example
+            continue  # for example, a graph of torch.cond
         if node.target not in found:
             with graph.inserting_before(first):
                 inputs[node.target] = graph.placeholder(f"state_{len(found)}")

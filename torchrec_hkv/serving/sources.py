@@ -57,8 +57,8 @@ class Source(Protocol):
         """Yields ids and float32 rows of a table, the same on every rank."""
 
     def counts(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields ids of a table and how often each was looked up in training, int64, the same on
-        every rank; nothing if that is unknown."""
+        """Yields ids of a table and the number of lookups of each in training, int64, the same on
+        every rank; nothing if the numbers are unknown."""
 
     def order(self, table: ModelTable) -> Order:
         """The order of the batches."""

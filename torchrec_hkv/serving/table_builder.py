@@ -1,13 +1,13 @@
 """Builds the file of a read-only table from ids and rows in any order, in bounded memory.
 
-Rows are converted to the table's format as they come, and kept until all ids are known. Quantised
-rows are converted with the unit for the largest value so far. Where a later row needs a larger
-unit, scales and offsets of those before are lowered by powers of two: they are then what the larger
-unit gives, unless they leave the normal numbers of float16. All rows must be given again then, to a
-builder that knows the largest value.
+Rows are converted to the table's format as they arrive, and kept until all ids are known. Quantised
+rows are converted with the unit for the largest value so far. If a later row needs a larger unit,
+scales and offsets of earlier rows are divided by a power of two. They then equal the result with
+the larger unit, unless they leave the normal numbers of float16. In this case all rows must be
+given again, to a builder that knows the largest value.
 
-Checkpoints hold ids in files by ranges of owners, which are also ranges of blocks. Their blocks are
-written as soon as all of their ids are there, so that memory holds about one file.
+Files of checkpoints hold ranges of owners, which are also ranges of blocks. A block is written as
+soon as all of its ids are known, so that memory holds about one file.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.table_writer import TableWriter, doublings, gather_rows
 
 _ops = torch.ops.torchrec_hkv
-#: Default memory of a builder for ids and rows, in bytes. The rest goes to a file, sorted by ranges
-#: of blocks.
+#: Default memory of a builder for ids and rows, in bytes. Further entries go to a file, sorted by
+#: ranges of blocks.
 MEMORY_BYTES = 1 << 30
-# An entry's id, and its number in some order.
+# Bytes of an entry's id, and of its number in an order.
 _ENTRY_BYTES = 16
 _SPILLED_PARTS = 256
 _BLOCKS_AT_A_TIME = 8
 #: Number of owner buckets.
 OWNERS = 1 << 16
 
-#: What is known about the order in which entries are added: after so many entries, all ids of the
-#: owner buckets below a number have been added. Ascending; the last one is for all entries.
+#: Known properties of the order in which entries are added: pairs (number of entries, owner
+#: bucket). After this number of entries, all ids of lower owner buckets have been added. Ascending;
+#: the last pair is for all entries.
 Order = Sequence[tuple[int, int]]
 
-#: Ids of the next blocks, rows, the numbers of the rows of these ids, and the number of the block
-#: after these.
+#: Ids of the next blocks, rows, the indices of these ids' rows, and the end of the blocks.
 _Chosen = tuple[Tensor, Tensor, Tensor, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spill:
-    """Entries in the temporary file, of each part first the ids and then the rows.
+    """Entries in the temporary file. Each part has its ids first, then its rows.
 
     Attributes:
         unit: unit of the rows.
@@ -70,10 +70,10 @@ class TableBuilder:
         dim: columns of the rows.
         row_format: row format of the table.
         folder: folder of a temporary file for ids and rows that don't fit in ``memory_bytes``.
-        memory_bytes: memory for ids and rows, in bytes. Buffers and the entries of one of 256 parts
-            of what is in the temporary file come on top.
-        largest: largest absolute value of all rows, as far as it is known.
-        order: the order of the entries, or an empty one if it is unknown.
+        memory_bytes: memory for ids and rows, in bytes. Buffers, and the entries of one of 256
+            parts of the temporary file, take additional memory.
+        largest: largest known absolute value of all rows.
+        order: the order of the entries; empty if it is unknown.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TableBuilder:
         self._rows = memory.view(self._capacity, self._row_bytes)
         self._held = self._entries = 0
         self._largest = largest
-        # How often the unit can be doubled: see row_formats.quantise_into.
+        # Number of times that the unit can be doubled: see row_formats.quantise_into.
         self._room = row_formats.MOST_ROOM
         self._is_void = False
         self._spills: list[_Spill] = []
@@ -105,8 +105,8 @@ class TableBuilder:
 
     @property
     def again(self) -> float | None:
-        """The largest value of the rows if they must all be given again, to a new builder that
-        knows it; else None."""
+        """None, or the largest value of the rows if all rows must be given again, to a new builder
+        that gets this value."""
         return self._largest if self._is_void else None
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
@@ -194,8 +194,8 @@ class TableBuilder:
         return row_formats.unit_for(self._largest)
 
     def _convert(self, ids: Tensor, rows: Tensor) -> int:
-        """Converts rows to the memory behind those that are there. Returns their number, which is
-        less where the next one needs a larger unit."""
+        """Converts rows and appends them in memory. Returns the number of converted rows, which is
+        less than all if the next row needs a larger unit."""
         out = self._rows[self._held : self._held + rows.shape[0]]
         if not self._is_quantised:
             row_formats.convert_into(rows, self._format, out)
@@ -207,8 +207,8 @@ class TableBuilder:
         return done.rows
 
     def _grow(self, largest: float, ids: Tensor, rows: Tensor, converted: int = 0) -> None:
-        """Raises the largest value to that of rows, and lowers the rows before; ``converted`` of
-        them are not counted yet."""
+        """Raises the largest value to that of ``rows``, and converts the rows before them to its
+        unit; ``converted`` of those are not counted yet."""
         if not math.isfinite(largest):
             bad = ids[~rows.isfinite().all(dim=1)][0]
             raise ValueError(
@@ -228,7 +228,7 @@ class TableBuilder:
         _ops.serving_lower(self._rows[: self._held + converted], count)
 
     def _write_whole_blocks(self, owner: int) -> None:
-        """Writes the blocks all of whose ids have owner buckets below ``owner``."""
+        """Writes the blocks whose ids all have owner buckets below ``owner``."""
         if self._spills:
             return  # the rest is written at the end
         if self._writer is None:
@@ -304,8 +304,8 @@ class TableBuilder:
     def _part(
         self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Ids and rows of a part: first what was left of the part before, then the others in the
-        order in which they were added."""
+        """Ids and rows of a part: first the remaining entries of the previous part, then the others
+        in the order in which they were added."""
         at = left_ids.numel()
         total = at + sum(spill.counts[part] for spill in self._spills) + held.numel()
         ids = torch.empty(total, dtype=torch.int64)
@@ -344,15 +344,15 @@ def build_table(
     """Builds a table.
 
     Args:
-        entries: returns batches of ids and rows, as :meth:`TableBuilder.add` takes them. Called
-            again if rows must be given again.
+        entries: returns batches of ids and rows for :meth:`TableBuilder.add`. Called again if rows
+            must be given again.
         dim: columns of the rows.
         row_format: row format of the table.
         path: path of the file, which must not exist.
         memory_bytes, order: as for :class:`TableBuilder`.
 
     Raises:
-        ValueError: an id is there twice, the format is quantised and a row is not finite, or the
+        ValueError: an id occurs twice, the format is quantised and a row is not finite, or the
             entries have another order.
         OSError: a file can't be written.
     """

@@ -1,4 +1,4 @@
-"""The file of a read-only table: its index and its rows, to be mapped into memory.
+"""The file of a read-only table, which is mapped into memory: its index and its rows.
 
 The index comes first; the rows follow at the next multiple of 4096 bytes. ``csrc/serving/table.h``
 describes both. Pages are read at their first lookup, and processes on one machine share them.
@@ -36,17 +36,17 @@ BUCKET_BYTES = 64
 #: Largest number of ids in a block, so that a block's index fits into a core's cache while it is
 #: built.
 _BLOCK_IDS = 26000
-#: Load of the index of a file.
+#: Load factor of the index of a file.
 _LOAD = 0.93
-#: Load of the index of changes. A lookup looks for all ids there first, and most are not there: an
-#: id's second bucket is then read, too, if some ids of its first one are in theirs. At this load,
-#: that is so for 3 % of the buckets, and at that of a file for half of them.
+#: Load factor of the index of changes. A lookup searches all ids there first, and most are missing.
+#: It then also reads an id's second bucket, if an id of the first bucket is in its own second one.
+#: This is the case for 3 % of the buckets at this load, and for half of them at a file's load.
 CHANGES_LOAD = 0.5
 
 
 def geometry_of(entries: int, load: float = _LOAD) -> tuple[int, int]:
-    """``(blocks, buckets in each)`` of the index for this many ids. From some hundred ids on, the
-    load is at most .02 less than ``load``."""
+    """Number of blocks, and of buckets in a block, of the index for a number of ids. From some
+    hundred ids on, the load factor is at most 0.02 less than ``load``."""
     blocks = max(1, -(-entries // _BLOCK_IDS))
     ids = entries / blocks
     # Ids fall into blocks at random: leave room for 8 standard deviations above the mean.
@@ -100,7 +100,7 @@ class TableFile:
 
         Args:
             folder: folder of the file.
-            resident: whether to read them into this process's memory instead.
+            resident: whether to read the file into this process's memory instead.
 
         Returns:
             The index, int64 ``[blocks, block_buckets, 8]``, and the rows, uint8 ``[entries,
@@ -149,17 +149,18 @@ def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tupl
     Args:
         ids: int64 ``[n]``, distinct.
         data: uint8 ``[n, row_bytes]``.
-        erased: bool ``[n]``, the ids that have no row even if a lower layer has one. None: no id.
+        erased: bool ``[n]``, True for ids that have no row even if a lower layer has one. None:
+            False for all ids.
 
     Returns:
-        As :meth:`TableFile.map`.
+        Index and rows, as :meth:`TableFile.map`.
     """
     index, order = place_layer(ids, erased)
     return index, data.index_select(0, order)
 
 
 def place_layer(ids: Tensor, erased: Tensor | None, load: float = _LOAD) -> tuple[Tensor, Tensor]:
-    """Like :func:`build_layer`, but returns the order of the rows instead: int64 ``[n]``, the
-    number of each row in ``ids``. ``load`` is that of the index."""
+    """Like :func:`build_layer`, but returns the order of the rows instead of the rows: int64
+    ``[n]``, the index in ``ids`` of each row. ``load`` is the load factor of the index."""
     blocks, buckets = geometry_of(ids.numel(), load)
     return _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)

@@ -21,10 +21,10 @@ _ops = torch.ops.torchrec_hkv
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """Rows in the file.
+    """Successive rows in the file.
 
     Attributes:
-        end: number of the row after them.
+        end: one past the last row.
         unit: unit of these rows.
     """
 
@@ -58,28 +58,28 @@ class TableWriter:
             raise
         self._index, self._rows = self._file.stream(0), self._file.stream(self._made.rows_at)
         self._written: list[_Written] = []
-        #: The next block.
+        #: Number of the next block.
         self.block = 0
         #: Number of blocks, and of ids.
         self.blocks, self.entries = blocks, entries
 
     @property
     def rows(self) -> int:
-        """Number of rows that were written."""
+        """Number of written rows."""
         return self._written[-1].end if self._written else 0
 
     def write(self, ids: Tensor, rows: Tensor, chosen: Tensor, end: int, unit: float) -> None:
         """Writes the next blocks.
 
         Args:
-            ids: all that belong to the next blocks, int64 ``[n]``.
+            ids: all ids of the next blocks, int64 ``[n]``.
             rows: uint8 ``[rows, row_bytes]``.
-            chosen: the numbers of the rows of these ids, int64 ``[n]``.
-            end: number of the block after these.
+            chosen: indices in ``rows`` of the ids' rows, int64 ``[n]``.
+            end: one past the last block.
             unit: unit of the rows.
 
         Raises:
-            ValueError: an id is there twice, or belongs to another block.
+            ValueError: an id occurs twice, or belongs to another block.
             OSError: the file can't be written.
         """
         index, order = _ops.serving_place(
@@ -98,7 +98,7 @@ class TableWriter:
         """Flushes the file to the disk, and closes it.
 
         Args:
-            unit: unit of the table. Rows that were written with a smaller one are lowered to it.
+            unit: unit of the table. Rows that were written with a smaller unit are converted to it.
 
         Raises:
             OSError: the file can't be written.
@@ -119,7 +119,7 @@ class TableWriter:
             self._file.close()
 
     def _lower(self, unit: float) -> int:
-        """Lowers the rows in the file to a unit; returns their checksum."""
+        """Converts the rows in the file to a larger unit; returns their checksum."""
         row_bytes, row, crc32 = self._made.row_bytes, 0, 0
         with open(self._path, "r+b", buffering=0) as file:
             for written in self._written:
@@ -138,7 +138,7 @@ class TableWriter:
 
 
 def gather_rows(rows: Tensor, order: Tensor, stream: Stream) -> None:
-    """Writes rows in an order."""
+    """Writes rows in a given order."""
     for piece in order.split(max(1, PIECE_BYTES // rows.shape[1])):
         data = stream.memory(piece.numel() * rows.shape[1])
         _ops.serving_gather(rows, piece, data.view(-1, rows.shape[1]))
@@ -146,7 +146,7 @@ def gather_rows(rows: Tensor, order: Tensor, stream: Stream) -> None:
 
 
 def doublings(before: float, after: float) -> int:
-    """How often a unit must be doubled to become another."""
+    """Number of times that a unit must be doubled to become another."""
     return round(math.log2(after / before))
 
 

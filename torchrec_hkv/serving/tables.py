@@ -43,10 +43,10 @@ class HotRows:
     Attributes:
         words: which rows are hot, int32 ``[rows / 32 rounded up, 2]``.
         rows: the hot rows, uint8 ``[n, row_bytes]``.
-        counts: how often sampled lookups read each row, int32 ``[rows]``; lookups add to it. None:
-            they don't count.
-        host_lookups: how many lookups read a row in host memory, int64 ``[1]``; lookups add to it.
-            None: they don't count.
+        counts: number of sampled lookups of each row, int32 ``[rows]``; lookups add to it. None:
+            not counted.
+        host_lookups: number of lookups that read a row in host memory, int64 ``[1]``; lookups add
+            to it. None: not counted.
     """
 
     words: Tensor
@@ -65,16 +65,17 @@ class ReadOnlyTable:
         row_format: format of the rows.
         index: int64 ``[blocks, buckets, 8]``, as :meth:`TableFile.map` or :func:`build_layer`
             returns it.
-        rows: uint8 ``[entries, row_bytes]``, as these functions return them.
+        rows: uint8 ``[entries, row_bytes]``, as the same functions return them.
         unit: unit of quantised rows.
         seed: seed of initial rows, mixed with the table's name (:func:`table_seed`).
         initial: distribution of the rows of unknown ids, as
             :func:`torchrec_hkv.hash_table.initializers.op_arguments` returns it.
-        default_row: the row of all unknown ids instead, float32 ``[dim]``, or None.
+        default_row: the row of all unknown ids, float32 ``[dim]``, which replaces ``initial``; or
+            None.
         changed_index, changed_rows: index and rows of ids that have changed or are erased, or None.
             They take precedence over ``index`` and ``rows``.
-        changes: the changes that these were built from. The next version adds to them; lookups
-            don't read them.
+        changes: the changes from which these two were built. The next version adds to them;
+            lookups don't read them.
         hot: the rows that are in HBM, if ``rows`` are in pinned host memory; else None.
     """
 
@@ -116,7 +117,7 @@ class ReadOnlyTables:
         self.names = {table.name: number for number, table in enumerate(self.tables)}
         if counters is None:
             counters = torch.zeros(len(self.tables), 2, dtype=torch.int64)
-        #: As given.
+        #: The argument ``counters``, or zeros.
         self.counters = counters
         no_ids, no_rows = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         no_row, no_words = torch.empty(0), torch.empty(0, dtype=torch.int32)

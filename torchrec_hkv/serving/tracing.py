@@ -177,7 +177,7 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
     def on_host(name: str, tensor: Tensor | None, is_saved: bool) -> Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in tensors:  # Modules share the same tensors as before.
+        if id(tensor) not in tensors:  # copied modules share tensors like the originals
             host = dense(name, tensor, is_saved)
             is_parameter = isinstance(tensor, nn.Parameter)
             tensors[id(tensor)] = nn.Parameter(host, requires_grad=False) if is_parameter else host

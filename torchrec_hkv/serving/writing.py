@@ -81,24 +81,24 @@ def export(
             written as cores unless they are named here.
         inputs: positional arguments of the model's forward, as in training: a batch of at least two
             samples and two ids. Only its shapes and dtypes matter.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the model's forward.
         checkpoint: folder of a checkpoint, or of a base of a chain, to read rows, cores and dense
             tensors from, in one process without a process group. For a base,
             :func:`torchrec_hkv.serving.follow` begins with the delta after it. Means of weighted
-            bags are refused, because they depend on the sharding. None: take them from ``model``.
+            bags are refused, because they depend on the sharding. None: ``model`` provides them.
         unknown: the row of an id that a table lacks, for all tables or by table: ``"initial"``, the
             row that training starts from (zeros for stock tables); ``"zero"``; or ``embedding_dim``
             numbers.
-        deltas: the folder of a ``DeltaWriter`` that has just written the present state of the
+        deltas: the folder of a ``DeltaWriter`` that has just written the current state of the
             model. :func:`torchrec_hkv.serving.follow` then begins with the next delta. None: it
             begins with the chain's base.
-        memory_bytes: memory for ids and rows of a table, in its row format, in bytes. The rest goes
-            through a temporary file in the folder.
+        memory_bytes: memory for ids and rows of a table, in its row format, in bytes. Further
+            entries go through a temporary file in the folder.
         package: whether to also compile the program for the CPU, as an AOTInductor package for C++
             programs (``package.pt2``). This needs a C++ compiler and about a minute, and supports
             no tables that are written as cores.
-        lookup_counts: whether to also write how often each row was looked up in training, a byte a
-            row, for hash tables whose eviction counts lookups (``"adaptive"``, ``"lfu"``,
+        lookup_counts: whether to also write the number of lookups of each row in training, one byte
+            for each row, for hash tables whose eviction counts lookups (``"adaptive"``, ``"lfu"``,
             ``"epoch_lfu"`` and ``AgedLFU``). ``load(hbm_bytes=)`` then begins with the rows that
             were looked up most.
 
@@ -129,7 +129,7 @@ def export(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Tensor-Train tables of one call: each table once, and the table of each output."""
+    """The Tensor-Train tables that one call looks up: the tables, and the table of each output."""
 
     tables: list[ModelTable]
     feature_tables: list[int]
@@ -153,7 +153,7 @@ class _Writer:
         on_leader(lambda: self._program(lookups, records, group_records))
 
     def _rows(self, table: ModelTable, number: int, largest: float = 0.0) -> TableRecord:
-        """Writes a table. ``largest``: its largest value, as far as it is known."""
+        """Writes a table, given the largest known absolute value of its rows."""
         row_format, memory = self._choices.rows[table.name], self._choices.memory_bytes
         order = self._source.order(table)
         with (
@@ -164,13 +164,13 @@ class _Writer:
             again = on_leader(lambda: None if failure else builder.again)
             if again is None:
                 return on_leader(lambda: self._finished(builder, counts, table, number, failure))
-        return self._rows(table, number, again)  # every rank gives all rows again
+        return self._rows(table, number, again)  # all ranks yield all rows again
 
     def _feed(
         self, builder: TableBuilder, counts: CountsWriter, table: ModelTable
     ) -> Exception | None:
-        """Gives all rows of a table to the builder. Returns its error: every rank iterates to the
-        end, because batches are collective calls."""
+        """Passes all rows of a table to the builder, and returns its error. Every rank iterates to
+        the end, because batches are collective calls."""
         failure: Exception | None = None
         given = [(builder.add, self._source.batches(table))]
         if self._given.lookup_counts:
@@ -246,7 +246,7 @@ class _Writer:
             for number, output in enumerate(outputs):
                 table = by_name[output.table]
                 if self._choices.has_cores(table):
-                    # Sequences of one call have the same dim.
+                    # All sequences of a call have the same dim.
                     dim = 0 if has_bags(module) else output.dim
                     cores.setdefault((table.is_mean, dim), []).append(number)
                 else:
@@ -306,15 +306,14 @@ class _Collection:
     parts: list[Part]
 
     def lookup(self, current: Current) -> nn.Module:
-        """The module that replaces it in the program."""
+        """The module that replaces the collection in the program."""
         if has_bags(self.module):
             return PooledLookup(self.outputs, self.parts, is_weighted(self.module), current)
         return SequenceLookup(self.outputs, self.parts, gives_ids(self.module), current)
 
 
 def _parameters(model: nn.Module, count: int) -> list[str]:
-    """Names of the parameters of the forward that so many positional arguments are for; fewer if
-    the forward takes ``*args``."""
+    """Names of the forward's first ``count`` parameters; fewer if it takes ``*args``."""
     parameters = inspect.signature(unwrapped(model).forward).parameters.values()
     names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     return names[:count]

@@ -1,7 +1,7 @@
 """The backend and the options of a table in a sharding plan.
 
-TorchRec has one compute kernel for kernels from outside, ``customized_kernel``, and its enum can't
-be extended. All backends share this kernel; the plan carries the backend's name and options.
+TorchRec has one compute kernel for external kernels, ``customized_kernel``, and its enum can't be
+extended. All backends share this kernel; the plan carries the backend's name and options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TableTag:
     """The part of a table's fused parameters that identifies its backend to the kernel.
 
     TorchRec groups tables with equal fused parameters. Tags are equal if backend, ``is_dense`` and
-    ``row_dtype`` are, so that tables of a backend are looked up together although their options
+    ``row_dtype`` are equal, so tables of a backend are looked up together even if their options
     differ.
 
     Attributes:

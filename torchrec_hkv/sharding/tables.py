@@ -181,8 +181,8 @@ def config_shards(
     """All shards of a table, from its config.
 
     Args:
-        config: config of the table. One for sequences has no pooling; its bags of one id are
-            summed.
+        config: config of the table. A sequence table's config has no pooling; its bags of one id
+            are summed.
         sharding_type: sharding type; None for the whole table.
         sizes: number of rows and columns of each shard.
         offsets: first row and first column of each shard.

@@ -34,7 +34,7 @@ _syncs_replicas: ContextVar[bool] = ContextVar("replicas are synced", default=Fa
 
 @contextlib.contextmanager
 def replicas_synced() -> Iterator[None]:
-    """Collections sharded within this context are synced with their replicas by the caller."""
+    """A context in which the caller syncs sharded collections with their replicas."""
     token = _syncs_replicas.set(True)
     try:
         yield
@@ -123,7 +123,7 @@ def planned_tables(
                 if not _syncs_replicas.get():
                     raise ValueError(
                         f"Table {name!r} is served by a backend, whose replicas TorchRec's "
-                        "DMPCollection does not bring together: use torchrec_hkv.DMPCollection."
+                        "DMPCollection does not sync: use torchrec_hkv.DMPCollection."
                     )
                 backend.check_replicas(shard)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))

@@ -44,8 +44,8 @@ def tt_svd(
 
     The unfoldings are split one after the other, by the eigenvectors of the smaller Gram matrix in
     float64. The squared error is at most the sum of the truncated parts, which is at most
-    ``cores - 1`` times that of the best cores of these ranks. Relative errors below about 1e-7
-    can't be reached.
+    ``cores - 1`` times the squared error of the best cores of these ranks. Relative errors below
+    about 1e-7 can't be reached.
 
     Args:
         table: ``[num_embeddings, embedding_dim]``, any float dtype. About three float64 copies are
@@ -106,8 +106,8 @@ def tt_svd(
         last = rest.reshape(before, p[-1], q[-1], 1).permute(1, 2, 0, 3)
         cores.append(last.float().contiguous())
         shape = TTShape(rows, dim, p, q, tuple(core.shape[3] for core in cores[:-1]))
-        # Balance the norms of the cores: the first cores are orthonormal, so that the last one
-        # would have the whole norm.
+        # Balance the norms of the cores: the first cores are orthonormal, so the last core has the
+        # whole norm.
         _balance(cores)
         squares = sum(
             float((table[first : first + block.shape[0]].double() - block).square().sum())

@@ -44,8 +44,8 @@ def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
     """Checks that :func:`update_rows` supports an optimizer.
 
     Raises:
-        ValueError: it does not: another optimizer, or one with momentum, weight decay, clipping or
-            step counts by row.
+        ValueError: the optimizer is another, or has momentum, weight decay, clipping or step counts
+            by row.
     """
     if optimizer is None:
         return
@@ -94,7 +94,7 @@ def _pooled(rows: Tensor, weights: Tensor, places: Tensor, offsets: Tensor) -> T
 
 
 def _by_position(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient of each id: that of its bag."""
+    """The gradient of each id, which is the gradient of its bag."""
     bags = torch.repeat_interleave(
         torch.arange(offsets.numel() - 1, device=grad.device),
         offsets.diff(),

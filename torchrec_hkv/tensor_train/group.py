@@ -24,7 +24,7 @@ _lookup = _ops.tt_lookup.default
 _lookup_fused = _ops.tt_lookup_fused.default
 CORE_DTYPES = (torch.float32, torch.bfloat16)
 
-#: Precision of products on a GPU: as accurate as float32, or with operands rounded to tf32.
+#: Precision of products on a GPU: ``"fp32"``, or ``"tf32"`` with operands rounded to tf32.
 Precision = Literal["fp32", "tf32"]
 
 
@@ -41,7 +41,7 @@ def check_precision(precision: object) -> None:
     """Checks a precision.
 
     Raises:
-        ValueError: it is neither ``"fp32"`` nor ``"tf32"``.
+        ValueError: ``precision`` is neither ``"fp32"`` nor ``"tf32"``.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}, but must be 'fp32' or 'tf32'.")
@@ -53,7 +53,7 @@ class Pooling(TypedDict, total=False):
     Attributes:
         weights: float32 ``[n]``, for pooled rows; None by default.
         mean: whether to divide a pooled sum by the number of ids in its bag; False by default.
-        pooled: True by default. False: return a row for each id; all tables must have the same dim.
+        pooled: True by default. False: return a row per id; all tables must have the same dim.
     """
 
     weights: Tensor | None
@@ -81,7 +81,7 @@ class TTGroup:
     Args:
         shapes: shapes of the tables.
         feature_tables: index of the table of each feature, in the order of the output's columns; by
-            default one feature for each table.
+            default one feature per table.
         optimizer: optimizer of :meth:`lookup_fused`: one of
             :mod:`torchrec_hkv.hash_table.optimizers` except LAMB. It treats a slice of a core like
             a row: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.
@@ -178,14 +178,16 @@ class TTGroup:
         ]
 
     def outside(self, device: torch.device | str) -> int:
-        """Number of ids outside their tables in batches on this GPU so far. Synchronizes with it.
+        """Number of ids outside their tables in batches on this GPU so far. Synchronizes with the
+        GPU.
 
-        Their rows are zeros and have no gradient. Returns 0 for a CPU, where they raise.
+        Rows of such ids are zeros and have no gradient. Returns 0 for a CPU, where such ids raise.
         """
         return self._group.outside(torch.device(device))
 
     def refuse_outside(self, ids: Tensor, offsets: Tensor, batch_size: int) -> None:
-        """Raises if a batch has ids outside their tables, on any device. Synchronizes with it.
+        """Raises if a batch on any device has ids outside their tables. Synchronizes with the
+        device.
 
         Args:
             ids: see :meth:`sort`.
@@ -303,7 +305,8 @@ class TTGroup:
         batch_size: int,
         **pooling: Unpack[SortedPooling],
     ) -> list[Tensor]:
-        """Gradients of the cores, with their dtype and shape, from that of a lookup's output."""
+        """Gradients of the cores, with their dtype and shape, from the gradient of a lookup's
+        output."""
         batch = self._sorted(ids, offsets, batch_size, **pooling)
         return _ops.tt_gradients(list(cores), self.handle, grad, *batch)
 
@@ -340,8 +343,8 @@ class TTGroup:
             cores: cores of all tables; updated.
             states: see :meth:`make_states`; updated.
             step: int64 ``[1]``; incremented.
-            gradients: result of :meth:`flat_gradients`, or a (scaled) sum of such. Slices whose
-                flag is not above 0 do not change.
+            gradients: result of :meth:`flat_gradients`, or a (scaled) sum of such results. Slices
+                whose flag is not above 0 do not change.
             learning_rate: float32 ``[]``.
 
         Raises:

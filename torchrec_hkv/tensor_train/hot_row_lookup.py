@@ -25,7 +25,7 @@ def lookup_with_hot_rows(
     learning_rate: Tensor,
     cold: ColdLookup,
 ) -> Tensor:
-    """Pools the rows of each bag, from the caches as far as they have them.
+    """Pools the rows of each bag. Cached rows come from the caches, all others from the cores.
 
     On a GPU it synchronizes with the device, to split the batch. Ids are not checked.
 
@@ -67,7 +67,7 @@ def lookup_with_hot_rows(
         features = [f for f, of in enumerate(feature_tables) if of == table]
         if not features:
             continue
-        # All features of a table at once, so that its rows are updated once.
+        # Processes all features of a table at once, so that its rows are updated once.
         bags = [before[f * batch_size : (f + 1) * batch_size + 1] for f in features]
         parts = [slice(ends[f], ends[f + 1]) for f in features]
         starts, shift = [], 0

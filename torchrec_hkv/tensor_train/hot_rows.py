@@ -30,7 +30,7 @@ class HotRows(nn.Module):
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
     selects the most frequent ids. An id that stays keeps its slot, row and optimizer state. A new
     id gets the row computed from the cores. The row of an id that leaves is written back to the
-    cores (:func:`write_back`). All counts are halved then, so that old occurrences weigh less.
+    cores (:func:`write_back`). Then all counts are halved, so that old occurrences weigh less.
 
     Args:
         shape: shape of the table.
@@ -73,9 +73,9 @@ class HotRows(nn.Module):
         width = 0 if optimizer is None else optimizer.state_width(dim)
         self.register_buffer("states", torch.zeros(size, width, device=device))
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
-        #: The id of each row, in order, to find rows by.
+        #: The id of each row, sorted, to find rows by bisection.
         self.register_buffer("ids", torch.full((size,), _NO_ID, dtype=torch.int64, device=device))
-        #: Occurrences that were counted, also of ids that are not counted any more.
+        #: Number of counted occurrences, including ids that are no longer counted.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
         #: Number of calls of :meth:`populate`, used as seed of its random numbers.
         self.register_buffer("populates", torch.zeros(1, dtype=torch.int64, device=device))
@@ -113,7 +113,7 @@ class HotRows(nn.Module):
         return places, found
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`find`, and counts nothing."""
+        """Like :meth:`find`, but does not count in the hit rate."""
         at = torch.searchsorted(self.ids, ids).clamp(max=self.size - 1)
         return at, self.ids[at] == ids
 
@@ -161,7 +161,7 @@ class HotRows(nn.Module):
         """
         own, own_counts = self.frequencies()
         counted, counts, total = self._of_all_ranks(own, own_counts)
-        # On a GPU, ids outside the table are not refused before.
+        # On a GPU, ids outside the table may have been counted.
         exists = (counted >= 0) & (counted < self.shape.num_embeddings)
         # Sorted, so that a loaded table gives bitwise the same results.
         counted, order = counted[exists].sort()
@@ -298,7 +298,7 @@ class HotRows(nn.Module):
         the first rank loads the counts, so that they are not multiplied."""
         for name in _SIZED:
             getattr(self, name).copy_(state[name])
-        if bool((self.ids.diff() < 0).any()):  # of an earlier version, whose ids had no order
+        if bool((self.ids.diff() < 0).any()):  # saved by an earlier version, with unsorted ids
             self.ids, order = self.ids.sort(stable=True)
             self.rows.data, self.states = self.rows.data[order], self.states[order]
         known = state["counted"] != _NO_ID

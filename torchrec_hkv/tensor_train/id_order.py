@@ -16,12 +16,12 @@ _TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 class IdOrder:
-    """Which row of a Tensor-Train table each id gets; a permutation of 0 to ``num_ids - 1``.
+    """The row of a Tensor-Train table for each id; a permutation of 0 to ``num_ids - 1``.
 
-    Apply it where ids become row numbers. An order of all ids takes 2 to 8 bytes an id, as many as
-    its largest number needs. An order that lists only the ids that come first (:meth:`first`, or
-    :meth:`by_value` with ``max_bytes``) takes a byte for each of these and 2 to 8 for each 256 ids.
-    Count it among the bytes of the table (:attr:`num_bytes`).
+    Apply it where ids become row numbers. An order of all ids takes 2 to 8 bytes per id, as
+    many as its largest number needs. An order that lists only the ids that come first
+    (:meth:`first`, or :meth:`by_value` with ``max_bytes``) takes one byte per listed id and 2
+    to 8 bytes per 256 ids. Count :attr:`num_bytes` among the bytes of the table.
 
     Args:
         rows: int64 ``[num_ids]``, the row of each id; a permutation of 0 to ``num_ids - 1``.
@@ -46,7 +46,7 @@ class IdOrder:
 
     @classmethod
     def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
-        """Creates an order with these ids first, by number, then all others, by number.
+        """Creates an order with these ids first, then all others, both in ascending order.
 
         Only the first ids are stored, in about a byte each. The row of another id follows from the
         number of stored ids below it.
@@ -89,8 +89,9 @@ class IdOrder:
 
         Args:
             values: ``[num_ids]``, of any ordered dtype.
-            max_bytes: largest size of the order in bytes. As many ids of the largest values as fit
-                come first, by number (:meth:`first`). None: all ids are ordered by value.
+            max_bytes: largest size of the order in bytes. As many ids with the largest values as
+                fit come first, in ascending order of ids (:meth:`first`). None: all ids are ordered
+                by value.
 
         Raises:
             TypeError: ``values`` are not a tensor, or ``max_bytes`` is not an integer.
@@ -184,7 +185,7 @@ class _Table:
 
 
 class _Listed:
-    """An order that stores only the first ids: their low bits, ascending, and the begin of each
+    """An order that stores only the first ids: their low bits, ascending, and the beginning of each
     block of ids with the same high bits."""
 
     #: Number of an id's low bits.

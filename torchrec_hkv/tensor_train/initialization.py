@@ -1,6 +1,6 @@
 """Initial cores whose table has a given mean and variance.
 
-An entry of the table is a sum over paths, one for each combination of ranks ``r_1 ... r_{d-1}``, of
+An entry of the table is a sum over paths, one per combination of ranks ``r_1 ... r_{d-1}``, of
 products of one element of each core. If elements have mean 0, the terms are uncorrelated, and the
 variance of an entry is the number of paths times the product of the cores' variances. A nonzero
 mean uses a separate path, the first of every rank, with constant elements.
@@ -42,7 +42,7 @@ def initial_cores(
             four). ``"approx-uniform"``: uniform elements in that core instead; entries are bounded
             but nearly normal, because a sum of many paths can't be uniform.
         mean: mean of the entries.
-        std: standard deviation of the entries; None: ``(3 * num_embeddings) ** -0.5``, that of
+        std: standard deviation of the entries; None: ``(3 * num_embeddings) ** -0.5``, as under
             TorchRec's default, which is uniform between plus and minus ``num_embeddings ** -0.5``.
         generator: CPU generator of the random numbers; None for torch's default.
         device: device of the result.
@@ -110,7 +110,7 @@ def _unit_draws(
     approximate = distribution.startswith("approx")
 
     def draw(k: int, size: tuple[int, ...]) -> Tensor:
-        # One inner core determines the distribution; of two cores, the last.
+        # One inner core determines the distribution; with two cores, the last core.
         return smooth(size) if not approximate or k == max(1, num_cores - 2) else signs(size)
 
     return draw

@@ -14,9 +14,9 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 
 
 def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Singular values of the table's unfoldings, one tensor for each rank, largest first.
+    """Singular values of the table's unfoldings, one tensor per rank, largest first.
 
-    They depend on the table (with its padding rows) but not on the choice of cores for it. They are
+    They depend on the table (with its padding rows), but not on the choice of its cores. They are
     computed in float64 from the Gram matrices of the cores left and right of the rank.
     """
     as_matrices = [_unfold(core.detach().double(), k, shape) for k, core in enumerate(cores)]
@@ -28,7 +28,7 @@ def singular_values(shape: TTShape, cores: Sequence[Tensor]) -> list[Tensor]:
         rights.append(torch.einsum("cd,iac,ibd->ab", rights[-1], matrices, matrices))
     values = []
     for left, right in zip(lefts[1:], reversed(rights[1:]), strict=True):
-        # Eigenvalues of left @ right, computed from a symmetric matrix with the same ones.
+        # Eigenvalues of left @ right, computed from a symmetric matrix with the same eigenvalues.
         of_left, vectors = torch.linalg.eigh(left)
         root = vectors * of_left.clamp(min=0).sqrt()
         squares = torch.linalg.eigvalsh(root.T @ right @ root)
@@ -112,8 +112,8 @@ def gradient_norms(
 ) -> list[list[float]]:
     """The norm of each core's gradient, by table, given the gradient of a pooled output.
 
-    For fused updates, which do not keep gradients. It costs one more backward and synchronizes with
-    the device.
+    Use it with fused updates, which do not keep gradients. It costs one more backward and
+    synchronizes with the device.
 
     Args:
         group: the tables.

@@ -44,7 +44,7 @@ class Replicas:
         return total
 
     def copy_first(self, tensor: Tensor) -> None:
-        """Replaces a tensor by that of the first rank."""
+        """Replaces a tensor by the first rank's tensor."""
         dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, tensor: Tensor) -> Tensor:

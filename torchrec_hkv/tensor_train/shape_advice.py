@@ -6,7 +6,7 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 
 
 def why_dense_is_smaller(shape: TTShape, element_size: int, cached_rows: int = 0) -> str | None:
-    """The reason, if a table takes more memory as cores than as rows; else None.
+    """A sentence if a table takes more memory as cores than as rows; None otherwise.
 
     Optimizer states are not counted.
 

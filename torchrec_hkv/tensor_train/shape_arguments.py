@@ -25,12 +25,12 @@ def check_shape_arguments(
         num_cores: see :func:`torchrec_hkv.tensor_train.make_shape`.
         p: row factors.
         q: column factors.
-        ranks: one number, or one for each pair of neighbouring cores.
+        ranks: one number, or one per pair of neighbouring cores.
         compression_ratio: minimal compression ratio, instead of ranks.
         max_bytes: maximal bytes of the cores, instead of ranks.
 
     Returns:
-        The number of cores that they imply; 3 if they imply none.
+        The number of cores that the arguments imply; 3 if they imply none.
 
     Raises:
         TypeError: a number is not an integer, or factors are not a sequence.

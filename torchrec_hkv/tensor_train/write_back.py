@@ -35,7 +35,7 @@ def write_back(
         rows: float32 ``[n, embedding_dim]``, the wanted rows.
         counts: ``[n]``, weight of each id.
         kept_ids: int64 ``[m]``, unique and not in ``ids``: ids whose rows should not change.
-        kept_counts: ``[m]``, weight of each of them.
+        kept_counts: ``[m]``, weight of each of these ids.
         iterations: maximal number of iterations; each takes a few lookups and backwards of all
             these ids.
     """

@@ -47,7 +47,7 @@ void define_table_config(py::module_& m) {
       .value("CUSTOMIZED", Eviction::kCustomized)
       .value("AGED_LFU", Eviction::kAgedLfu);
   m.def("keeps_scores", &keeps_scores, py::arg("eviction"),
-        "Whether a policy keeps 8 bytes of score a slot.");
+        "Whether a policy stores a score of 8 bytes for each slot.");
   py::enum_<RowType>(m, "RowType")
       .value("FLOAT32", RowType::kFloat32)
       .value("FLOAT16", RowType::kFloat16)
@@ -78,7 +78,7 @@ void define_table_config(py::module_& m) {
       .def_readwrite("halve_every", &AdmissionConfig::halve_every)
       .def_readwrite("probability", &AdmissionConfig::probability);
   m.def("admission_bytes", &admission_bytes, py::arg("admission"),
-        "Bytes that a table's counts of ids that are not admitted take.");
+        "Bytes of a table's counts of ids that are not admitted.");
 
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),

@@ -12,7 +12,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-// A method of a group as Python calls it: in order with its other calls.
+// A method of a group for Python, which runs in order with the group's other calls.
 template <typename Result, typename... Arguments>
 auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...) const) {
   return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
@@ -27,7 +27,7 @@ auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...)) {
     return group.order().run(use, [&] { return (group.*method)(arguments...); });
   };
 }
-// The same for the group's clock.
+// The same for methods of the group's clock.
 template <typename Result, typename... Arguments>
 auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) {
   return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
@@ -36,8 +36,8 @@ auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) 
   };
 }
 
-// Gets the pages of slots of a table on a CPU. Waits for no other call, since it changes nothing:
-// the caller sees to it that the table does not grow meanwhile.
+// Maps the memory pages of slots of a table on a CPU. Changes nothing, so it waits for no other
+// call; the caller ensures that the table does not grow meanwhile.
 void populate_slots(int64_t handle, int64_t table, int64_t first, int64_t end) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   TORCH_CHECK_VALUE(group->device().is_cpu(), "the table is on ", group->device(),
@@ -57,7 +57,7 @@ void populate_slots(int64_t handle, int64_t table, int64_t first, int64_t end) {
   populate(view.counted.words, sizeof(*view.counted.words));
 }
 
-// What the fake ops need to know of a group: they have its handle.
+// Properties of a group for the fake ops, which have only its handle.
 void define_group_shape(py::module_& m) {
   m.def(
       "group_state_dim",
@@ -85,9 +85,10 @@ void define_group_shape(py::module_& m) {
                               view.num_buckets, view.bucket_slots);
       },
       py::arg("handle"), py::arg("table"),
-      "(dim, dtype of rows, width of states, whether it keeps scores, buckets, slots a bucket).");
+      "(dim, dtype of rows, width of states, whether scores are stored, buckets, slots per "
+      "bucket).");
   m.def("populate_slots", torch::wrap_pybind_function_no_gil(populate_slots),
-        "Gets the pages of the slots [first, end) of a table: handle, table, first, end.");
+        "Maps the memory pages of slots [first, end) of a table: handle, table, first, end.");
   m.def(
       "group_feature_dims",
       [](int64_t handle) {

@@ -8,7 +8,7 @@ namespace torchrec_hkv::bindings {
 // Slots and bytes of tables that need not exist.
 void define_table_sizes(pybind11::module_& m);
 void define_optimizers(pybind11::module_& m);
-// What a table is: policy, type of rows, initial rows, admission.
+// Configuration of tables: policy, type of rows, initial rows, admission.
 void define_table_config(pybind11::module_& m);
 void define_table_group(pybind11::module_& m);
 

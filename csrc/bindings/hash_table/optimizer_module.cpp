@@ -50,9 +50,9 @@ void define_optimizers(py::module_& m) {
       .def(
           "state_width",
           [](const OptimizerConfig& config, int32_t dim) { return state_width(config, dim); },
-          py::arg("dim"), "fp32 values of optimizer state that a row of this dim keeps.")
+          py::arg("dim"), "Number of float32 state values of a row of this dim.")
       .def_property_readonly("layout", &state_layout,
-                             "What the columns of the state are, as a number.");
+                             "A number for the layout of the state's columns.");
 }
 
 }  // namespace torchrec_hkv::bindings

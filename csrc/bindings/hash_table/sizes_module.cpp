@@ -13,8 +13,8 @@ constexpr int64_t kMostPlannedRows = int64_t{1} << 58;
 
 hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> initial_capacity) {
   TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
-  // Bytes of an index then fit in 64 bits. Tables themselves are smaller (check_config); plans of
-  // tables over many ranks ask for more than one rank can hold.
+  // The bytes of an index then fit in 64 bits. A table on one rank is smaller (check_config), but
+  // sharding plans also ask for the size of a table over many ranks.
   TORCH_CHECK_VALUE(capacity <= kMostPlannedRows, "capacity is ", capacity,
                     ", but must be at most 2^58.");
   const int64_t initial = initial_capacity.value_or(capacity);
@@ -33,14 +33,14 @@ void define_table_sizes(py::module_& m) {
         return py::make_tuple(geometry.num_buckets, geometry.bucket_slots);
       },
       py::arg("capacity"), py::arg("initial_capacity") = py::none(),
-      "(buckets, slots a bucket) of a table of this capacity.");
+      "(buckets, slots per bucket) of a table of this capacity.");
   m.def(
       "initial_slots",
       [](int64_t capacity, std::optional<int64_t> initial_capacity) {
         const hash_table::Geometry geometry = checked_geometry(capacity, initial_capacity);
         return geometry.initial_buckets() * geometry.bucket_slots;
       },
-      py::arg("capacity"), py::arg("initial_capacity"), "Slots that a table begins with.");
+      py::arg("capacity"), py::arg("initial_capacity"), "Initial number of slots.");
   m.def(
       "share_that_fits",
       [](int64_t num_slots, int64_t bucket_slots, int64_t row_bytes, int64_t state_bytes,
@@ -55,8 +55,8 @@ void define_table_sizes(py::module_& m) {
       },
       py::arg("num_slots"), py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("state_bytes"),
       py::arg("bytes"),
-      "(slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h); in how "
-      "many sets; whether the states of all slots are there, though not all rows).");
+      "(number of rows that fit in `bytes` of HBM: all slots, or frames (frames.h); number of sets "
+      "of frames; whether the states of all slots are in HBM although not all rows are).");
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
@@ -66,8 +66,8 @@ void define_table_sizes(py::module_& m) {
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
       py::arg("packed") = false,
-      "Bytes of a table's index: all it takes beside rows and states. One that is packed "
-      "(hash_table/packed_entries.h) takes less, unless it has few slots.");
+      "Bytes of a table's index: everything except rows and states. A packed index "
+      "(hash_table/packed_entries.h) is smaller, unless it has few slots.");
   m.def(
       "miniature_bytes",
       [](int64_t capacity, std::optional<int64_t> initial_capacity) {
@@ -75,16 +75,16 @@ void define_table_sizes(py::module_& m) {
         return hash_table::MiniatureSize::of(slots).bytes();
       },
       py::arg("capacity"), py::arg("initial_capacity") = py::none(),
-      "Bytes that the miniatures of a table take, whose hit rates choose the half-life of counts.");
+      "Bytes of a table's miniatures, whose hit rates choose the half-life of counts.");
   m.attr("MINIATURES") = [] {
     py::list cs;
     for (int k = 0; k < hash_table::kMiniatures; ++k) cs.append(hash_table::c_of_miniature(k));
     return py::tuple(cs);
   }();
-  m.def(
-      "set_packed_from", &set_packed_from, py::arg("slots"),
-      "For tests: from how many slots on ids and last steps of a table are packed, where they can "
-      "be; of groups that are made later. Returns the number before.");
+  m.def("set_packed_from", &set_packed_from, py::arg("slots"),
+        "For tests: sets the number of slots from which tables of new groups pack ids and last "
+        "steps, "
+        "where they can be packed. Returns the previous number.");
 }
 
 }  // namespace torchrec_hkv::bindings

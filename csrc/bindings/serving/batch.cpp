@@ -24,7 +24,7 @@ void with_lengths(const ServingBatch& batch, const Body& body) {
   }
 }
 
-// signs: of a bitwise or of the lengths from bag `first` on.
+// Throws if a length is negative. signs: bitwise or of the lengths from bag `first` on.
 template <class Length>
 void check_signs(const ServingBatch& batch, int64_t signs, const Length* lengths, int64_t first) {
   if (signs >= 0) return;
@@ -63,7 +63,7 @@ ServingBatch check_serving_batch(const at::Tensor& ids, const at::Tensor& length
 at::Tensor bag_offsets(const ServingBatch& batch) {
   const int64_t bags = batch.lengths.numel();
   at::Tensor offsets = at::empty({bags + 1}, batch.ids.options());
-  if (batch.ids.is_cuda()) {  // looking at the lengths would wait for the device
+  if (batch.ids.is_cuda()) {  // reading the lengths would wait for the device
     offsets.select(0, 0).zero_();
     at::Tensor ends = offsets.narrow(0, 1, bags);
     at::cumsum_out(ends, batch.lengths.flatten(), 0, at::kLong);
@@ -91,7 +91,7 @@ std::vector<int64_t> feature_offsets(const ServingBatch& batch) {
     with_lengths(batch, [&](const auto* lengths) {
       for (int64_t feature = 0; feature < batch.features; ++feature) {
         const int64_t first = feature * batch.batch_size;
-        int64_t sum = 0, signs = 0;  // a test of each length takes as long as a tenth of its lookup
+        int64_t sum = 0, signs = 0;  // testing each length would take a tenth of the lookup's time
         for (int64_t bag = first; bag < first + batch.batch_size; ++bag) {
           signs |= lengths[bag];
           sum += lengths[bag];

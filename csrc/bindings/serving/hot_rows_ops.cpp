@@ -1,4 +1,4 @@
-// Ops of tables whose rows are in host memory, and some of them in a GPU's. Fakes are in
+// Ops of tables with rows in host memory and copies of hot rows in a GPU's memory. Fakes are in
 // torchrec_hkv/serving/ops.py.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -78,7 +78,7 @@ at::Tensor serving_choose_hot(const at::Tensor& counts, const std::optional<at::
   return words;
 }
 
-// rows: in host memory, which the device of the other tensors must be able to read.
+// rows: in host memory that the device of the other tensors can read.
 void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tensor out) {
   check_dtype(rows, "rows", at::kByte);
   TORCH_CHECK_VALUE(rows.dim() == 2 && rows.is_contiguous() && rows.is_cpu(),

@@ -1,4 +1,4 @@
-// Ids in Python's lists.
+// Converts Python's lists of ids.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,8 +6,8 @@
 
 namespace torchrec_hkv::bindings {
 
-// The numbers of all lists, one list after the other, int64. Throws Python's TypeError or
-// OverflowError where one is not an integer of 64 bits.
+// The numbers of all lists, concatenated, int64. Throws TypeError or OverflowError if a number is
+// not an integer of 64 bits.
 at::Tensor int64_of_lists(const pybind11::sequence& lists);
 
 }  // namespace torchrec_hkv::bindings

@@ -8,7 +8,7 @@
 namespace torchrec_hkv::bindings {
 namespace {
 
-// As Python writes them.
+// Dtypes and shapes as Python prints them.
 std::string text_of(at::ScalarType dtype) { return pybind11::str(pybind11::cast(dtype)); }
 
 std::string text_of(at::IntArrayRef shape) {
@@ -19,7 +19,7 @@ std::string text_of(at::IntArrayRef shape) {
   return text.str();
 }
 
-// [4, *] for a size of 4 and one with a name.
+// Returns, for example, [4, *] for a size of 4 and a named size.
 std::string pattern_of(const std::vector<int64_t>& dims) {
   std::ostringstream text;
   text << '[';

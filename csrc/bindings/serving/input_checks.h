@@ -11,12 +11,12 @@
 
 namespace torchrec_hkv::bindings {
 
-// What each tensor must be. Immutable; several threads may use it.
+// The required dtype and shape of each tensor. Immutable; several threads may use it.
 class InputChecks {
  public:
-  // A size, or the name of one: any size that is the same wherever the name is.
+  // A size, or the name of a size. Dimensions with the same name may have any size, but the same.
   using Dim = std::variant<int64_t, std::string>;
-  // What messages call a tensor, its dtype, its sizes.
+  // (name of a tensor in messages, its dtype, its sizes).
   using Given = std::tuple<std::string, at::ScalarType, std::vector<Dim>>;
 
   explicit InputChecks(const std::vector<Given>& inputs);
@@ -28,7 +28,7 @@ class InputChecks {
   struct Input {
     std::string name;
     at::ScalarType dtype;
-    // A size, or -1 - i for name number i.
+    // Sizes; -1 - i for the name with number i.
     std::vector<int64_t> dims;
   };
 

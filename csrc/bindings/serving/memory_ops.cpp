@@ -1,5 +1,5 @@
-// Memory of the tables: torchrec_hkv::serving_memory gives memory of this process;
-// serving_expect_random and serving_read_pages prepare a mapped table.
+// Memory of tables: torchrec_hkv::serving_memory allocates memory; serving_expect_random and
+// serving_read_pages prepare a table that is mapped from a file.
 #include <ATen/ops/empty.h>
 #include <sys/mman.h>
 #include <torch/library.h>
@@ -11,8 +11,8 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-// In huge pages where the system grants them: ids hit pages at random, and with small ones nearly
-// every row would first have to find its page. Pages are backed when they are first touched.
+// Allocates memory in huge pages if the system grants them: ids access pages at random, and with
+// small pages nearly every row would miss the TLB. Pages are backed when they are first touched.
 at::Tensor serving_memory(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "bytes is ", bytes, ", but must not be negative.");
   if (bytes == 0) return at::empty({0}, at::dtype(at::kByte));
@@ -21,8 +21,8 @@ at::Tensor serving_memory(int64_t bytes) {
   return at::from_blob(memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
 }
 
-// Advice about a range of bytes of a mapped file, from the page on in which it begins. Whether the
-// system takes it.
+// Gives advice about a range of bytes of a mapped file, extended to the begin of its first page.
+// Returns whether the system accepts the advice.
 bool advise(const at::Tensor& data, int64_t begin, int64_t end, int advice) {
   const auto first = reinterpret_cast<uintptr_t>(data.storage().data()) + begin;
   const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -35,17 +35,17 @@ int64_t mapped_bytes(const at::Tensor& data) {
   return static_cast<int64_t>(data.storage().nbytes());
 }
 
-// A page that is not in memory is then read by itself, not with those around it, which may be some
-// megabytes. With huge pages, a page is 2 MB, or whatever the system takes for a file.
+// The system then reads only the page that is accessed, without its neighbours, which may be
+// several megabytes. A huge page is 2 MB, or of the size that the system uses for files.
 void serving_expect_random(const at::Tensor& data, bool huge) {
   const int64_t bytes = mapped_bytes(data);
-  // Advice: a system that does not take it is only slower.
+  // Advice only; if the system ignores it, accesses are slower.
   (void)advise(data, 0, bytes, MADV_RANDOM);
   if (huge) (void)advise(data, 0, bytes, MADV_HUGEPAGE);
 }
 
-// Pages that no lookup has touched yet are read in huge pages: ids hit pages at random, and with
-// small ones nearly every row would first have to find its page.
+// Reads pages of a file, as huge pages if the system supports this; see serving_memory. Returns
+// whether the system read them.
 bool serving_read_pages(const at::Tensor& data, int64_t begin, int64_t end) {
   const int64_t bytes = mapped_bytes(data);
   TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= bytes, "the range is [", begin, ", ", end,
@@ -67,7 +67,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("serving_read_pages(Tensor data, int begin, int end) -> bool", &serving_read_pages);
 }
 
-// For tensors of any device, to refuse those of a GPU with a sentence.
+// Registered for tensors of any device, so that tensors on a GPU are refused with a clear message.
 TORCH_LIBRARY_IMPL(torchrec_hkv, CompositeExplicitAutograd, m) {
   m.impl("serving_memory", &serving_memory);
   m.impl("serving_expect_random", &serving_expect_random);

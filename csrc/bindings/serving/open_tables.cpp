@@ -1,6 +1,6 @@
-// Opening and closing of sets of read-only tables. A set is named by a handle, which lookups take
-// as a tensor: a program that torch.export has written is given it with each call. Fakes of these
-// ops are in torchrec_hkv/serving/ops.py.
+// Opens and closes sets of read-only tables. A handle identifies a set. Lookups take it as a
+// tensor, so that it is an input of programs that torch.export writes. Fakes of these ops are in
+// torchrec_hkv/serving/ops.py.
 #include "bindings/serving/open_tables.h"
 
 #include <torch/library.h>

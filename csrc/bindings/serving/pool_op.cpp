@@ -21,7 +21,7 @@ namespace {
 using serving::Feature;
 using serving::Mean;
 
-// What the kind of an output says besides its Mean.
+// Flag of an output's kind, whose other bits are its Mean.
 constexpr int64_t kFused = 256;
 
 #ifdef TORCHREC_HKV_CUDA

@@ -1,4 +1,4 @@
-// torchrec_hkv::serving_rows: rows of read-only tables, one for each id.
+// torchrec_hkv::serving_rows: rows of read-only tables, one per id.
 #include <torch/library.h>
 
 #include <vector>
@@ -20,7 +20,7 @@ namespace {
 
 using serving::Feature;
 
-// The rows of `count` ids from `first` on, in a table of `dim` columns.
+// The rows of ids [first, first + count) in a table with `dim` columns.
 at::Tensor rows_of(const ServingTables& open, const at::Tensor& ids, int64_t first, int64_t count,
                    int64_t table, int64_t dim, at::ScalarType dtype, RowType type) {
   at::Tensor out = at::empty({count, dim}, ids.options().dtype(dtype));

@@ -16,10 +16,11 @@ class ServedCalls {
   // bounds: upper bounds of the histogram in seconds, ascending.
   explicit ServedCalls(std::vector<double> bounds);
 
-  // function(*arguments) in inference mode. Adds its time to the histogram if it raises no error.
+  // Calls function(*arguments) in inference mode. Adds its time to the histogram unless it throws.
   pybind11::object call(const pybind11::function& function, const pybind11::tuple& arguments);
 
-  // The numbers of calls up to each bound and beyond the last, and the sum of their seconds.
+  // (number of calls in each interval up to a bound and beyond the last bound, sum of their
+  // seconds).
   std::pair<std::vector<int64_t>, double> histogram() const;
 
  private:

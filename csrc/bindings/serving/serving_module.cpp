@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace torchrec_hkv::bindings {
 namespace {
 
-// The profiler shows these calls as it does ops.
+// The profiler shows these calls like ops.
 at::Tensor call_pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tensor& lengths,
                      const std::optional<at::Tensor>& weights, at::IntArrayRef features,
                      at::IntArrayRef tables, at::IntArrayRef kinds, int64_t columns,
@@ -43,26 +43,26 @@ at::Tensor call_table_rows(const at::Tensor& handle, const at::Tensor& ids, int6
 void define_serving(py::module_& m) {
   // Arguments by position only: matching names takes time.
   m.def("serving_pool", torch::wrap_pybind_function_no_gil(call_pool),
-        "torch.ops.torchrec_hkv.serving_pool, not through the dispatcher.");
+        "Like torch.ops.torchrec_hkv.serving_pool, but not through the dispatcher.");
   m.def("serving_rows", torch::wrap_pybind_function_no_gil(call_rows),
-        "torch.ops.torchrec_hkv.serving_rows, not through the dispatcher.");
+        "Like torch.ops.torchrec_hkv.serving_rows, but not through the dispatcher.");
   m.def("serving_table_rows", torch::wrap_pybind_function_no_gil(call_table_rows),
-        "Rows of ids in one table, as serving_rows; no lengths, and no wait for a GPU.");
+        "The rows of ids in one table. Unlike serving_rows, it does not wait for a GPU.");
   m.def("int64_of_lists", torch::wrap_pybind_function(int64_of_lists),
-        "The integers of lists in a list, one list after the other: int64. TypeError or\n"
-        "OverflowError where one is not an integer of 64 bits.");
-  py::class_<InputChecks>(m, "InputChecks", "What each tensor of a served program must be.")
+        "Concatenates lists of integers to an int64 tensor. Raises TypeError or OverflowError if\n"
+        "a number is not an integer of 64 bits.");
+  py::class_<InputChecks>(m, "InputChecks", "Required dtypes and shapes of a program's tensors.")
       .def(py::init<const std::vector<InputChecks::Given>&>())
       .def("check", torch::wrap_pybind_function(&InputChecks::check),
-           "TypeError or ValueError if a list of tensors differs.");
-  // A context manager in Python takes as long as the lookup of some dozen ids.
+           "Raises TypeError or ValueError unless a list of tensors meets the requirements.");
+  // In C++, because a context manager in Python takes as long as the lookup of a few dozen ids.
   py::class_<ServedCalls>(m, "ServedCalls", "Calls of a served model, and their times.")
       .def(py::init<std::vector<double>>())
-      .def("call", &ServedCalls::call, "A function of a tuple of arguments, in inference mode.")
+      .def("call", &ServedCalls::call, "Calls function(*arguments) in inference mode.")
       .def("histogram", &ServedCalls::histogram,
-           "Numbers of calls up to each bound and beyond, and the sum of their seconds.");
+           "(number of calls in each interval of the bounds, sum of their seconds).");
   m.def("serving_close", torch::wrap_pybind_function_no_gil(close_tables),
-        "Frees the tables that torch.ops.torchrec_hkv.serving_open opened, by their handle.");
+        "Closes the tables with a handle of torch.ops.torchrec_hkv.serving_open.");
 }
 
 }  // namespace torchrec_hkv::bindings

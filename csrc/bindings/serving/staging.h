@@ -13,7 +13,7 @@ struct StagingMemory {
   at::Tensor found, copies;
   serving::cuda::Staging its{};
 
-  // found: how many rows the lookup finds; 0: it keeps none. options: of a tensor of int64 on the
+  // num_found: number of row addresses that the lookup stores. options: for an int64 tensor on the
   // device.
   StagingMemory(const ServingTables& open, int64_t num_found, const at::TensorOptions& options) {
     if (num_found == 0) return;

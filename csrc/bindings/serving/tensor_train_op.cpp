@@ -11,7 +11,8 @@
 namespace torchrec_hkv::bindings {
 namespace {
 
-// Tensor-Train tables of one group: pooled, one tensor of all outputs; else one of each output.
+// Looks up ids in the Tensor-Train tables of one group. Returns one tensor with all outputs if they
+// are pooled, otherwise one tensor per output.
 std::vector<at::Tensor> serving_tt(const at::Tensor& handle, const at::Tensor& ids,
                                    const at::Tensor& lengths,
                                    const std::optional<at::Tensor>& weights,

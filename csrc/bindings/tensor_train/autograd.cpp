@@ -67,14 +67,14 @@ struct Kept : torch::CustomClassHolder {
   }
 };
 
-// Returns a tensor that needs no gradient as it is, because a detach costs the host more than all
-// other work on it here.
+// Detaches a tensor if it requires a gradient. Otherwise returns the tensor itself, because a
+// detach takes the host longer than all other work on the tensor here.
 at::Tensor detached(const at::Tensor& tensor) {
   return tensor.requires_grad() ? tensor.detach() : tensor;
 }
 
-// Sorts a batch that was not sorted ahead. Called before the lookup is recorded, so that its
-// backward has the index.
+// Returns the index of a batch; sorts the batch if it has none. Called before autograd records the
+// lookup, so that the backward has the index.
 at::Tensor index_or_sorted(const OptionalTensor& index, int64_t group, const at::Tensor& ids,
                            const at::Tensor& offsets, const OptionalTensor& weights,
                            int64_t batch_size, bool mean, bool pooled) {
@@ -138,7 +138,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
   // Arguments of forward after the cores and the weights; they have no gradients.
   static constexpr size_t kOtherArguments = 7;
 
-  // The same gradients, recorded by autograd.
+  // Computes the same gradients with operations that autograd records.
   static variable_list differentiable_gradients(const variable_list& cores, const Kept& kept,
                                                 const variable_list& saved, const Variable& grad) {
     const OptionalTensor weights = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;

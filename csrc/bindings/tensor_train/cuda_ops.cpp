@@ -1,5 +1,5 @@
-// The ops of ops.cpp for tables on a GPU. The index of a batch is that of index_batch in
-// tensor_train/cuda/kernels.h. It depends on weights, mean and pooled.
+// The ops of ops.cpp for tables on a GPU. index_batch in tensor_train/cuda/kernels.h creates the
+// index of a batch. It depends on weights, mean and pooled.
 #ifdef TORCHREC_HKV_CUDA
 
 #include <ATen/Context.h>
@@ -57,11 +57,11 @@ bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// Memory directly from the allocator: the dispatcher takes the host longer than the allocator.
+// Allocates memory without the dispatcher, which takes the host longer than the allocation.
 at::Tensor empty_beside(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& ids) {
   return at::Tensor(at::detail::empty_cuda(shape, dtype, ids.device(), std::nullopt));
 }
-// Undefined if empty.
+// Undefined if bytes is 0.
 at::Tensor scratch_of(size_t bytes, const at::Tensor& ids) {
   if (bytes == 0) return {};
   return empty_beside({static_cast<int64_t>(bytes)}, at::kByte, ids);
@@ -134,7 +134,7 @@ at::Tensor rows_of(const DeviceCall& call, const at::Tensor& ids, const at::Tens
   at::Tensor out = empty_beside(output_shape(call.checked, ids), at::kFloat, ids);
   if (out.numel() == 0) return out;
   TensorTrainPlan& plan = *call.plan;
-  // Writes the heads of tables of four cores.
+  // Lookups write the heads of tables with four cores.
   plan.order.run(plan.heads.empty() ? kReadAll : kWriteAll, [&] {
     const cudaStream_t stream = current_stream(plan);
     const at::Tensor scratch =
@@ -168,7 +168,7 @@ at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
   return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
 }
 
-// Adds to the plan's gradients and flags, which must be zero. Increments the step, if there is one.
+// Adds to the plan's gradients and flags, which must be zero. Increments the step if it is given.
 void add_gradients(const DeviceCall& call, at::TensorList cores, const at::Tensor& grad,
                    const at::Tensor& ids, const std::optional<at::Tensor>& weights,
                    const at::Tensor& index, const std::optional<at::Tensor>& step = std::nullopt) {
@@ -301,13 +301,13 @@ void tt_apply_gradients(at::TensorList cores, at::TensorList states, at::Tensor 
     kernels::update_cores(views, static_cast<int32_t>(plan.cores.size()), plan.num_slices,
                           checked.group->optimizer(), learning_rate.const_data_ptr<float>(),
                           step.const_data_ptr<int64_t>(), current_stream(plan));
-    // Slices without a flag, and their gradients, were not changed.
+    // The update only clears gradients of slices with a flag.
     plan.zeros.zero_();
   });
 }
 
-// Rows of ids, and the gradients of their outputs, both [n, columns]. If dims differ, each position
-// is a bag of its own in every feature, and empty in all features but its own.
+// Computes the rows of ids and the gradients of their outputs, both [n, columns]. If dims differ,
+// each position is a separate bag in every feature, which is empty in all features but its own.
 at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Tensor& grad,
                                const at::Tensor& ids, const at::Tensor& offsets,
                                const at::Tensor& index, int64_t batch_size, bool mean) {

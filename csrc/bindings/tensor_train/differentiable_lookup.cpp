@@ -10,8 +10,8 @@ namespace {
 
 using tensor_train::TableCpu;
 
-// The rows of some ids of one table, float32 [n, dim]. Ids outside of the table, which only a GPU
-// accepts, have rows of zeros.
+// The rows of ids in one table, float32 [n, dim]. Ids outside the table, which only a GPU accepts,
+// have rows of zeros.
 at::Tensor rows_of(const TableCpu& table, at::TensorList cores, const at::Tensor& ids) {
   const at::Tensor inside = at::logical_and(ids.ge(0), ids.lt(table.rows));
   at::Tensor left_over = at::where(inside, ids, 0);

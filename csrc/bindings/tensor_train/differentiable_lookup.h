@@ -1,4 +1,4 @@
-// The lookup of Tensor-Train tables in plain torch operations, for derivatives of derivatives.
+// The lookup of Tensor-Train tables in plain torch operations, for second derivatives.
 #pragma once
 
 #include <optional>

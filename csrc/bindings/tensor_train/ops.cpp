@@ -1,8 +1,8 @@
 // Dispatcher ops of Tensor-Train tables. Fakes are in torchrec_hkv/tensor_train/ops.py, the
 // autograd formulas in autograd.cpp.
 //
-// The index of tt_sort is opaque and depends on the device: on a CPU it is the positions in sorted
-// order, for any weights, mean and pooled. cuda_ops.cpp has the GPU's.
+// The index of tt_sort is opaque and depends on the device. On a CPU it has the positions in sorted
+// order, and does not depend on weights, mean and pooled. For GPUs see cuda_ops.cpp.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

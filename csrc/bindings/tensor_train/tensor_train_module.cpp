@@ -40,14 +40,14 @@ void define_tensor_train(py::module_& m) {
         return std::make_tuple(group->total_dim(), group->common_dim(), group->num_prefixes());
       },
       py::arg("handle"),
-      "Columns of the pooled output, and of the unpooled one or -1, and prefixes of all tables.");
+      "(columns of the pooled output, columns of unpooled outputs or -1, prefixes of all tables).");
   m.def(
       "tensor_train_flat_size",
       [](int64_t handle) {
         const auto group = TensorTrainGroup::from_handle(handle);
         return std::make_tuple(group->num_elements(), group->num_slices());
       },
-      py::arg("handle"), "Elements and slices of all cores of all tables.");
+      py::arg("handle"), "(elements, slices) of all cores of all tables.");
 }
 
 }  // namespace torchrec_hkv::bindings

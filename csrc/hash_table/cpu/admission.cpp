@@ -59,7 +59,7 @@ class Tally {
   std::vector<size_t> places_;  // 1 + index, 0: free; at most half of them taken
 };
 
-// Adds to an id's count. Returns whether this admits the id, which also frees its cell.
+// Adds to an id's count. Returns whether the id is admitted; if so, its cell is freed.
 bool count_in_cell(const Admission& admission, int64_t id, uint64_t times, uint32_t now) {
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
   CountCell* chosen = nullptr;

@@ -113,7 +113,8 @@ class RowUpdater {
     }
   }
 
-  // The most common optimizers if gradient_of is the identity. Returns whether this is one of them.
+  // For the most common optimizers if gradient_of is the identity. Returns whether this is one of
+  // them.
   template <typename Before>
   bool update_plain(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
                     const Before& before) {
@@ -177,7 +178,7 @@ class RowUpdater {
     return terms_;
   }
 
-  // The row parts that come before the column parts.
+  // The computations on the whole row, before those on its columns.
   RowTerms begin(const TableView& table, int32_t dim, const float* row, const float* grad,
                  float* state) {
     const OptimizerConfig config = config_;

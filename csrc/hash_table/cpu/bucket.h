@@ -65,9 +65,9 @@ constexpr int64_t kCacheLine = 64;
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; }
 
-// Prefetches a line for writing. This invalidates the copies of other processors now; at the store
-// it would delay all later stores. GCC emits this instruction only if -march names a processor that
-// has it; other processors execute it as a no-op.
+// Prefetches a line for writing. This invalidates the copies of other processors early; at the
+// store, that would delay all later stores. GCC emits this instruction only if -march names a
+// processor that has it; other processors execute it as a no-op.
 inline void prefetch_to_write(const void* from) {
 #ifdef __x86_64__
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(from)));
@@ -97,15 +97,15 @@ inline void prefetch_lines(const void* from, int64_t lines) {
   prefetch(3);
   for (int64_t line = 4; line < lines; ++line) prefetch(line);
 }
-// The number of lines that contain any of the bytes, at least one.
+// Prefetches the lines that contain any of the bytes, at least one.
 template <bool kWrite = false>
 inline void prefetch_bytes(const void* from, int64_t bytes) {
   const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);
   prefetch_lines<kWrite>(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
-// Prefetches the lines that contain any of the bytes into the second-level cache. A core has more
-// of these requests under way at a time than of those to the first one: this is faster where a loop
+// Prefetches the lines that contain any of the bytes into the second-level cache. A core can have
+// more of these requests in flight than of those to the first-level cache: this is faster if a loop
 // touches many lines, each once, and far ahead.
 inline void prefetch_to_l2(const void* from, int64_t bytes) {
   const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);

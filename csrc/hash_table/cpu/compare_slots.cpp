@@ -106,8 +106,7 @@ bool has_entry(const TableView& table, int64_t slot) {
   return line[slot - bucket * table.bucket_slots] != kEmptyDigest;
 }
 
-// The work of a comparison: calls body(places) with those that may have changed, a block of slots
-// at a time.
+// Calls body(places) with the slots that may have changed, one block of slots after the other.
 template <typename Body>
 void for_places(const TableView& table, const SlotComparison& of, int threads, const Body& body) {
   const int64_t first_bucket = of.first / table.bucket_slots;
@@ -133,8 +132,8 @@ void for_places(const TableView& table, const SlotComparison& of, int threads, c
   }
 }
 
-// The same where entries have not moved and no slot was freed: an entry that has come counts as
-// looked up, so that last steps tell all but whether a slot that was free has an entry.
+// As for_places, if entries have not moved and no slot was freed. A new entry counts as looked up,
+// so last steps show all changes but whether a slot that was free has an entry.
 template <typename Body>
 void for_looked_up(const TableView& table, const SlotComparison& of, int threads,
                    const Body& body) {

@@ -240,7 +240,7 @@ template <Touch kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
-  // Otherwise all positions of an id store the same score.
+  // If false, all positions of an id store the same score.
   const bool counts =
       touches_scores(kTouch) && (sums_scores(table.eviction) || visit.scores != nullptr);
   const bool summed = counts && shared;  // a single atomic addition for all positions of an id

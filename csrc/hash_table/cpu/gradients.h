@@ -35,7 +35,7 @@ class Gradients {
   RowType type() const { return grad_.type; }
   const char* data() const { return grad_.data; }
   const char* from(int32_t feature, int64_t bag) const { return grad_.at(place(feature, bag)); }
-  // In elements from data() on.
+  // A bag's gradient, in elements from data() on.
   int64_t place(int32_t feature, int64_t bag) const {
     return batch_.output_of(feature, bag - batch_.first_bag(feature), grad_.stride);
   }

@@ -26,7 +26,7 @@ void empty_bucket(const TableView& table, int64_t bucket) {
   std::fill(line + table.bucket_slots, line + kBucketDigests, kClosedDigest);
 }
 
-// All but the digests.
+// Moves all but the digest.
 void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (from == to) return;
   table.ids[to] = table.ids[from];
@@ -41,7 +41,7 @@ void move_entry(const TableView& table, int64_t from, int64_t to) {
   std::memcpy(table.state(to), table.state(from), table.states.width * sizeof(float));
 }
 
-// after: the table once this bucket, among others, has been split.
+// after: the table after this bucket, among others, has been split.
 void split_bucket(const TableView& after, uint32_t bucket) {
   uint16_t old[kBucketDigests];
   std::memcpy(old, line_of(after, bucket), sizeof(old));
@@ -112,7 +112,7 @@ void split_buckets(const TableView& table, uint32_t unsplit, int threads) {
         split_bucket(after, range.begin + static_cast<uint32_t>(i));
       }
     });
-    // Those of the last bucket may be in the one behind it.
+    // Ids of the last bucket may be astray in the bucket after it.
     const int64_t split = int64_t{2} * range.end;
     settle(after, int64_t{2} * range.begin, split, threads);
     if (split < table.num_buckets) settle(after, split, split + 1, threads);

@@ -1,4 +1,4 @@
-// Ranks with aging of entries with any counts in 32 bits, on the CPU.
+// Ranks with aging in 32 bits for entries with any counts, on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,17 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // As ShortRanks, but for counts up to kMost, whose logarithms are computed. Higher counts rank as
-// any between kMost and kHighest.
+// some count between kMost and kHighest.
 class HighRanks {
  public:
   static constexpr uint32_t kMost = (CountedSteps::kLongHigh << CountedSteps::kCountBits) - 1;
   static constexpr uint32_t kHighest = (1u << 23) - 1;
-  // By which a logarithm is shifted. The upper 32 bits of its product with half_life() are what a
+  // Logarithms are shifted by this. The upper 32 bits of the product with half_life() are what a
   // rank has above the step.
   static constexpr int kLogShift = 11;
 
   HighRanks() = default;
-  // last: the highest step of an entry that takes part, a distance in the window of CountedSteps.
+  // last: the highest step of a compared entry, as a distance in the window of CountedSteps.
   HighRanks(const Ranking& ranking, uint32_t last) {
     const uint64_t worth = ranking.half_life * kLogEnd >> 2 * kFractionBits;
     const auto steps = static_cast<uint32_t>(last + worth + 1);

@@ -24,13 +24,13 @@ namespace {
 struct Place {
   int64_t slot;  // kNoSlot: none
   bool evicts;
-  bool outranked;  // there is none for so low a score
+  bool outranked;  // the score is too low for any slot
 };
 
-// All but the row and the state, which come when all ids are placed.
+// Writes all but the row and the state, which follow when all ids are placed.
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
                uint32_t step, uint64_t score) {
-  // Without a division, which takes as long as a cache miss.
+  // Avoids a division, which takes as long as a cache miss.
   const int64_t in_first = slot - first_slot_of(table, choice.first);
   const bool is_first = in_first >= 0 && in_first < table.bucket_slots;
   const uint32_t bucket = is_first ? choice.first : choice.second;
@@ -40,17 +40,17 @@ void place_new(const TableView& table, int64_t id, const BucketChoice& choice, i
   set_step_and_score(table, slot, step, keeps_scores(table.eviction) ? &score : nullptr);
 }
 
-// What a missing id made leave: the old id of its slot, or itself.
+// The leaver of a missing id: the entry that it replaced, or the id itself.
 struct Leaver {
   int64_t id;
   uint64_t score;
   int32_t table;
-  bool left;          // false: nothing did
+  bool left;          // false: nothing left
   const char* row;    // of an entry, in its table; null: the id itself was refused
-  uint32_t position;  // that it came with
+  uint32_t position;  // of the missing id
 };
 
-// What of an id's two buckets its placing reads.
+// What the placement of an id reads of its two buckets.
 enum class Reach { kFirst, kSecond, kRanks };
 
 struct Counts {
@@ -58,8 +58,8 @@ struct Counts {
 };
 
 // Places missing ids as one thread would in the order of the batch. Threads take groups in that
-// order, and an id waits for the last one of an earlier group that may look at its buckets. Ids of
-// the first group that is not done wait for none, so that one always goes on.
+// order, and an id waits for the last id of an earlier group that may look at its buckets. Ids of
+// the first unfinished group wait for none, so there is always progress.
 class Placing {
  public:
   Placing(const TableView* tables, const Batch& batch, const Visit& visit,
@@ -84,7 +84,7 @@ class Placing {
   void work() {
     const int64_t groups = missing_.groups();
     std::vector<Counts> counts(1);
-    int64_t finished = 0;  // groups from the first on
+    int64_t finished = 0;  // finished groups from the first on
     Reach reach = Reach::kFirst;
     int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
     if (group < groups) {
@@ -108,7 +108,7 @@ class Placing {
     }
   }
 
-  // known: ids that have been placed, as far as the thread has seen: those before this one.
+  // known: the thread has seen that all ids before this one are placed.
   void wait_for(uint32_t earlier, uint32_t known) const {
     if (earlier == kNone || earlier < known) return;
     const std::atomic_ref<bool> done(missing_.begin()[earlier].done);
@@ -117,8 +117,8 @@ class Placing {
     }
   }
 
-  // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
-  // processor drops prefetches that come in bursts. Returns how far it had to look.
+  // Places a group and prefetches the next group's buckets, one id at a time, because processors
+  // drop prefetches that come in bursts. Returns the farthest reach of its ids.
   Reach insert_group(int64_t group, int64_t following, uint32_t known, Reach reach,
                      std::vector<Counts>& counts) {
     constexpr int64_t kAhead = 6;
@@ -155,8 +155,8 @@ class Placing {
     victims_.prefetch(it.table, it.choice);
   }
 
-  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it;
-  // else no slot.
+  // Prefetches the slot that an id is likely to get. Returns it if another id has it; otherwise no
+  // slot.
   Victim look_ahead(const Missing& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
@@ -180,7 +180,7 @@ class Placing {
     Counts& counted = counts[it.table];
     const int64_t id = batch_.ids[it.position];
     const uint64_t given = visit_.given(it.position);
-    // Where an earlier position of this batch may have placed it.
+    // An earlier position of this batch may have placed the id.
     const uint64_t free_first = free_positions(table, it.choice.first);
     int64_t slot = takes_first(table, free_first)
                        ? find_in_bucket(table, id, it.choice.first, it.choice.digest)
@@ -216,8 +216,8 @@ class Placing {
     slots_[it.position] = table.first_slot + slot;
   }
 
-  // `seen`: the slot of who was to leave earlier in this call, or no slot, and the entry's rank.
-  // What has been touched since then is pinned, so it is still the one if it is not pinned.
+  // seen, rank: the victim that look_ahead found, or no slot. Entries touched since then are
+  // pinned, so it is still the victim unless it is pinned.
   Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen,
                      uint64_t rank) {
     const TableView& table = tables_[it.table];
@@ -250,8 +250,8 @@ class Placing {
   std::atomic<int64_t> next_{0};
 };
 
-// Where Placement::believed is given: touches what is there and should be, and passes over ids that
-// are not as believed.
+// If Placement::believed is given: touches ids that are there as believed, and skips ids for which
+// the belief is wrong.
 void find_and_choose(const TableView* tables, const Batch& batch, const Visit& visit,
                      const bool* believed, int64_t* slots, bool* found, int threads) {
   find(tables, batch, slots, threads);
@@ -269,7 +269,7 @@ void find_and_choose(const TableView* tables, const Batch& batch, const Visit& v
   }
 }
 
-// Hands out what left, in the order of the batch.
+// Returns the leavers, in the order of the batch.
 void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
                    const Placement& placement, int threads) {
   std::vector<Leaver> gone;
@@ -293,9 +293,9 @@ void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
   *out.number = first + gone.size();
 }
 
-// Counts the ids that this call has placed and that are remembered, and gives them back half of
-// their counts where the table remembers these; then remembers what it has evicted: in the order of
-// the batch, whatever the number of threads.
+// Counts the placed ids that their table remembers as evicted, and restores half of their counts if
+// it remembers these. Then remembers the ids that this call has evicted. The order of the batch
+// decides, not the number of threads.
 void remember_evicted(const TableView* tables, const Batch& batch, const Visit& visit,
                       const MissingIds& missing, const int64_t* slots,
                       const std::vector<Leaver>& leavers) {
@@ -337,7 +337,7 @@ void insert_all_missing(const TableView* tables, const Batch& batch, const Visit
   Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
       .run(threads);
   if (placement.remembers) remember_evicted(tables, batch, visit, missing, slots, leavers);
-  // Before rows are written: what leaves still has its own.
+  // Before new rows overwrite those of the leavers.
   if (wanted && missing.size() > 0) {
     write_leavers(tables, leavers, placement, threads);
   }

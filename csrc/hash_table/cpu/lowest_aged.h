@@ -11,8 +11,8 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The entries of the lowest rank, without the pinned ones: those of the lowest short rank are
-// compared exactly. short_ranks: those of the ranking, for steps below pinned_from.
+// The unpinned entries of the lowest rank. Those of the lowest short rank are compared exactly.
+// short_ranks: those of the ranking, for steps below pinned_from.
 inline Lowest lowest_aged(const Ranking& ranking, [[maybe_unused]] const ShortRanks& short_ranks,
                           const uint32_t* counts, const uint32_t* steps, int32_t n,
                           uint32_t pinned_from) {

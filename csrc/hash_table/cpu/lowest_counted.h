@@ -1,10 +1,11 @@
 // The lowest rank of a bucket whose steps and counts are in CountedSteps, on the CPU.
 //
-// Words turn into numbers that order as the ranks do, or nearly so: under LFU the count above the
-// step in the window; with aging short ranks. The words of the lowest number are mostly equal, not
-// pinned, and of a small count: then they have the lowest rank. Otherwise a second pass leaves out
-// pinned words and computes the ranks of larger counts (HighRanks). It reads the high bits of
-// counts if the lowest count seems to have some. If that does not tell, all counts are read.
+// Words are converted to numbers in the order of ranks, or nearly so: under LFU the count above the
+// step in the window; with aging short ranks. Usually, the words of the lowest number are equal,
+// not pinned, and have a small count: then they have the lowest rank. Otherwise a second pass
+// leaves out pinned words and computes the ranks of larger counts (HighRanks). It reads the high
+// bits of counts if the lowest count seems to have some. If that does not decide, all counts are
+// read.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +44,7 @@ inline Lowest lowest_of_some(const WordRanks& ranks, const CountedSteps& counted
 }
 
 #ifdef __AVX2__
-// The words of the lowest number of at least kNumberLanes words. number(words, distances from the
-// begin of the window)
+// The words of the lowest number. n: at least kNumberLanes.
 template <WordOrder kOrder>
 inline FoundWords lowest_words(const WordRanks& ranks, const uint32_t* words, int32_t n) {
   if (kOrder == WordOrder::kCount) {
@@ -80,8 +80,8 @@ inline __m256i counts_of(__m256i word, const uint16_t* highs) {
   return _mm256_or_si256(low, high);
 }
 
-// The words of the lowest number that are not pinned. highs: the upper bits of the counts; null:
-// counts that have these are taken for some number above kLowCount.
+// The unpinned words of the lowest number. highs: the upper bits of the counts; null: counts with
+// upper bits are taken for some number above kLowCount.
 inline FoundWords lowest_free(const WordRanks& ranks, const uint32_t* words, const uint16_t* highs,
                               int32_t n) {
   const bool aged = ranks.ranking.aged;
@@ -124,7 +124,7 @@ inline FoundWords lowest_free(const WordRanks& ranks, const uint32_t* words, con
   return FoundWords{first.positions, false, far};
 }
 
-// lowest_counted without the pinned words. Returns kUnknown if a word is far, or the lowest count
+// As lowest_counted, for the unpinned words. Returns kUnknown if a word is far, or the lowest count
 // has too many bits.
 inline Lowest lowest_free(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
                           int32_t n, bool reads_high) {
@@ -150,7 +150,7 @@ inline bool all_high(const uint32_t* words) {
 }
 #endif
 
-// lowest_counted where the words of the lowest number do not tell. high: whether even the lowest
+// As lowest_counted, if the words of the lowest number do not decide. high: whether even the lowest
 // count has high bits.
 [[gnu::noinline]] inline Lowest lowest_of_free(const WordRanks& ranks, const CountedSteps& counted,
                                                int64_t base, int32_t n,
@@ -166,7 +166,8 @@ inline bool all_high(const uint32_t* words) {
   return lowest_of_all(ranks, counted, base, n);
 }
 
-// lowest_counted. found: by lowest_words. most: the highest count that has a short rank of its own.
+// As lowest_counted. found: from lowest_words. most: the highest count that has a short rank of its
+// own.
 template <WordOrder kOrder>
 inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
                               int32_t n, const FoundWords& found, uint32_t most) {
@@ -213,7 +214,7 @@ inline Lowest lowest_of_words(const WordRanks& ranks, const CountedSteps& counte
   return lowest_of_all(ranks, counted, base, n);
 }
 
-// The slots of the lowest rank of n slots from `base` on, without the pinned ones.
+// The unpinned slots of the lowest rank, of n slots from `base` on.
 inline Lowest lowest_counted(const WordRanks& ranks, const CountedSteps& counted, int64_t base,
                              int32_t n) {
   switch (ranks.order) {

@@ -20,7 +20,7 @@ inline __m256i load_eight(const uint32_t* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// All bits of the lanes that are not below a bound.
+// Sets all bits of the lanes that are not below a bound.
 inline __m256i not_below(__m256i lanes, __m256i bound) {
   return _mm256_cmpeq_epi32(_mm256_max_epu32(lanes, bound), lanes);
 }
@@ -52,7 +52,7 @@ inline uint64_t match_lanes(const uint32_t* numbers, int32_t n, uint32_t wanted)
   return mask;
 }
 
-// The lowest of at least as many signed integers as there are lanes.
+// The lowest of n signed integers. n: at least kNumberLanes.
 inline int32_t lowest_signed(const uint32_t* from, int32_t n) {
   __m256i lows = load_eight(from + n - kNumberLanes);
   for (int32_t p = 0; p + kNumberLanes <= n; p += kNumberLanes) {
@@ -65,13 +65,13 @@ inline int32_t lowest_signed(const uint32_t* from, int32_t n) {
 }
 
 struct LowestNumber {
-  uint64_t positions;  // those that have it
+  uint64_t positions;  // those with this number
   uint32_t number;
 };
 
-// The lowest of n numbers, at least as many as there are lanes. numbers(p): those of slots p to
-// p + 7. The last vector overlaps the one before it if n is not a multiple of the lanes. or_next:
-// the positions of the number that is higher by one, too.
+// The lowest of n numbers. n: at least kNumberLanes. numbers(p): those of slots p to p + 7. The
+// last vector overlaps the one before it if n is not a multiple of the lanes. or_next: also returns
+// the positions of the lowest number + 1.
 template <typename Numbers>
 [[gnu::always_inline]] inline LowestNumber lowest_number(int32_t n, const Numbers& numbers,
                                                          bool or_next = false) {
@@ -94,7 +94,7 @@ template <typename Numbers>
   return LowestNumber{positions, number};
 }
 
-// ShortRanks of the counts from 0 on that have a lane; higher counts rank as the last of these.
+// ShortRanks of counts up to kMost, one per lane; higher counts rank as kMost.
 class ShortRankLanes {
  public:
   static constexpr uint32_t kMost = kNumberLanes - 1;

@@ -24,7 +24,7 @@ struct TableRanks {
   WordRanks words;  // if the table has CountedSteps
 };
 
-// The slots of the lowest rank in a full bucket. Pinned slots do not take part.
+// The slots of the lowest rank in a full bucket, without pinned slots.
 inline Lowest lowest_rank_in(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
   const int32_t n = table.bucket_slots;

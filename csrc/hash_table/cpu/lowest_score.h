@@ -64,7 +64,7 @@ inline uint32_t lowest_step(const uint32_t* steps, int32_t n) {
   return step;
 }
 
-// The slots of the lowest step without the pinned ones, whose score is the step.
+// The unpinned slots of the lowest step, if scores are steps.
 inline Lowest oldest_of(const uint32_t* steps, int32_t n, uint32_t pinned_from) {
   const uint32_t step = lowest_step(steps, n);
   if (step >= pinned_from) return kAllPinned;
@@ -85,7 +85,7 @@ Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t*
     return positions == 0 ? kAllPinned : Lowest{positions, {rank, step}};
   }
 #endif
-  // The highest value for a slot that does not take part.
+  // Pinned slots get the highest value.
   alignas(64) uint64_t ranks[kBucketDigests];
   uint64_t low = UINT64_MAX, positions = 0;
   int32_t p = 0;
@@ -112,7 +112,7 @@ Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t*
     ranks[p] = pinned ? UINT64_MAX : kAged ? ranking.of(scores[p], steps[p]) : scores[p];
     low = std::min(low, ranks[p]);
   }
-  if (low == UINT64_MAX) {  // a slot that takes part may have this score, too
+  if (low == UINT64_MAX) {  // an unpinned slot may have this score, too
     for (p = 0; p < n; ++p) {
       if (steps[p] >= pinned_from) ranks[p] = 0;
     }

@@ -32,14 +32,14 @@ class MiniatureSet {
         short_ranks_(short_ranks),
         now_(now) {}
 
-  // First for all ids of the call ...
+  // Counts a hit. Called first, for all ids.
   void look_up(const SampledId& it) {
     const uint64_t at = match_steps(tags_, ways_, it.tag);
     if (at == 0) return;
     ++hits;
     count(__builtin_ctzll(at), it.given);
   }
-  // ... and then again.
+  // Places a missing id. Called after look_up, for all ids.
   void place_missing(const SampledId& it) {
     if (const uint64_t at = match_steps(tags_, ways_, it.tag); at != 0) {
       const int p = __builtin_ctzll(at);
@@ -86,7 +86,7 @@ class MiniatureSet {
     return lowest_aged(ranking_, short_ranks_, counts_, last_steps_, ways_, now_);
   }
 
-  // The same of a half-life of 0, by which counts do not matter.
+  // As lowest_ranked, for a half-life of 0, with which counts do not matter.
   Lowest oldest() const {
     const uint32_t step = lowest_step(last_steps_, ways_);
     if (step >= now_) return kAllPinned;
@@ -211,7 +211,7 @@ int32_t table_of(std::span<const SampledId> ids) {
 }
 uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
 
-// The miniatures of one table after the other, on one thread.
+// Runs the miniatures of one table after the other, on one thread.
 class Simulation {
  public:
   Simulation(const TableView* tables, uint32_t now) : tables_(tables), now_(now) {}
@@ -219,8 +219,8 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  // Shows the miniatures of a table the ids of one set. Meanwhile the set of the ids that follow is
-  // prefetched.
+  // Passes the ids of one set to the miniatures of their table. Meanwhile prefetches the set of the
+  // following ids.
   void show(std::span<const SampledId> ids, std::span<const SampledId> following) {
     const Miniatures& next = tables_[table_of(following)].miniatures;
     if (table_ != &tables_[table_of(ids)]) begin_table(tables_[table_of(ids)]);

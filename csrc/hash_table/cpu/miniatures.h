@@ -1,4 +1,4 @@
-// Miniatures on the CPU.
+// Runs miniatures (miniatures.h) on the CPU.
 #pragma once
 
 #include "hash_table/clock.h"

@@ -47,7 +47,7 @@ class Rows {
       prefetch(at, 0, table.dim());
   }
 
-  // Call it together with stored(at) or columns(at, column, n). Prefetches later rows.
+  // Called together with stored(at) or columns(at, column, n). Prefetches later rows.
   void before(int64_t at, int32_t column, int32_t n) const {
     if (at + ahead_ < last_) prefetch(at + ahead_, column, n);
   }
@@ -114,7 +114,7 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
   }
 }
 
-// The bags of one feature in a call.
+// Pools bags of one feature.
 template <RowType kType, bool kScaled>
 class Pool {
  public:
@@ -163,7 +163,7 @@ class Pool {
     });
   }
 
-  // The same if some ids have no row.
+  // As sum, if some ids have no row.
   template <int kMost>
   [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c, int32_t n) const {
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];

@@ -66,7 +66,7 @@ HKV_AVX512 inline __m512i all_wide(uint64_t value) {
   return _mm512_set1_epi64(static_cast<int64_t>(value));
 }
 
-// Loads the numbers of those of eight slots that have a bit.
+// Loads the numbers of eight slots; zeros where `some` has no bit.
 HKV_AVX512 inline __m512i widen_eight(__mmask8 some, const uint32_t* from) {
   const WideLanes all = (WideLanes)_mm512_maskz_loadu_epi32(some, from);
   const auto narrow = __builtin_shufflevector(all, all, 0, 1, 2, 3);
@@ -106,7 +106,7 @@ HKV_AVX512 inline __m512i rank_wide(const Ranking& ranking, __m512i count, __m51
                           shift_right_wide<kFractionBits>(worth));
 }
 
-// As lowest_score of lowest_rank.h: the positions, one bit each, their rank and step.
+// As lowest_score (lowest_score.h): the positions, one bit each, their rank and step.
 template <bool kAged, typename Score>
 HKV_AVX512 uint64_t lowest_score_avx512(const Ranking& ranking, const Score* scores,
                                         const uint32_t* steps, int32_t n, uint32_t pinned_from,

@@ -25,8 +25,8 @@ class Repeats {
     std::fill_n(firsts_, 1 << kBits, 0u);
   }
 
-  // Lists those of positions [begin, end), at most kMost, that do not repeat an earlier one.
-  // Returns their number.
+  // Lists the positions in [begin, end), at most kMost, that do not repeat an earlier one. Returns
+  // their number.
   int64_t list(int64_t begin, int64_t end) {
     int64_t n = 0;
     uint32_t idle;
@@ -48,13 +48,13 @@ class Repeats {
   const int64_t* listed() const { return listed_; }
   // The other positions.
   const int64_t* repeated() const { return repeated_; }
-  // The position that the i-th of them repeats, or itself.
+  // The position that position `begin` + i repeats, or itself.
   int64_t origin(int64_t i) const { return first_ + origins_[i]; }
 
   // The scores of the n listed ids: the sum over the positions of an id before `end`, or the last
   // one. list() must have been called once, for positions from the first to `end`.
   const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
-    // By position, then by number.
+    // Indexed by position, then by number.
     for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
     if (sums && visit.scores == nullptr) {
       for (int64_t i = 0; i < end - first_; ++i) ++given_[origins_[i]];
@@ -75,7 +75,7 @@ class Repeats {
   const int64_t* const all_ids_;
   const int64_t* ids_;
   int64_t first_;
-  uint32_t firsts_[1 << kBits];  // by a hash of the id, behind first_
+  uint32_t firsts_[1 << kBits];  // position - first_, by a hash of the id
   uint32_t origins_[kMost];
   int64_t listed_[kMost], repeated_[kMost];
   uint64_t given_[kMost];

@@ -27,8 +27,8 @@ void find_ids(const TableView& table, const int64_t* ids, int64_t n, int64_t* sl
   }
 }
 
-// Finds an id that this replica touched by its slot. Both its new ids and its others are in the
-// order of their slots.
+// Finds the ids that this replica touched by their slots. Its new ids are in the order of their
+// slots, and so are its others.
 class OwnSlots {
  public:
   OwnSlots(const TableView& table, const int64_t* slots, int64_t num_new, int64_t n)

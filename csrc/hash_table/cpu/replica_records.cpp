@@ -50,7 +50,7 @@ struct SlotAddresses {
   }
 };
 
-// Copies floats. Inline: calls of memcpy take as long as copies of few.
+// Copies floats inline: for few, a call of memcpy takes as long as the copy.
 void copy_floats(const void* source, int64_t n, float* to) {
   const auto* const from = static_cast<const float*>(source);
   int64_t c = 0;
@@ -81,7 +81,7 @@ bool writes_lines([[maybe_unused]] const TableView& table) {
 #endif
 }
 
-// The first mean_of, for a row of such a table.
+// The first mean_of, for a table for which writes_lines is true.
 void stream_mean_of(const float* a, const float* b, int64_t n, float factor, float* to) {
 #ifdef __AVX2__
   const __m256 times = _mm256_set1_ps(factor);
@@ -173,7 +173,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
                     dim, initial.data());
         mean_of(a, b, initial.data(), own.columns, factor, a);
       } else if (here && direct) {
-        // Not through the record, because nothing reads it.
+        // Bypasses the record, because nothing reads it.
         float* const row = reinterpret_cast<float*>(addresses.rows.at(slots[i]));
         if (streams) {
           stream_mean_of(a, b, dim, factor, row);

@@ -50,7 +50,7 @@ void restore_slots(const TableView& table, const Entries& entries, const int64_t
       const int64_t bucket = slot < 0 ? -1 : bucket_of_slot(slot, table.bucket_slots);
       placed[i] = false;
       if (bucket != choice.first && bucket != choice.second) continue;
-      // Two entries may name one slot: the first to claim it has it.
+      // Two entries may have one slot: the first to claim it gets it.
       uint16_t expected = kEmptyDigest;
       placed[i] = std::atomic_ref<uint16_t>(digest_at(table, slot))
                       .compare_exchange_strong(expected, choice.digest, std::memory_order_relaxed);

@@ -26,7 +26,8 @@ inline uint16_t& digest_at(const TableView& table, int64_t slot) {
   return table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
 }
 
-// Writes all but the digest. kStreams: the row past the caches; finish_streams() must follow.
+// Writes all but the digest. kStreams: writes the row past the caches; finish_streams() must
+// follow.
 template <bool kStreams = false>
 inline void write_entry(const TableView& table, const Widths& widths, int64_t slot,
                         const Entries& entries, int64_t i) {
@@ -46,7 +47,7 @@ inline void write_entry(const TableView& table, const Widths& widths, int64_t sl
 // Prefetches what write_entry and a change of the digest touch.
 class SlotPrefetch {
  public:
-  // rows: whether rows, too.
+  // rows: whether to prefetch rows.
   explicit SlotPrefetch(const TableView& table, bool rows = true)
       : table_(table), rows_(table.rows), states_(table.states), with_rows_(rows) {}
 

@@ -1,4 +1,4 @@
-// Rows between tables and matrices, on the CPU.
+// Copies rows between tables and matrices, on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// `width` elements, converted where the types differ.
+// Copies `width` elements, converted if the types differ.
 inline void copy_elements(RowType to_type, char* to, RowType from_type, const char* from,
                           int32_t width) {
   if (to_type == from_type) {

@@ -1,4 +1,4 @@
-// Scores and last steps of a table on the CPU, wherever it keeps them.
+// Access to a table's scores and last steps on the CPU, for each of their layouts.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ inline uint64_t score_of(const TableView& table, int64_t slot) {
   return table.scores != nullptr ? table.scores[slot] : table.last_steps[slot];
 }
 
-// Under a policy that keeps scores.
+// Only under policies that keep scores.
 inline void set_score(const TableView& table, int64_t slot, uint64_t score) {
   if (table.counted.kept()) return table.counted.set_count(slot, score);
   table.scores[slot] = score;

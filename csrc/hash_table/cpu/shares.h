@@ -37,7 +37,7 @@ class Shares {
     std::vector<int64_t> loads(threads, 0);
     std::vector<Whole> split;
     for (const Whole& whole : by_size()) {
-      // To the thread with the least work, as when each thread takes the next share after it has
+      // Chooses the thread with the least work, as if each thread took the next share after it has
       // finished one.
       int64_t& load = *std::min_element(loads.begin(), loads.end());
       if (load + whole.ids > fair) {
@@ -63,7 +63,7 @@ class Shares {
     int64_t ids;
   };
 
-  // Tables one after the other.
+  // Lists spans by table.
   void list(const Batch& batch) {
     for (int32_t f = 0; f < batch.num_features; ++f) {
       const Span span{batch.feature_tables[f], batch.feature_start(f), batch.feature_start(f + 1)};
@@ -73,7 +73,7 @@ class Shares {
                      [](const Span& a, const Span& b) { return a.table < b.table; });
   }
 
-  // The largest first.
+  // The tables, the largest first.
   std::vector<Whole> by_size() const {
     std::vector<Whole> all;
     for (const Span& span : spans_) {
@@ -87,8 +87,8 @@ class Shares {
     return all;
   }
 
-  // The first pieces of all tables, then the second ones, so that threads mostly work on different
-  // tables.
+  // Lists the first pieces of all tables, then the second ones, so that threads mostly work on
+  // different tables.
   void cut(const std::vector<Whole>& split, int threads) {
     int64_t ids = 0;
     for (const Whole& whole : split) ids += whole.ids;

@@ -17,7 +17,7 @@ class ShortRanks {
   static constexpr uint32_t kMost = 15;
 
   ShortRanks() = default;
-  // last: the highest step of an entry that takes part.
+  // last: the highest step of a compared entry.
   ShortRanks(const Ranking& ranking, uint32_t last) {
     for (uint32_t count = 0; count <= kMost; ++count) {
       worths_[count] = ranking.half_life * kLogs[count] >> kFractionBits;
@@ -25,18 +25,18 @@ class ShortRanks {
     const uint64_t steps = last + (worths_[kMost] >> kFractionBits) + 1;
     fit_ = steps <= INT32_MAX;
     if (!fit_) return;
-    // One bit less than there are: short ranks are compared as signed integers.
+    // One bit stays unused, because short ranks are compared as signed integers.
     bits_ = std::min(kFractionBits, __builtin_clz(static_cast<uint32_t>(steps)) - 1);
     for (uint32_t count = 0; count <= kMost; ++count) {
       short_worths_[count] = static_cast<uint32_t>(worths_[count] >> (kFractionBits - bits_));
     }
   }
 
-  // Whether short ranks have room for the steps. If not, there are none.
+  // Whether short ranks have room for the steps. If not, no short ranks are computed.
   bool fit() const { return fit_; }
   // The bits of fraction.
   int bits() const { return bits_; }
-  // Of counts from 0 on: what a short rank has above the step.
+  // By count: what a short rank has above the step.
   const uint32_t* worths() const { return short_worths_; }
 
   // Ranking::of a count up to kMost, without a branch.

@@ -11,7 +11,8 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// For n slots of one bucket. Without branches or other data, so that the compiler vectorises it.
+// Compares n slots of one bucket. No branches and no other data, so that the compiler vectorises
+// it.
 template <bool kMarked>
 void look_at(const uint16_t* __restrict__ digests, const uint32_t* __restrict__ last_steps,
              const uint8_t* __restrict__ was, const uint8_t* __restrict__ marked, int64_t n,

@@ -130,7 +130,7 @@ class Update {
     RowUpdater updater;
   };
 
-  // Updates the rows of one partition. Where the table has several partitions, unique rows are only
+  // Updates the rows of one partition. If the table has several partitions, unique rows are only
   // marked; update_dealt updates them.
   void update_partition(const Partition& partition, Worker& worker) {
     const TableView& table = tables_[partition.table];
@@ -230,7 +230,7 @@ class Update {
     lone.n = n;
   }
 
-  // Updates the rows [first, last) of those listed, all of one feature, from a bag on.
+  // Updates the listed rows [first, last), all of one feature. bag: where their search begins.
   void update_alone(const TableView& table, int32_t feature, int64_t bag, int64_t first,
                     int64_t last, Worker& worker) const {
     const int64_t* const slots = worker.lone.slots.get() + first;
@@ -255,14 +255,14 @@ class Update {
     }
   }
 
-  // Of long gradients the first lines; the processor prefetches those after them.
+  // Prefetches the first lines of a gradient; the processor prefetches later ones.
   void prefetch_gradient(const TableView& table, int64_t place) const {
     constexpr int64_t kMostBytes = 16 * kCacheLine;
     const char* const from = gradients_.data() + place * element_size(kType);
     prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
   }
 
-  // The number of positions from the first of n on that are in the bag and have the same scale.
+  // How many of n positions, from the first on, are in the bag and have the same scale.
   int64_t of_one_gradient(const uint32_t* positions, int64_t n, int64_t bag, float scale) const {
     const int64_t end = batch_.offsets[bag + 1];
     int64_t next = 1;

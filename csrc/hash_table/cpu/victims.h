@@ -63,7 +63,7 @@ class Victims {
     }
     for (const uint32_t bucket : {choice.first, choice.second}) {
       const Kept kept = load(t, bucket);
-      // One of several positions is used, and the rank of the next is known.
+      // With several positions, the list stays valid after one is used.
       if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, ranks_[t], bucket);
     }
   }

@@ -12,7 +12,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The number of a word that is compared, as a signed integer.
+// The number by which words are compared, as a signed integer.
 enum class WordOrder {
   kStep,   // the step as a distance from the begin of the window
   kCount,  // the count above the step. Higher if the count has high bits, below 0 if the step is
@@ -34,8 +34,8 @@ struct WordRanks {
     high_ranks = HighRanks(ranking, last);
   }
 
-  // Whether the call has read high bits of counts: then they are prefetched, too. Any thread may
-  // call these.
+  // note_high: the call has read high bits of counts; later prefetches include them. Any thread may
+  // call both.
   void note_high() const {
     std::atomic_ref<bool> noted(reads_high);
     if (!noted.load(std::memory_order_relaxed)) noted.store(true, std::memory_order_relaxed);
@@ -57,7 +57,7 @@ struct WordRanks {
 #endif
 };
 
-// The words of a bucket that have the lowest number. Pinned ones take part.
+// The words of a bucket that have the lowest number, pinned ones included unless said otherwise.
 struct FoundWords {
   uint64_t positions;  // one bit each
   bool differ;         // whether these words differ, if ordered by kRank

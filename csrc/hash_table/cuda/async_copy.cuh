@@ -1,4 +1,4 @@
-// Asynchronous copies from global to shared memory, which hold no registers. Copies of 4, 8 or 16
+// Asynchronous copies from global to shared memory, which need no registers. Copies of 4, 8 or 16
 // bytes a lane form groups, for which the lane that began them waits. On sm_90 one lane copies many
 // bytes at once (bulk copies), and a barrier in shared memory counts them.
 #pragma once
@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, uint64_t 
       "l"(from), "l"(policy)
       : "memory");
 }
-// Without a cache policy, through L1. kBytes: 4, 8 or 16.
+// Without a cache policy, through L1 for all sizes. kBytes: 4, 8 or 16.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
@@ -96,7 +96,7 @@ __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Bytes and addresses are multiples of 16.
+// Copies to shared memory. Bytes and addresses are multiples of 16.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes,
                                           CopyBarrier* barrier) {
   asm volatile(
@@ -114,8 +114,8 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       "l"(from), "r"(bytes), "r"(shared_address(&barrier->state)), "l"(policy)
       : "memory");
 }
-// From shared memory. Bytes and addresses are multiples of 16. Copies form groups of the lane that
-// began them.
+// Copies from shared memory. Bytes and addresses are multiples of 16. Copies form groups of the
+// lane that began them.
 __device__ __forceinline__ void copy_bulk_out(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
@@ -124,7 +124,7 @@ __device__ __forceinline__ void copy_bulk_out(void* to, const void* from, uint32
 __device__ __forceinline__ void end_bulk_copies_out() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until all of the lane's groups have read shared memory; until they have arrived.
+// Wait until all of the lane's groups have read shared memory, or have arrived.
 __device__ __forceinline__ void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

@@ -5,7 +5,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// The bytes of a part, of which each begins at a multiple of 256 bytes.
+// The bytes that a part takes. Each part begins at a multiple of 256 bytes.
 constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Takes parts one after the other from memory that begins at such a multiple. If `base` is null, it

@@ -1,4 +1,4 @@
-// Counting on the GPU.
+// The clock on the GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// All lanes of one warp of the grid.
+// Advances the clock. Called by all lanes of one warp of the grid.
 __device__ __forceinline__ void tick_warp(Clock* clock, const Tick& tick) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t now = next_step(clock->now, tick);

@@ -14,7 +14,7 @@ namespace torchrec_hkv::hash_table::cuda {
 // needed.
 struct Entry {
   uint32_t* word;  // of the step
-  uint32_t at;     // of the sector's slots
+  uint32_t at;     // number of the slot in its sector
 
   __device__ __forceinline__ uint32_t* step() const { return word; }
   __device__ __forceinline__ uint32_t* low() const { return word + kLowWord; }
@@ -30,7 +30,7 @@ struct Entry {
 // position: in the bucket.
 __device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket,
                                           uint32_t position) {
-  const uint32_t third = position * 171 >> 9;  // of fewer than 128 exactly position / 3
+  const uint32_t third = position * 171 >> 9;  // position / 3, exact below 128
   return Entry{
       table.entries.sectors_of(bucket) + (position + third * (kSectorWords - kSectorSlots)),
       position - third * kSectorSlots};
@@ -90,7 +90,7 @@ __device__ __forceinline__ int64_t packed_id_of(const TableView& table, int64_t 
   return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
 }
 
-// The same for any table.
+// For tables that are packed or not:
 __device__ __forceinline__ bool is_packed(const TableView& table) {
   return table.entries.words != nullptr;
 }

@@ -8,14 +8,14 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether a bag's offsets are valid.
+// Whether a bag's offsets are invalid.
 __device__ __forceinline__ bool is_bad_bag(const Batch& batch, int64_t bag, int64_t from,
                                            int64_t to) {
   return from < 0 || to < from || to > batch.num_ids || (bag == 0 && from != 0) ||
          (bag + 1 == batch.num_bags && to != batch.num_ids);
 }
 
-// Reports an invalid bag. Of several, the first to be found is named.
+// Reports an invalid bag, unless another one is already reported.
 __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int64_t from,
                                            int64_t to) {
   if (batch.refused == nullptr || atomicExch(batch.refused, 1u) != 0) return;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int6
   report->from = from;
   report->to = to;
   report->num_ids = batch.num_ids;
-  __threadfence_system();  // the host that sees `found` sees the others
+  __threadfence_system();  // if the host sees `found`, it sees the others
   report->found = batch.group_number;
 }
 

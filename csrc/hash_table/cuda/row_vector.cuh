@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/int8_rows.h"
+#include "common/rounding.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/table_view.h"
 
@@ -32,8 +33,21 @@ __device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float
   return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
 }
 
-// One of the four int8 of a word as a float. A conversion has a quarter of the rate of these two
-// operations: the byte, as an unsigned number from -128 on, becomes the fraction of 2^23.
+// The same with stochastic rounding.
+__device__ __forceinline__ uint32_t narrow_pair_by_chance(RowType type, float first, float second,
+                                                          uint32_t first_draw,
+                                                          uint32_t second_draw) {
+  if (type == RowType::kFloat16) {
+    return narrow_pair(type, float16_by_chance(first, first_draw),
+                       float16_by_chance(second, second_draw));
+  }
+  return static_cast<uint32_t>(to_bfloat16_by_chance(second, second_draw)) << 16 |
+         to_bfloat16_by_chance(first, first_draw);
+}
+
+// Converts one of the four int8 of a word to a float. A conversion has a quarter of the rate of
+// these two operations: the byte plus 128 becomes the low bits of the float 2^23, from which 2^23 +
+// 128 is subtracted.
 __device__ __forceinline__ float int8_to_float(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 | byte)) - 8388736.0f;
 }
@@ -62,7 +76,7 @@ struct Columns {
     }
     return c;
   }
-  // kWidth of more columns, from `first` on.
+  // kWidth columns of a wider vector, from `first` on.
   template <int kMore>
   __device__ __forceinline__ static Columns part_of(const Columns<kMore>& columns, int first) {
     Columns c;

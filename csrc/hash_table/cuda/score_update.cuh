@@ -53,10 +53,10 @@ __device__ __forceinline__ void add_untested(unsigned long long* score, uint64_t
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(score), "l"(given) : "memory");
 }
 
-// The same as add_to_count, of a count of 32 bits below an epoch. An addition that passes the
-// highest count carries into the epoch for a while, and its thread then stores both; it does so
-// after all additions that have found the count lower, so that the count stays at the highest. A
-// thread that finds another epoch corrects it and leaves the count as it is.
+// As add_to_count, for a count of 32 bits below an epoch. An addition that passes the highest count
+// carries into the epoch for a while, and its thread then stores both; it does so after all
+// additions that have found the count lower, so that the count stays at the highest. A thread that
+// finds another epoch corrects it and leaves the count as it is.
 __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score, uint32_t epoch,
                                                       uint64_t given) {
   constexpr uint64_t kLow = 0xffffffffull;

@@ -72,7 +72,7 @@ inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread,
   return (n + listed - 1) / listed;
 }
 
-// The number that a block publishes: of the block, or including earlier blocks.
+// A block publishes the number of its elements, then that of all blocks up to itself.
 constexpr unsigned long long kOwnNumber = 1ull << 32;     // its own
 constexpr unsigned long long kPrefixNumber = 1ull << 33;  // of the block and all earlier blocks
 constexpr unsigned long long kNumberBits = kOwnNumber - 1;
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_
   return before;
 }
 
-// The share of a block in the listing. Blocks are numbered in the order in which they begin, so
+// The number of a block in the listing. Blocks are numbered in the order in which they begin, so
 // that earlier blocks are running. Called by all threads of a block.
 __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
   __shared__ uint32_t number;
@@ -109,7 +109,7 @@ __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
   return number;
 }
 
-// For list_in_order.
+// list_in_order's default `note`.
 struct NotesNothing {
   __device__ __forceinline__ void operator()(int64_t, unsigned) const {}
 };
@@ -126,7 +126,7 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   constexpr int kWarps = kListers / kWarp;
   constexpr int kListed = kListers * kOfThread;    // positions of a block
   __shared__ uint32_t firsts[kOfThread * kWarps];  // by round and warp
-  __shared__ uint16_t chosen[kListed];             // counted from the block's first
+  __shared__ uint16_t chosen[kListed];             // relative to the block's first
   __shared__ uint32_t block_first;
   using Scan = BlockScan<uint32_t, kListers>;
   __shared__ typename Scan::Storage scan;

@@ -38,7 +38,7 @@ struct Tile {
   __device__ __forceinline__ static unsigned bits_of(unsigned ballot) {
     return ballot >> first_lane() & kFull;
   }
-  // Bit i is that of lane i.
+  // Bit i is the value of lane i.
   __device__ __forceinline__ static unsigned ballot(bool value) {
     return bits_of(__ballot_sync(kAllLanes, value));
   }

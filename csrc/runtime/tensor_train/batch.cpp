@@ -99,7 +99,7 @@ TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::
   }
   TORCH_CHECK_VALUE(!call.group->tf32() || !ids.device().is_cpu(),
                     "precision is 'tf32', but on a CPU it must be 'fp32'.");
-  if (ids.device().is_cpu()) {  // on a GPU looking would wait for the device
+  if (ids.device().is_cpu()) {  // on a GPU, reading ids would wait for the device
     check_offsets_on_cpu(offsets, ids.numel());
     check_ids_on_cpu(call);
   }

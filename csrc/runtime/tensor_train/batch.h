@@ -1,4 +1,4 @@
-// The arguments that the Tensor-Train ops share, checked.
+// Checks of the arguments that the Tensor-Train ops share.
 #pragma once
 
 #include <memory>
@@ -18,28 +18,27 @@ struct TensorTrainBatch {
   tensor_train::BatchCpu batch;
 };
 
-// Without cores: what sorting takes. Looks at ids and offsets where they are on the CPU.
+// A batch without cores, for sorting. Checks the values of ids and offsets on a CPU.
 TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
                                 const std::optional<at::Tensor>& weights, int64_t batch_size,
                                 bool mean, bool pooled);
 
-// On a GPU the length of the index is not looked at.
+// A batch with cores. On a GPU the length of the index is not checked.
 TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Tensor& ids,
                                const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                                const at::Tensor& index, int64_t batch_size, bool mean, bool pooled);
 
-// Without a batch.
+// Cores without a batch.
 TensorTrainBatch checked_cores(at::TensorList cores, int64_t group, at::Device device);
 
-// Refuses what tt_flat_gradients does not give: the gradients of all cores, and behind them a flag
-// for each of their slices.
+// Checks for a result of tt_flat_gradients: the gradients of all cores, then a flag per slice.
 void check_flat_gradients(const TensorTrainBatch& call, const at::Tensor& gradients,
                           at::Device device);
 
 // Shape of the lookup's output.
 std::vector<int64_t> output_shape(const TensorTrainBatch& batch, const at::Tensor& ids);
 
-// Refuses what an update can't be made with.
+// Checks the arguments of an update.
 void check_states(const TensorTrainBatch& batch, at::TensorList states, const at::Tensor& step,
                   const at::Tensor& learning_rate, at::Device device);
 

@@ -11,7 +11,7 @@ namespace {
 
 using tensor_train::TableCpu;
 
-// What a sum of sizes comes to at most, with room for rounding below 2^63.
+// Upper bound on a sum of absolute values, with room for rounding below 2^63.
 constexpr double kLargestSum = 0x1p60;
 
 at::Tensor largest(const at::Tensor& values) { return values.abs().amax().to(at::kDouble); }
@@ -27,7 +27,7 @@ FixedPointGradients::FixedPointGradients(const TensorTrainGroup& group, const Te
                                          const std::optional<at::Tensor>& weights, int64_t num_ids)
     : grads_(static_cast<const float*>(plan.zeros.const_data_ptr())) {
   const at::NoGradGuard no_grad;  // cores may be parameters
-  // The sizes of all rows' gradients come to no more, in any column.
+  // Upper bound on the sum of absolute values of all rows' gradients, in any column.
   at::Tensor rows = largest(grad) * static_cast<double>(num_ids);
   if (weights) rows = rows * largest(*weights);
   std::vector<at::Tensor> scales;

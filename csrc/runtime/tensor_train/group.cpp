@@ -83,7 +83,7 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
 int64_t TensorTrainGroup::outside([[maybe_unused]] c10::Device device) {
 #ifdef TORCHREC_HKV_CUDA
   if (device.is_cuda()) {
-    // As ids say it, which always have an index.
+    // With an index, like the device of ids.
     const c10::DeviceIndex index =
         device.has_index() ? device.index() : c10::cuda::current_device();
     return plans_.outside({c10::kCUDA, index}).item<int64_t>();

@@ -1,5 +1,5 @@
-// What a group of Tensor-Train tables is: shapes, features and optimizer. The cores are tensors of
-// the caller's. Ops name a group by its handle.
+// A group of Tensor-Train tables: shapes, features and optimizer. The cores are tensors of the
+// caller. Ops identify a group by its handle.
 #pragma once
 
 #include <cstdint>
@@ -33,22 +33,24 @@ class TensorTrainGroup {
   int32_t num_features() const { return static_cast<int32_t>(feature_tables_.size()); }
   const int32_t* feature_tables() const { return feature_tables_.data(); }
   const std::string& name(int32_t table) const { return names_[table]; }
-  // Without cores and row type.
+  // A table without cores and row type.
   const tensor_train::TableCpu& table(int32_t table) const { return tables_[table]; }
   const OptimizerConfig& optimizer() const { return optimizer_; }
-  // Products on a GPU are of operands rounded to tf32; otherwise as accurate as float32.
+  // Whether operands of products on a GPU are rounded to tf32; otherwise products are as accurate
+  // as float32.
   bool tf32() const { return tf32_; }
-  int64_t num_prefixes() const { return num_prefixes_; }  // that all tables have
+  int64_t num_prefixes() const { return num_prefixes_; }  // of all tables
 #ifdef TORCHREC_HKV_CUDA
   TensorTrainPlans& plans() { return plans_; }
 #endif
-  // Ids outside of their tables that were sorted on a GPU, which it waits for. A CPU refuses them.
+  // Number of ids outside their tables that were sorted on a GPU; waits for the GPU. On a CPU such
+  // ids raise.
   int64_t outside(c10::Device device);
   int64_t num_cores() const { return num_cores_; }        // of all tables
   int64_t num_elements() const { return num_elements_; }  // of all cores
-  int64_t num_slices() const { return num_slices_; }      // likewise
+  int64_t num_slices() const { return num_slices_; }      // of all cores
   int64_t total_dim() const { return total_dim_; }        // columns of the pooled output
-  // Columns of the unpooled output; -1 where the tables differ.
+  // Columns of the unpooled output; -1 if the tables differ.
   int64_t common_dim() const { return common_dim_; }
 
  private:

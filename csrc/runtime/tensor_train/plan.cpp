@@ -19,7 +19,7 @@ using CudaTable = tensor_train::cuda::TableView;
 
 constexpr int32_t kMostRank = 256;
 
-// Places in one piece of memory, each aligned for any kernel.
+// Assigns offsets in one piece of memory, each aligned for any kernel.
 class Layout {
  public:
   size_t take(size_t bytes) {
@@ -38,7 +38,7 @@ at::TensorOptions bytes_on(c10::Device device) {
   return at::TensorOptions().dtype(at::kByte).device(device);
 }
 
-// Waits for the device, so that any stream may read what was copied.
+// Waits for the device, so that any stream may read the copy.
 at::Tensor upload(const at::Tensor& bytes, c10::Device device) { return bytes.to(device); }
 
 void refuse_capture(const char* what, c10::Device device) {
@@ -58,8 +58,8 @@ void check_ranks(const TensorTrainGroup& group) {
   }
 }
 
-// Where the gradient and the flags of each core, and of heads of four cores, are in `zeros`, in
-// bytes. Values of heads lie in memory of their own.
+// Byte offsets in `zeros` of the gradient and the flags of each core, and of heads of four cores.
+// Values of heads are in their own memory.
 struct Places {
   std::vector<size_t> gradient, touched;                         // of each core
   std::vector<size_t> head_gradient, head_touched, head_values;  // of each table
@@ -87,7 +87,7 @@ Places place_buffers(const TensorTrainGroup& group) {
   return places;
 }
 
-// Sizes and types; pointers are null.
+// The view of a table with sizes and types; pointers are null.
 CudaTable shape_view(const TableCpu& table, RowType type) {
   CudaTable view{};
   view.head_type = table.cores == 4 ? RowType::kFloat32 : type;
@@ -104,7 +104,7 @@ CudaTable shape_view(const TableCpu& table, RowType type) {
   return view;
 }
 
-// Gives plans the views of the tables and heads with their pointers.
+// Sets the pointers in a plan's views of tables and heads.
 void point_to_cores(const TensorTrainGroup& group, RowType type, TensorTrainPlan* plan,
                     std::vector<CudaTable>* views) {
   const Places places = place_buffers(group);
@@ -227,7 +227,7 @@ const CoreView* TensorTrainPlan::core_views(const TensorTrainGroup& group,
         view.type = dtype == at::kFloat ? RowType::kFloat32 : RowType::kBFloat16;
         view.slice_size = static_cast<int32_t>(table.slice(k));
         view.first_slice = first;
-        view.seed = mix64(at + 1);  // as on a CPU
+        view.seed = mix64(at + 1);  // the same as on a CPU
         views.push_back(view);
         first += table.p[k];
       }

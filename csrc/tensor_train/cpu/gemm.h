@@ -11,7 +11,7 @@ namespace torchrec_hkv::tensor_train::cpu {
 
 constexpr int32_t kLanes = 8;
 
-// Columns of B and C come in whole vectors.
+// Rounds columns of B and C up to whole vectors.
 inline int32_t padded(int32_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -46,7 +46,7 @@ struct Vec {
 };
 #endif
 
-// Element (i, k) of A is a[i * row + k * column], so that A may be read transposed.
+// Element (i, k) of A is a[i * row + k * column], so A may be transposed.
 struct Strided {
   const float* a;
   int64_t row;

@@ -10,14 +10,14 @@
 namespace torchrec_hkv::tensor_train::cpu {
 namespace {
 
-// Ids of one prefix whose gradients are contracted together.
+// Number of ids of one prefix whose gradients are contracted together.
 constexpr int64_t kTogether = 8;
-// Gradients of one id that are summed in single precision.
+// Number of gradients of one id that are summed in single precision.
 constexpr int64_t kBlock = 64;
 
-// Slices of the first and last core are touched from many middle slices. Each part of the work has
-// its own sums for them, which are added at the end in the order of parts. The number of parts
-// depends on the work only, not on the threads, so the result is the same bit for bit.
+// Slices of the first and last core get gradients from many middle slices. Each part of the work
+// has its own sums for them, which are added at the end in the order of the parts. The number of
+// parts depends on the work only, not on the threads, so the result is bit-reproducible.
 int64_t number_of_parts(int64_t work, int64_t private_floats) {
   constexpr int64_t kMostParts = 16, kMostFloats = int64_t{1} << 26;
   const int64_t floats = std::max<int64_t>(private_floats, 1);
@@ -26,12 +26,12 @@ int64_t number_of_parts(int64_t work, int64_t private_floats) {
 
 std::vector<uint8_t> group_begins(const Step& step, const std::vector<int64_t>& middles) {
   std::vector<uint8_t> begins(middles.size(), 1);
-  if (step.middles == nullptr) return begins;  // groups share nothing
+  if (step.middles == nullptr) return begins;  // without a middle, each prefix is a group
   for (size_t i = 1; i < middles.size(); ++i) begins[i] = middles[i] != middles[i - 1];
   return begins;
 }
 
-// out[slice] += the sums of the parts, in order, for touched slices.
+// Adds the sums of the parts, in order, to out[slice] for touched slices.
 void add_parts(const std::vector<Zeros>& parts, const uint8_t* touched, int64_t slices,
                int64_t rows, int64_t row, int64_t row_stride, float* out, int threads) {
   const int64_t grain = std::max<int64_t>(1, 16384 / (rows * row));
@@ -56,7 +56,7 @@ std::vector<Zeros> zeros(int64_t parts, int64_t size) {
 }
 
 // The backward of one step. fill(part, tile, first prefix, last prefix) adds the gradients of the
-// products to the tile. head_out: [head_count][head_size]; middle_out: the middle core's gradient.
+// products to the tile. head_out: [head_count][head_size]; middle_out: gradient of the middle core.
 template <typename Fill>
 void step_backward(const Step& step, const std::vector<int64_t>& heads,
                    const std::vector<int64_t>& middles, const std::vector<int64_t>& bounds,
@@ -88,7 +88,7 @@ void step_backward(const Step& step, const std::vector<int64_t>& heads,
             threads);
 }
 
-// Adds the gradients of distinct ids to those of their prefix and of their last slices.
+// Adds the gradients of distinct ids to the gradients of their prefix and of their last slices.
 class IdGradients {
  public:
   IdGradients(const TableCpu& table, const BatchCpu& batch, const Places& places,
@@ -106,7 +106,7 @@ class IdGradients {
         sums_(kTogether * table.dim()),
         slices_(kTogether * q_ * r_padded_) {}
 
-  // product, gradient: of the prefix, [columns][padded(last_r)].
+  // product, gradient: product and gradient of the prefix, [columns][padded(last_r)].
   void add(const Directory& directory, int64_t prefix, const float* product, float* gradient,
            float* last_gradients) {
     const int64_t stride = kTogether * q_;
@@ -130,9 +130,9 @@ class IdGradients {
   }
 
  private:
-  // The gradient of a row that occurs at these places of the order. Many gradients are summed in
-  // blocks whose sums are added in double, because an id may occur in every bag, and single
-  // precision would lose digits.
+  // Computes the gradient of a row that occurs at places [begin, end) of the order. Because an id
+  // may occur in every bag, many gradients are summed in blocks, whose sums are added in double
+  // precision; single precision would lose digits.
   void sum_up(int64_t begin, int64_t end) {
     if (end - begin <= kBlock) return sum_block(begin, end);
     std::fill(total_.begin(), total_.end(), 0.0);
@@ -190,7 +190,7 @@ void mark_touched(const TableCpu& table, const Directory& directory, const HeadP
   mark(directory.lasts, touched[table.last_core()]);
 }
 
-// Four cores: from the gradients of the products of the first two to those of these two.
+// For four cores: computes the gradients of the first two cores from those of their products.
 void pairs_backward(const TableCpu& table, const HeadPairs& pairs, const float* of_products,
                     float* const* out, int threads) {
   const Step step = first_step(table);
@@ -229,8 +229,8 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
       table.cores == 4 ? static_cast<int64_t>(pairs.firsts.size()) : table.p[0];
   const Step step = last_step(table, products.data());
 
-  // The cost of a prefix is its product and two gradients; that of an id its part of two gradients
-  // and the sums.
+  // A prefix costs its product and two gradients; an id costs its part of two gradients and the
+  // sums.
   const int64_t prefix_cost = step.middles == nullptr ? 0 : 3 * step.head_q * step.middle_size();
   const int64_t id_cost = 2 * static_cast<int64_t>(table.dim()) * table.last_r();
   std::vector<int64_t> costs(heads.size());

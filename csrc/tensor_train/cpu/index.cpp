@@ -143,7 +143,7 @@ std::vector<int64_t> split_evenly(const std::vector<int64_t>& costs,
   std::vector<int64_t> bounds{0};
   int64_t sum = 0;
   for (int64_t i = 0; i < size; ++i) {
-    // The next part begins after the share of the previous parts.
+    // The next part begins once the previous parts have their share of the cost.
     if (i > bounds.back() && may_begin[i] && static_cast<int64_t>(bounds.size()) < parts &&
         sum >= total / parts * static_cast<int64_t>(bounds.size())) {
       bounds.push_back(i);

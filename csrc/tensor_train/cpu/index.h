@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::tensor_train::cpu {
 
-// The bag of each position, feature * batch_size + sample, and the part of `order` of each table.
+// The bag of each position, feature * batch_size + sample, and each table's part of `order`.
 struct Places {
   std::vector<int64_t> bags;          // [n]
   std::vector<int64_t> table_starts;  // [tables + 1]
@@ -17,7 +17,7 @@ struct Places {
 };
 Places places_of(const TableCpu* tables, const BatchCpu& batch);
 
-// The factor of the row of a position in the output.
+// The factor by which a position's row is multiplied in the output.
 inline float factor_of(const BatchCpu& batch, const Places& places, int64_t position) {
   float factor = batch.weights != nullptr ? batch.weights[position] : 1.0f;
   if (batch.mean && batch.pooled) {
@@ -27,7 +27,7 @@ inline float factor_of(const BatchCpu& batch, const Places& places, int64_t posi
   return factor;
 }
 
-// The place of the row of a position in the output.
+// The place in the output of a position's row.
 inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t position) {
   if (!batch.pooled) return position * places.stride;
   const int64_t bag = places.bags[position];
@@ -36,17 +36,17 @@ inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t po
 
 // The distinct ids of one table, in order of (middle, head, last).
 struct Directory {
-  std::vector<int64_t> starts;    // first place of each distinct id in `order`; one more at the end
-  std::vector<int64_t> lasts;     // of each distinct id, the slice of the last core
-  std::vector<int64_t> prefixes;  // of each prefix, its first distinct id; one more at the end
-  std::vector<int64_t> heads;     // of each prefix
-  std::vector<int64_t> middles;   // of each prefix, not decreasing
+  std::vector<int64_t> starts;    // first place of each distinct id in `order`, and the end
+  std::vector<int64_t> lasts;     // slice of the last core of each distinct id
+  std::vector<int64_t> prefixes;  // first distinct id of each prefix, and the end
+  std::vector<int64_t> heads;     // head of each prefix
+  std::vector<int64_t> middles;   // middle of each prefix, not decreasing
   int64_t ids() const { return static_cast<int64_t>(lasts.size()); }
 };
 Directory directory_of(const TableCpu& table, const BatchCpu& batch, const int64_t* order,
                        int64_t begin, int64_t end);
 
-// Ranges of prefixes of one middle slice, at most so many each.
+// A range of prefixes of one middle slice. tiles_of creates ranges of at most `most` prefixes.
 struct Tile {
   int64_t begin;
   int64_t end;
@@ -54,7 +54,7 @@ struct Tile {
 std::vector<Tile> tiles_of(const std::vector<int64_t>& middles, int64_t most);
 
 // Splits [0, costs.size()) into at most `parts` ranges of about equal cost, which begin only at
-// indices that may_begin accepts. The result depends on nothing else.
+// indices that may_begin accepts. The result depends on the arguments only.
 std::vector<int64_t> split_evenly(const std::vector<int64_t>& costs,
                                   const std::vector<uint8_t>& may_begin, int64_t parts);
 

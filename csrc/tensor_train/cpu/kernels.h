@@ -1,6 +1,6 @@
 // Lookup, gradients and update of groups of Tensor-Train tables on a CPU.
 //
-// All results are equal bit for bit for any number of threads.
+// All results are bit-identical for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -10,35 +10,35 @@
 
 namespace torchrec_hkv::tensor_train::cpu {
 
-// The first position whose id is outside of its table, or -1.
+// Returns the first position whose id is outside its table, or -1.
 int64_t first_bad_id(const TableCpu* tables, const BatchCpu& batch);
 
-// Sorts the positions of a batch by (table, middle, head, last), equal ids by position, once for
-// lookup and gradients. Ids must be valid. order: [n].
+// Sorts the positions of a batch by (table, middle, head, last), and equal ids by position. Lookup
+// and gradients use the same order, [n]. Ids must be valid.
 void sort_ids(const TableCpu* tables, const BatchCpu& batch, int64_t* order);
 
-// Pooled: out is [batch_size][sum of the features' dims]. Otherwise [n][dim], and all tables have
-// the same dim. Each distinct id's row is computed once, and each prefix once.
+// out: if pooled [batch_size][sum of the features' dims]; otherwise [n][dim], and all tables have
+// the same dim. The row of each distinct id, and each prefix, is computed once.
 void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order, float* out,
             int threads);
 
-// Gradients of the cores. grad is of lookup's output; gradients of equal ids are summed first. Adds
-// to cores[table * kMaxCores + k], fp32 in the core's layout. Sets touched[...][i] to 1 if slice i
-// has a gradient.
+// Computes gradients of the cores from grad, the gradient of lookup's output. Gradients of equal
+// ids are summed first. Adds to cores[table * kMaxCores + k], fp32 in the core's layout. Sets
+// touched[...][i] to 1 if slice i has a gradient.
 struct CoreGradients {
   float* const* cores;
-  uint8_t* const* touched;  // null: not wanted
+  uint8_t* const* touched;  // null if not needed
 };
 void gradients(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                const float* grad, const CoreGradients& out, int threads);
 
-// out[i]: gradient of the weight of position i, [n].
+// Writes the gradient of the weight of position i to out[i], [n].
 void weights_gradient(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                       const float* grad, float* out, int threads);
 
-// Applies an optimizer to the touched slices of one core. A slice is what the formulas of
-// common/optimizers.h call a row: row-wise Adagrad has one sum of mean(g^2) a slice. state is
-// [slices][state_width(config, slice_size)]. step counts this update too.
+// Applies an optimizer to the touched slices of one core. A slice is a row in the formulas of
+// common/optimizers.h: row-wise Adagrad has one sum of mean(g^2) per slice. state is
+// [slices][state_width(config, slice_size)]. step includes this update.
 void update_core(char* core, RowType type, int64_t slices, int64_t slice_size, float* state,
                  const float* grad, const uint8_t* touched, const OptimizerConfig& config,
                  float learning_rate, int64_t step, uint64_t core_seed, int threads);

@@ -10,7 +10,7 @@
 namespace torchrec_hkv::tensor_train::cpu {
 namespace {
 
-// Rows of distinct ids that share a prefix.
+// Computes the rows of distinct ids that share a prefix.
 class RowMaker {
  public:
   explicit RowMaker(const TableCpu& table)
@@ -52,15 +52,15 @@ class RowMaker {
 
  private:
   const TableCpu& table_;
-  const int32_t columns_;  // of the product of the cores before the last
+  const int32_t columns_;  // columns of the product of all cores but the last
   const int32_t columns_padded_;
   const int64_t last_size_;
   std::vector<float> transposed_;  // [last_r][columns_padded]
-  std::vector<float> last_;        // a slice of 16-bit elements
+  std::vector<float> last_;        // a slice of 16-bit elements, converted
   std::vector<float> row_;         // [last_q][columns_padded]
 };
 
-// The rows of all distinct ids of a table, [ids][dim].
+// Computes the rows of all distinct ids of a table, [ids][dim].
 std::vector<float> distinct_rows(const TableCpu& table, const Directory& directory, int threads) {
   const int64_t dim = table.dim();
   std::vector<float> rows(directory.ids() * dim);
@@ -103,7 +103,7 @@ void for_each_table(const TableCpu* tables, const BatchCpu& batch, const Places&
   }
 }
 
-// numbers[position]: the number of the distinct id in its table.
+// Writes the number of each position's distinct id in its table to numbers[position].
 void number_positions(const Directory& directory, const int64_t* order, int threads,
                       std::vector<int64_t>& numbers) {
   parallel_for(directory.ids(), 4096, threads, [&](int64_t begin, int64_t end) {

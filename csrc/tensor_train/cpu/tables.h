@@ -1,13 +1,14 @@
-// Tensor-Train tables as the CPU kernels see them.
+// Tensor-Train tables for the CPU kernels.
 //
-// A table of d cores (2, 3 or 4) has the row `id` = (((i_1 p_2) + i_2) p_3 + i_3) ..., the product
-// of slice i_k of each core. Core k lies in memory as [p_k][r_k][q_k][r_{k+1}], the last one as
-// [p_d][q_d][r_d], with r_1 = r_{d+1} = 1 counted from 1: the same as on the GPU.
+// In a table of d cores (2, 3 or 4), the row of id = (((i_1 p_2) + i_2) p_3 + i_3) ... is the
+// product of slice i_k of each core. Core k has the layout [p_k][r_k][q_k][r_{k+1}], and the last
+// core [p_d][q_d][r_d], with r_1 = r_{d+1} = 1, like on the GPU. In these formulas, cores are
+// counted from 1.
 //
-// For any d, kernels see three parts of a table. The head are the cores before the middle one,
-// multiplied: core 1 of two or three cores, cores 1 and 2 of four. The middle is the core before
-// the last; two cores have none. So id = (head * middles + middle) * lasts + last. A pair (head,
-// middle) is a prefix.
+// For any d, kernels use three parts of a table. The head is the product of the cores before the
+// middle: core 1 of two or three cores, cores 1 and 2 of four. The middle is the core before the
+// last; a table of two cores has none. So id = (head * middles + middle) * lasts + last. A pair
+// (head, middle) is a prefix.
 #pragma once
 
 #include <cstdint>
@@ -59,8 +60,8 @@ struct BatchCpu {
   const int64_t* offsets;         // [features * batch_size + 1]
   const float* weights;           // [n], or null
   int64_t batch_size;
-  bool mean;    // of pooled rows: divided by the number of ids of the bag
-  bool pooled;  // a row of output a bag, the features side by side; otherwise a row an id
+  bool mean;    // whether pooled rows are divided by the number of ids of the bag
+  bool pooled;  // one output row per bag, features side by side; otherwise one row per id
   int64_t n() const { return offsets[static_cast<int64_t>(features) * batch_size]; }
 };
 

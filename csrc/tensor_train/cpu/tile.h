@@ -28,34 +28,34 @@ class Zeros {
   std::unique_ptr<float[], Free> data_;
 };
 
-// n elements of a core from `offset` on, as floats.
+// Converts n elements of a core, from `offset` on, to floats.
 void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out);
 
 // One multiplication by a core: prefix = head [head_q][head_r] x middle slice
 // [head_r][middle_q][middle_r].
 struct Step {
   RowType head_type;
-  const char* heads;  // slices by number
+  const char* heads;  // slices in the order of their numbers
   int32_t head_q;
   int32_t head_r;
   RowType middle_type;
-  const char* middles;  // null: no middle; a prefix is its head
+  const char* middles;  // null without a middle: a prefix is its head
   int32_t middle_q;     // 1 without a middle
   int32_t middle_r;     // head_r without a middle
 
   int64_t head_size() const { return static_cast<int64_t>(head_q) * head_r; }
   int64_t middle_size() const { return static_cast<int64_t>(head_r) * middle_q * middle_r; }
   int64_t product_size() const { return static_cast<int64_t>(head_q) * middle_q * middle_r; }
-  // Floats of a row of products, middle_q times the padded rank.
+  // Number of floats of a row of products, middle_q times the padded rank.
   int64_t width() const { return static_cast<int64_t>(middle_q) * padded(middle_r); }
   // Number of prefixes of a tile, such that their products stay in the cache.
   int64_t tile_prefixes() const { return std::clamp<int64_t>(65536 / (head_q * width()), 1, 16); }
 };
 
-// The step to the prefixes of a table: from its first core, or, with four cores, from the products
+// The step to the prefixes of a table, from its first core or, with four cores, from the products
 // of the first two, given as floats.
 Step last_step(const TableCpu& table, const float* products);
-// The step from the first core to the products of the first two, of four.
+// The step from the first core to the products of the first two, for four cores.
 Step first_step(const TableCpu& table);
 
 // Buffers for one thread.
@@ -63,18 +63,18 @@ class PrefixTile {
  public:
   PrefixTile(const Step& step, bool backward);
 
-  // Computes the products of `count` heads, at most tile_prefixes(), with one middle slice; zeroes
-  // their gradients.
+  // Computes the products of `count` heads, at most tile_prefixes(), with one middle slice, and
+  // zeroes the gradients of the products.
   void load(const int64_t* heads, int64_t count, int64_t middle);
 
   // The product of prefix i of the tile: [head_q * middle_q][padded(middle_r)], contiguous.
   const float* product(int64_t i) const { return products_.data() + i * step_.head_q * width_; }
   float* gradient(int64_t i) { return gradients_.data() + i * step_.head_q * width_; }
 
-  // From the gradients of the products: adds the gradients of the heads to head_gradients, by
-  // number, and accumulates that of the middle slice for add_middle.
+  // Computes gradients from those of the products: adds the heads' to head_gradients, by number,
+  // and accumulates the middle slice's for add_middle.
   void finish(const int64_t* heads, float* head_gradients);
-  // Adds the gradient that was accumulated since the last call to that of a middle slice.
+  // Adds the gradient that was accumulated since the last call to the gradient of a middle slice.
   void add_middle(float* middle_gradient);
 
  private:
@@ -90,7 +90,7 @@ class PrefixTile {
   std::vector<float> slice_;            // [head_r][width]
   std::vector<float> transposed_;       // [width][padded(head_r)]
   std::vector<float> products_;         // [count * head_q][width]
-  std::vector<float> gradients_;        // the same shape
+  std::vector<float> gradients_;        // like products_
   std::vector<float> head_gradients_;   // [count * head_q][padded(head_r)]
   std::vector<float> middle_gradient_;  // [head_r][width]
 };
@@ -98,8 +98,8 @@ class PrefixTile {
 // Distinct heads of four cores: pairs (i_1, i_2), sorted by (i_2, i_1).
 struct HeadPairs {
   std::vector<int64_t> firsts;   // i_1 of each pair
-  std::vector<int64_t> seconds;  // i_2, not decreasing
-  std::vector<int64_t> numbers;  // of each prefix, the number of its pair
+  std::vector<int64_t> seconds;  // i_2 of each pair, not decreasing
+  std::vector<int64_t> numbers;  // number of each prefix's pair
 };
 HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads);
 

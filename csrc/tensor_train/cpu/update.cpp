@@ -8,7 +8,7 @@
 namespace torchrec_hkv::tensor_train::cpu {
 namespace {
 
-// term(0) + ... + term(n - 1) in partial sums that the compiler can keep in one vector.
+// Computes term(0) + ... + term(n - 1) with partial sums that fit in one vector register.
 template <typename Term>
 float vector_sum(int64_t n, const Term& term) {
   constexpr int kSums = 8;
@@ -23,7 +23,7 @@ float vector_sum(int64_t n, const Term& term) {
   return total;
 }
 
-// A slice is a row of the formulas, and its elements are the columns.
+// Updates a slice. It is a row in the formulas, and its elements are the columns.
 class SliceUpdater {
  public:
   SliceUpdater(const OptimizerConfig& config, float learning_rate, int64_t step, int64_t size)
@@ -79,7 +79,7 @@ class SliceUpdater {
     return terms;
   }
 
-  // Config and terms are passed by value, so the compiler knows that no store changes them.
+  // Config and terms are passed by value, so that the compiler knows that stores don't change them.
   template <Optimizer kKind>
   void elements(float* __restrict__ values, const float* __restrict__ grad,
                 float* __restrict__ state, const RowTerms terms) const {

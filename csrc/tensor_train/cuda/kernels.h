@@ -41,9 +41,9 @@ struct KernelClass {
   // Cores are float32 and ranks multiples of 4: cores are read 4 values at a time.
   bool vectors = false;
   bool whole = false;   // vectors, and ranks equal to `rank`, which is at most 128
-  bool ranks = false;   // whole, and the last q a multiple of 4
+  bool lasts = false;   // whole, and the last q a multiple of 4
   bool quads = false;   // vectors, not whole, and all q are 4
-  bool narrow = false;  // ranks, `rank` is 32 and q = 4, 2, 4
+  bool narrow = false;  // lasts, `rank` is 32 and q = 4, 2, 4
   bool exact = false;   // ranks equal to `rank`, all q multiples of 4: no bounds to check
   bool fours = false;   // exact, all q are 4 and cores are float32
   bool small = false;   // vectors, and each q is at most 4: a row is one block of columns

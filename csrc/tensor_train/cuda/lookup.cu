@@ -20,7 +20,7 @@ constexpr int64_t kMostShared = int64_t{1} << 18;
 bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
   // For known ranks but unknown q, tiles of known ranks are as fast.
-  const bool faster = kernel.fours || kernel.narrow || !kernel.ranks;
+  const bool faster = kernel.fours || kernel.narrow || !kernel.lasts;
   const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
   if (plan.num_tables != 1 && batch.num_ids > kMostShared) return false;
@@ -75,7 +75,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];
     if (in.unit != 4) {  // rows are not aligned
-      run.kernel.vectors = run.kernel.whole = run.kernel.ranks = run.kernel.narrow = false;
+      run.kernel.vectors = run.kernel.whole = run.kernel.lasts = run.kernel.narrow = false;
       run.kernel.exact = run.kernel.fours = run.kernel.small = run.kernel.quads = false;
     }
     run.blocks = plan.blocks[i];

@@ -5,9 +5,9 @@
 //     cmake --build build/serving
 //     build/serving/serve MODEL INPUTS OUTPUTS
 //
-// INPUTS is a list of tensors that torch.save has written: the arguments of the model's forward in
-// order. Ids of several features are `values`, int64 [n], and `lengths`, int64 [features, samples],
-// and `weights`, float32 [n], where the model takes some. OUTPUTS is a tuple for torch.load.
+// INPUTS is a list of tensors written by torch.save: the arguments of the model's forward, in
+// order. Ids of several features are `values`, int64 [n], `lengths`, int64 [features, samples],
+// and, if the model takes weights, `weights`, float32 [n]. OUTPUTS is a tuple for torch.load.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/serialize.h>
 
@@ -34,7 +34,7 @@ std::vector<at::Tensor> read_tensors(const std::string& path) {
 }
 
 void write_tensors(const std::string& path, const std::vector<at::Tensor>& tensors) {
-  // A tuple: Python's torch.load takes it as it is.
+  // A tuple, which Python's torch.load can read.
   const std::vector<c10::IValue> values(tensors.begin(), tensors.end());
   const std::vector<char> bytes = torch::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream file(path, std::ios::binary);

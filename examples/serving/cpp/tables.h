@@ -5,7 +5,7 @@
 
 #include <string>
 
-// Read-only tables, mapped into memory: processes of a machine share them.
+// Read-only tables, mapped into memory, so that the processes of a machine share them.
 class Tables {
  public:
   // Opens the tables that the metadata of a package lists.
@@ -16,7 +16,7 @@ class Tables {
 
   // The first argument of the package's program.
   at::Tensor handle() const { return at::scalar_tensor(number_, at::kLong).view({1}); }
-  // int64 [tables, 2]: ids that were looked up, and those of them that were unknown.
+  // int64 [tables, 2]: number of looked-up ids, and of unknown ids.
   const at::Tensor& counters() const { return counters_; }
 
  private:

@@ -7,9 +7,8 @@ import os
 import shutil
 
 import pytest
-import torch
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpointed import assert_same, held, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 
@@ -178,34 +177,25 @@ def _compacted(rank, world_size, device, folder):
     return checkpoint.digest(model), held(model, "adam"), train(model, rank, device, range(3))
 
 
-def _assert_same(results, wanted, device_type):
-    """Loaded values are equal bit for bit, and so are outputs of further steps on a CPU. A GPU adds
-    gradients of Tensor-Train cores in any order."""
-    for (digest, values, outputs), (*its, expected) in zip(results, wanted, strict=True):
-        assert [digest, values] == its
-        exact = {"rtol": 0, "atol": 0} if device_type == "cpu" else {}
-        torch.testing.assert_close(outputs, expected, **exact)
-
-
 @pytest.mark.slow
 def test_compact(run_ranks, tmp_path, device_type):
     folder = tmp_path / "chain"
     run_ranks(2, _steps, folder, {"every_steps": 2})
     wanted = run_ranks(2, _compacted, folder)
     merged = checkpoint.compact(folder, tmp_path / "merged", batch_bytes=1 << 16)
-    _assert_same(run_ranks(2, _compacted, merged), wanted, device_type)
+    assert_same(run_ranks(2, _compacted, merged), wanted, device_type)
     third = run_ranks(2, _compacted, folder / "delta-000002")
     again = checkpoint.compact(folder / "delta-000002", merged)
-    _assert_same(run_ranks(2, _compacted, again), third, device_type)
+    assert_same(run_ranks(2, _compacted, again), third, device_type)
     with pytest.raises(ValueError, match="is not the newest checkpoint of its chain: pass into"):
         checkpoint.compact(folder / "delta-000002")
     base = checkpoint.compact(folder)
     assert base == folder / "base-000004"
     assert checkpoint.compact(folder) == base
-    _assert_same(run_ranks(2, _compacted, folder), wanted, device_type)
+    assert_same(run_ranks(2, _compacted, folder), wanted, device_type)
     for name in ("base-000000", "delta-000001", "delta-000002", "delta-000003"):
         shutil.rmtree(folder / name)
-    _assert_same(run_ranks(2, _compacted, folder), wanted, device_type)
+    assert_same(run_ranks(2, _compacted, folder), wanted, device_type)
 
 
 @pytest.mark.slow
@@ -216,7 +206,7 @@ def test_compact_what_a_killed_writer_did_not_name(run_ranks, tmp_path, device_t
     for name in ("base-000004", "base-000004"):
         _name(folder, 2)  # as after a kill between the checkpoint's rename and its naming
         assert checkpoint.compact(folder) == folder / name
-        _assert_same(run_ranks(1, _compacted, folder), wanted, device_type)
+        assert_same(run_ranks(1, _compacted, folder), wanted, device_type)
 
 
 def test_compact_refuses(run_ranks, tmp_path):

@@ -58,7 +58,7 @@ def test_a_backward_to_come_refuses_a_load(device_type, tmp_path):
     pin = group.pin()
     slots = group.find_or_insert(ids, offsets, 5, pin)
     out = group.pooled_lookup(anchor, ids, offsets, None, slots, 5, False, pin, rate(0.1, group))
-    with pytest.raises(ValueError, match="the backward of 1 lookups is still to come"):
+    with pytest.raises(ValueError, match="the backward of 1 lookups has not run"):
         files.load(group, 0, tmp_path)
     assert group.sizes() == [5]
     out.sum().backward()

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from tests.support.batches import Bags, lookup, rows_by_id
-from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_beside
-from torchrec_hkv.hash_table import SGD, Adagrad, RowWiseAdagrad, TableGroup, TableSpec
+from tests.support.pairwise import pairwise
+from tests.support.row_training import DIMS, WIDTHS, DenseReference, assert_equal_to, train_beside
+from torchrec_hkv.hash_table import SGD, Adagrad, Adam, RowWiseAdagrad, TableGroup, TableSpec
 
 #: Each row that is summed has some values beyond this, and some that are not.
 VALUE = 0.5
@@ -26,9 +27,10 @@ def _clip_norm(grads, bound):
     return clipped
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("bounds", [(VALUE, None), (None, 1.0), (VALUE, 1.0)])
-@pytest.mark.parametrize("kind", [SGD, Adagrad])
+@pytest.mark.parametrize(
+    ("dim", "bounds", "kind"),
+    pairwise([*DIMS, *WIDTHS], [(VALUE, None), (None, 1.0), (VALUE, 1.0)], [SGD, Adagrad, Adam]),
+)
 def test_by_value_and_norm(device_type, dim, bounds, kind):
     by_value, by_norm = bounds
 
@@ -37,7 +39,7 @@ def test_by_value_and_norm(device_type, dim, bounds, kind):
             grads = grads.clamp(-by_value, by_value)
         return grads if by_norm is None else _clip_norm(grads, by_norm)
 
-    names = {SGD: [], Adagrad: ["sum"]}[kind]
+    names = {SGD: [], Adagrad: ["sum"], Adam: ["exp_avg", "exp_avg_sq"]}[kind]
     make = getattr(torch.optim, kind.__name__)
     # With a small eps, Adagrad's first step would magnify what rounding makes of g + 0.1 row.
     arguments = {} if kind is SGD else {"eps": 1e-2}

@@ -9,6 +9,7 @@ from tests.support import tensor_train as tt
 from tests.support.batches import Bags, lookup, random_ids
 from tests.support.row_training import (
     DIMS,
+    WIDTHS,
     DenseReference,
     assert_equal_to,
     make_group,
@@ -43,7 +44,7 @@ class _Limited(DenseReference):
         return weight
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [*DIMS, *WIDTHS])
 @pytest.mark.parametrize("coupled", [0.0, 0.1])
 def test_equal_to_torchrec_and_pytorch(device_type, dim, coupled):
     reference = _Limited(lambda p: Stock(p, eps=1e-3, weight_decay=coupled), ["sum"])

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.batches import random_ids
 from tests.support.narrow_rows import narrow_group, train_rows
-from tests.support.row_training import read_rows
+from tests.support.row_training import WIDTHS, read_rows
 from torchrec_hkv.hash_table import SGD, Adam, Constant, Uniform
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -126,3 +126,51 @@ def test_states_stay_in_float32(device_type, dtype):
     )
     torch.testing.assert_close(rows, exact_rows, **tolerance)
     assert not torch.equal(rows, exact_rows)
+
+
+def _trained(dtype, device, dim, ids, grad, columns=slice(None)):
+    """Rows before and after a step all of whose numbers but the last are exact in float32."""
+    optimizer = SGD(stochastic_rounding=True, clip_value=0.5, weight_decay=0.25)
+    first, last, _ = columns.indices(dim)
+    group = narrow_group(
+        dtype, device, optimizer, last - first, initializer=Uniform(-2, 2), column_offset=first
+    )
+    train_rows(group, ids, torch.zeros(len(ids), last - first), learning_rate=0.0)
+    before, _ = read_rows(group, ids)
+    train_rows(group, ids, grad[:, columns], learning_rate=2.0**-7)
+    return before, read_rows(group, ids)[0]
+
+
+@pytest.mark.parametrize("dim", [7, 8, *WIDTHS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(device_type, dtype, dim):
+    """With clipping and weight decay, too; both devices draw the same."""
+    ids = random_ids(100)
+    grad = torch.randint(-256, 257, (100, dim)) / 256
+    before, after = _trained(dtype, device_type, dim, ids, grad)
+    value = before - 2.0**-7 * (grad.double().clamp(-0.5, 0.5) + 0.25 * before)
+    near = value.to(dtype)
+    away = torch.where(near.double() < value, torch.inf, -torch.inf).to(dtype)
+    other = torch.where(near.double() == value, near, torch.nextafter(near, away)).double()
+    assert ((after == near) | (after == other)).all()
+    # Of values in the middle of two, a half goes each way.
+    middle = (value - near).abs() > 0.3 * (other - near).abs()
+    up = float((after > value)[middle].double().mean())
+    assert up == pytest.approx(0.5, abs=5 * 0.5 / int(middle.sum()) ** 0.5)
+    if device_type != "cpu":
+        for found, expected in zip(
+            (before, after), _trained(dtype, "cpu", dim, ids, grad), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 7, 12])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_shard_of_columns_draws_as_the_whole(device_type, dtype, offset):
+    ids = random_ids(100)
+    grad = torch.randint(-256, 257, (100, 36)) / 256
+    columns = slice(offset, offset + 20)
+    whole = _trained(dtype, device_type, 36, ids, grad)
+    part = _trained(dtype, device_type, 36, ids, grad, columns)
+    for of_whole, of_part in zip(whole, part, strict=True):
+        assert torch.equal(of_whole[:, columns], of_part)

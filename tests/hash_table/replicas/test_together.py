@@ -114,7 +114,7 @@ def test_a_pending_backward_is_named():
 
     first, second = in_threads([lambda own=own: refused(own) for own in syncs])
     assert first == second
-    assert "in tables 't0' is still to come, in replicas [1]" in first
+    assert "in tables 't0' has not run, in replicas [1]" in first
     out.sum().backward()
     in_threads([lambda own=own: check_together(own) for own in syncs])
 

@@ -109,9 +109,7 @@ def _refused(rank, world_size, device):
     _train(model, rank, device, 2)
     before = held(model)
     output = model(random_batch(rank, 2).to(device))
-    with pytest.raises(
-        RuntimeError, match=r"in tables 'hash' is still to come, in replicas \[0, 1\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"in tables 'hash' has not run, in replicas \[0, 1\]"):
         model.sync()
     rows = {key: {id_: own["row"] for id_, own in ids.items()} for key, ids in before.items()}
     now = held(model)

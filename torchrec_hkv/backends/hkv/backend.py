@@ -95,7 +95,7 @@ class HKVBackend(Backend):
         initializer_of(shard)
 
     def check_replicas(self, shard: TableShard) -> None:
-        """Does nothing: replicas of every hash table can be brought together."""
+        """Does nothing: replicas of every hash table can be merged."""
 
     def sync_bytes(
         self,
@@ -197,7 +197,7 @@ class HKVBackend(Backend):
         table = self._table_storage(shard, optimizer, device_type)
         if not options_of(shard).dense:
             return table
-        # Rows and states once more, in the order of row numbers.
+        # A second copy of rows and states, in the order of row numbers.
         width = shard.dtype.itemsize * shard.dim + 4 * state_width(optimizer, shard.dim)
         shown = shard.capacity * width
         if device_type != "cuda":
@@ -214,8 +214,8 @@ class HKVBackend(Backend):
         return StorageBytes(hbm=hbm, host=host)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        # A lookup reads an id's line of digests and its id besides the row: about half as much
-        # again for the rows of 256 to 512 bytes that are usual.
+        # Besides the row, a lookup reads an id's line of digests and its id: about half as much
+        # again for usual rows of 256 to 512 bytes.
         return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
 
     def work(

@@ -22,7 +22,7 @@ STEP = "optimizer_step"
 
 
 def dense_capacity(rows: int) -> int:
-    """Number of slots in which ``rows`` rows all find a place: 25 % more, and two buckets."""
+    """Number of slots in which each of ``rows`` rows finds a slot: 25 % more, and two buckets."""
     return rows + -(-rows // 4) + 128
 
 
@@ -121,7 +121,7 @@ class DenseRows:
             self._versions[STEP] = states[STEP]._version
 
     def flush(self) -> None:
-        """Copies into the table what was written into the tensors since they were read."""
+        """Copies values that were written into the tensors since the last read into the table."""
         changed = {
             name: tensor
             for name, tensor in self._tensors.items()

@@ -104,7 +104,7 @@ class HashTablesLoad(TablesLoad):
             clock = max(load.clock for load in self._loads)
             epoch = max(load.epoch for load in self._loads)
             if len(self._loads) < len(self._group.tables):
-                # The others stay as they are.
+                # The tables that are not loaded keep their contents.
                 clock, epoch = max(clock, self._group.clock), max(epoch, self._group.epoch)
             self._group.set_clock(clock)
             self._group.set_epoch(epoch)

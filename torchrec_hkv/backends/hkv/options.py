@@ -17,7 +17,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_restore_counts,
 )
 
-#: Data types of outputs, and of rows.
+#: Allowed data types of outputs, and of rows.
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROW_DTYPES = (*OUTPUT_DTYPES, torch.int8)
 
@@ -39,14 +39,14 @@ class HKVOptions(BackendOptions):
               ``dense`` it is ``"lru"``: nothing is evicted, and LRU takes 8 bytes a slot less.
             - ``"epoch_lru"`` and ``"epoch_lfu"``: an id of the earliest epoch
               (:func:`torchrec_hkv.set_epoch`); within an epoch by ``"lru"`` or ``"lfu"``.
-            - ``"customized"``: the id of the lowest score. Scores come with each batch
+            - ``"customized"``: the id with the lowest score. Scores come with each batch
               (``score_feature`` or ``score_from``).
         hbm_bytes: maximal bytes of each GPU's memory that the table takes, including its index. If
             rows and optimizer states do not all fit, all of them are in host memory, and HBM
-            caches those of the highest scores; training lookups bring rows into HBM. None: all in
-            HBM; the planner may set a number if the table's constraint leaves the kernel open and
-            gives only these options for ``hkv``. ``"index"``: only the index is in HBM, and all
-            rows are read from host memory. Ignored on a CPU.
+            caches those with the highest scores; training lookups bring rows into HBM. None: all
+            in HBM; the planner may set a number if the table's constraint leaves the kernel open
+            and gives only these options for ``hkv``. ``"index"``: only the index is in HBM, and
+            all rows are read from host memory. Ignored on a CPU.
         seed: seed of the initial rows, any int64. Equal seeds, table names and ids give equal rows
             at any world size.
         initializer: distribution of the initial values: a
@@ -54,7 +54,7 @@ class HKVOptions(BackendOptions):
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
-            ``entries`` or ``sketch_bytes`` count for each rank, or a ``Probability``. A lookup of
+            ``entries`` or ``sketch_bytes`` count per rank, or a ``Probability``. A lookup of
             an id that is not admitted returns its initial row, which is not trained. None: all ids
             are admitted.
         expire_after: number of training steps without a lookup after which an id and its optimizer
@@ -71,8 +71,8 @@ class HKVOptions(BackendOptions):
             and always holds all of them; other ids raise. Rows are sharded as those of stock
             tables, ``state_dict`` has the same keys, and optimizer states are in the
             ``state_dict`` of the model's fused optimizer, so checkpoints of stock tables load into
-            the table and the reverse. The table has 25 % more slots than rows, and one more copy
-            of rows and states; the planner counts both. Values written into tensors of a
+            the table and vice versa. The table has 25 % more slots than rows, and one more copy of
+            rows and states; the planner counts both. Values written into tensors of a
             ``state_dict`` take effect at the next lookup, unless they were written through
             ``.data`` or NumPy.
         remember_evicted: number of evicted ids that each rank remembers, 1 to 2^32, 2 bytes each,
@@ -82,7 +82,7 @@ class HKVOptions(BackendOptions):
             fewer if the constraint leaves the kernel open and has frequencies of ids.
         row_dtype: data type of the rows, if it differs from the config's: ``torch.float32``,
             ``torch.float16``, ``torch.bfloat16`` or ``torch.int8``. Rows of int8 are integers
-            with a float32 scale for each row; updates round them stochastically, and their columns
+            with a float32 scale per row; updates round them stochastically, and their columns
             can't be sharded. None: the config's.
         deterministic: True: on GPUs, equal batches give bitwise equal tables, and column shards
             keep and evict the same rows. Training steps are slightly slower

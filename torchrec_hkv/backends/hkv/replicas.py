@@ -1,4 +1,4 @@
-"""Replicas of hash tables: rows by id; those of dense tables by number."""
+"""Syncs replicas of hash tables by id, and of dense tables by row number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrec_hkv.hash_table.replicas import GroupSync, check_together, sync_tog
 
 
 class HashTablesSync(ReplicaSync):
-    """Groups of hash tables.
+    """The syncs of groups of hash tables.
 
     Args:
-        by_id: the syncs of groups with tables whose rows are reconciled by id.
-        dense: all other tables.
+        by_id: the syncs of groups with tables whose rows are merged by id.
+        dense: all other tables, which are averaged.
         process_group: the ranks that hold the same shards.
     """
 

@@ -61,7 +61,7 @@ def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
 
 
 def entries_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> dict[str, Tensor]:
-    """What a table keeps of ids, by the names of its state."""
+    """The entries of ids, as tensors by the names of the table's state."""
     spec, on_device = group.tables[table], ids.to(group.device)
     rows = initial_rows(
         on_device,
@@ -158,8 +158,8 @@ def _put_batch(
 
 
 def _first_score(group: TableGroup, table: int) -> int:
-    """Score of an id that is inserted without a lookup: as after one lookup in the last step, or 0
-    under ``"customized"``."""
+    """Score of an id that is inserted without a lookup: the score after one lookup in the last
+    step, or 0 under ``"customized"``."""
     eviction = group.tables[table].eviction
     if eviction == "customized":
         return 0

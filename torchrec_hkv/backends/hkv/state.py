@@ -72,7 +72,7 @@ def state_spec(
     keeps_scores: bool,
     admission: Admission | None,
 ) -> dict[str, TensorSpec]:
-    """The tensors of a shard. One-dimensional tensors are on the shards of the first column only,
+    """The tensors of a shard. One-dimensional tensors are on the shards of the first column only;
     ``"table_state"`` is on the first shard only.
 
     Raises:
@@ -149,7 +149,7 @@ def head_of(group: TableGroup, table: int) -> Tensor:
 
 
 def split_rows(stored: Tensor, dim: int) -> dict[str, Tensor]:
-    """Stored rows by the names of a table's state: numbers, and of rows of 8 bits their scales."""
+    """Stored rows by the names of a table's state: numbers, and the scales of int8 rows."""
     if stored.dtype != torch.int8:
         return {"weight": stored}
     return {"weight": numbers_of(stored, dim), _SCALES: int8_parts(stored, dim)[1]}

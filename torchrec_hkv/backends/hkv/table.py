@@ -15,7 +15,7 @@ def options_of(shard: TableShard) -> HKVOptions:
     """The options of a shard.
 
     Raises:
-        ValueError: they are the options of another backend.
+        ValueError: the options are those of another backend.
     """
     return shard.options_as(HKVOptions, "hkv")
 

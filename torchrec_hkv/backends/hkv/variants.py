@@ -11,7 +11,8 @@ from torchrec_hkv.backends.specs import Kept, TableShard
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
 
-#: Number of steps between all rows and none in HBM; factor between row counts, and least share.
+#: Number of steps from all rows in HBM to none; factor between numbers of rows, and their least
+#: share.
 _TIERS, _STEP, _FEWEST = 16, 0.97, 1 / 256
 
 

@@ -56,7 +56,8 @@ class Backend(
         """Checks whether the backend can serve a table.
 
         Raises:
-            ValueError: it can't. The message names the table, the value and what is allowed.
+            ValueError: the backend can't. The message names the table, the value and what is
+                allowed.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""What the planner may choose for a table: other options, or another kernel."""
+"""Choices of the planner for a table: other options, or another kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.backends.workload import IdFrequencies
 
 
 class BackendChoices:
-    """Tells the planner which options a table may have and what they lose."""
+    """Tells the planner which options a table may have and how much quality they lose."""
 
     #: Name of the backend in ``compute_kernels`` of the constraints.
     name: ClassVar[str]
@@ -31,7 +31,7 @@ class BackendChoices:
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> Sequence[Kept]:
-        """Estimates how much quality a table keeps, compared with a dense row for each id.
+        """Estimates how much quality a table keeps, compared with a dense row per id.
 
         The planner uses options that lose quality only if memory requires it. The default is an
         empty sequence: nothing is lost.
@@ -51,9 +51,9 @@ class BackendChoices:
         device_type: str,
         frequencies: IdFrequencies | None,
     ) -> Sequence[BackendOptions]:
-        """Options that the planner may use instead of the shard's if these leave sizes open, such
-        as ranks or bytes in HBM. The planner chooses among them if the table's constraint leaves
-        the kernel open. The default is an empty sequence.
+        """Options that the planner may use instead of the shard's options, if these leave sizes
+        open, such as ranks or bytes in HBM. The planner chooses among them if the table's
+        constraint leaves the kernel open. The default is an empty sequence.
 
         Args:
             shard: the part of the table on one rank.
@@ -71,7 +71,7 @@ class BackendChoices:
         """The same options with all rows in host memory and none in HBM.
 
         Raises:
-            ValueError: the backend does not support it; the default.
+            ValueError: the backend does not support it. The default raises.
         """
         raise ValueError(
             f"Backend {self.name!r} can't keep tables in host memory: place them in HBM."

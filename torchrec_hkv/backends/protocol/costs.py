@@ -1,4 +1,4 @@
-"""What a table costs: memory, and work in a step. The planner adds them up."""
+"""Costs of a table, which the planner adds up: memory, and work in a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BackendCosts(abc.ABC):
     def scratch(
         self, shard: TableShard, load: Workload, device_type: str, replicated: bool
     ) -> StorageBytes:
-        """Peak bytes of temporary memory in a step, without :meth:`storage`, the ids and the
-        output; 0 by default.
+        """Peak bytes of temporary memory in a step, without :meth:`storage`, ids and output; 0 by
+        default.
 
         Args:
             shard: the part of the table on one rank.

@@ -15,8 +15,8 @@ class DeviceCounters(NamedTuple):
     """Counters of the tables of a group, on their device.
 
     Attributes:
-        keys: the shards, a row each.
-        names: the counters, a column each.
+        keys: keys of the shards, one per row.
+        names: names of the counters, one per column.
         values: int64 ``[shards, counters]``.
     """
 
@@ -37,8 +37,8 @@ class CountingLookup(abc.ABC):
         """
 
     def device_counters(self) -> DeviceCounters | None:
-        """The counters of all tables, without synchronization; None, the default, if the backend
-        can't return them so."""
+        """The counters of all tables, without synchronization. None, the default, if the backend
+        can't return counters without synchronization."""
         return None
 
     def capacity(self, key: str) -> int:

@@ -49,27 +49,27 @@ class EntriesLookup:
         raise ValueError(f"{type(self).__name__} does not support writing rows by id.")
 
     def entries(self, key: str, batch: int) -> Iterator[dict[str, torch.Tensor]]:
-        """All entries of a shard of the first column, where :meth:`Backend.exchanges`.
+        """All entries of a shard that holds the first column. Called if :meth:`Backend.exchanges`.
 
         Yields:
-            ``ids`` and what :meth:`entries_of` gives of them, at most ``batch`` at a time, in host
-            memory.
+            ``ids`` and the result of :meth:`entries_of` for them, at most ``batch`` entries at a
+            time, in host memory.
         """
         raise NotImplementedError
 
     def entries_of(self, key: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows, states, scores and last steps of ids by the names of the table's state, in host
-        memory. Those that a shard lacks have their initial row and states of 0.
+        memory. An id that the shard lacks has its initial row and states of 0.
 
         Args:
-            key: the shard's.
+            key: the shard.
             ids: int64 ``[n]``, in host memory.
         """
         raise NotImplementedError
 
     def without_entries(self, key: str) -> dict[str, torch.Tensor]:
-        """What the state of a shard of the first column has besides entries: ``table_state``, and
-        counts (:data:`torchrec_hkv.backends.saved.COUNTS`)."""
+        """The other tensors in the state of a shard that holds the first column: ``table_state``,
+        and counts (:data:`torchrec_hkv.backends.saved.COUNTS`)."""
         raise NotImplementedError
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> EntriesLoad:

@@ -31,8 +31,8 @@ class FilesLookup:
         raise NotImplementedError
 
     def saved_bytes(self, key: str) -> int:
-        """About how many bytes :meth:`save_files` writes of a shard, for a progress bar; 0, the
-        default, where that is not known."""
+        """About how many bytes :meth:`save_files` writes for a shard, for a progress bar; 0, the
+        default, if unknown."""
         return 0
 
     def change_tracker(self, key: str) -> Any:
@@ -47,7 +47,8 @@ class FilesLookup:
 
     def save_changes(self, key: str, folder: Path, options: FileOptions, tracker: Any) -> None:
         """Like :meth:`save_files`, but writes only the entries that changed since the last call
-        with this tracker, if it knows them. :attr:`SavedFolder.is_whole` tells which was written.
+        with this tracker, if the tracker knows them. :attr:`SavedFolder.is_whole` tells which it
+        wrote.
 
         Args:
             key: the shard.

@@ -14,20 +14,20 @@ class ReplicatedLookup:
     """Keeps the tables of a group equal to those of other ranks."""
 
     def replicate(self, process_group: dist.ProcessGroup | None) -> None:
-        """Makes the tables replicas of those of the other ranks, for data-parallel sharding. Called
+        """Makes the tables replicas of those on the other ranks, for data-parallel sharding. Called
         once, before the first forward.
 
         The gradient of an update is the mean of the ranks' gradients. All ranks make the same
         number of forwards and backwards in the same order; their batch sizes may differ.
 
         Raises:
-            ValueError: the backend does not support replicas; the default.
+            ValueError: the backend does not support replicas. The default raises.
         """
         raise ValueError(f"{type(self).__name__} does not support data-parallel sharding.")
 
     def replica_sync(self, process_group: dist.ProcessGroup) -> ReplicaSync:
-        """Called once, before any forward, where other groups of ranks hold the same tables and
-        train them by themselves, where :meth:`Backend.check_replicas` allows it.
+        """Creates the sync with other groups of ranks that hold the same tables and train them by
+        themselves. Called once, before any forward, if :meth:`Backend.check_replicas` allows it.
 
         Args:
             process_group: the ranks that hold the same shards, one of each group.
@@ -36,21 +36,21 @@ class ReplicatedLookup:
 
 
 class ReplicatedBackend:
-    """Tells which tables may have replicas, and what they send."""
+    """Tells which tables may have replicas, and how many bytes their syncs send."""
 
     #: Name of the backend in ``compute_kernels`` of the constraints.
     name: ClassVar[str]
 
     def check_replicas(self, shard: TableShard) -> None:
-        """Refuses a table whose replicas in a ``DMPCollection`` can't be brought together
+        """Checks that the replicas of a table in a ``DMPCollection`` can be merged
         (:meth:`GroupLookup.replica_sync`).
 
         Raises:
-            ValueError: it can't; the default.
+            ValueError: they can't. The default raises.
         """
         raise ValueError(
-            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} does not "
-            "bring replicas together. Use DistributedModelParallel."
+            f"Table {shard.name!r} can't be in a DMPCollection: backend {self.name!r} can't sync "
+            "replicas. Use DistributedModelParallel."
         )
 
     def sync_bytes(
@@ -66,11 +66,11 @@ class ReplicatedBackend:
         n bytes counts as ``2 n (replicas - 1) / replicas``.
 
         Args:
-            shard: the table's part.
-            optimizer: None if the table is not trained.
-            touched: different ids of the shard that a replica looks up from one sync to the next.
-            touched_anywhere: those that some replica looks up.
-            replicas: how many.
+            shard: the part of the table on one rank.
+            optimizer: the fused optimizer; None if the table is not trained.
+            touched: number of unique ids of the shard that a replica looks up between two syncs.
+            touched_anywhere: number of unique ids that any replica looks up between two syncs.
+            replicas: number of replicas.
             device_type: ``"cpu"`` or ``"cuda"``.
         """
         return 0.0

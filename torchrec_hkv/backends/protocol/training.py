@@ -1,4 +1,4 @@
-"""What a training loop changes between steps: epochs, and accumulation of gradients."""
+"""Settings that a training loop changes between steps: epochs, and gradient accumulation."""
 
 from __future__ import annotations
 

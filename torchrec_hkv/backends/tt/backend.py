@@ -37,7 +37,7 @@ _MOST_RANK_ON_CUDA = 256
 class TTBackend(Backend):
     """The backend ``tt``: Tensor-Train tables.
 
-    A ``state_dict`` holds of each table ``tt_core_k`` (``[p_k][r_{k-1}][q_k][r_k]``, the last one
+    For each table a ``state_dict`` holds ``tt_core_k`` (``[p_k][r_{k-1}][q_k][r_k]``; the last core
     ``[p_d][q_d][r_{d-1}]``), ``tt_state_k``, ``optimizer_step``, ``tt_shape``, and ``tt_cache_…``
     of a cache.
     """
@@ -179,8 +179,8 @@ class TTBackend(Backend):
         return StorageBytes(hbm=count, host=0) if device_type == "cuda" else StorageBytes(0, count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        # Time goes into arithmetic: about six times a row's traffic on a GPU, and a hundred times
-        # on a CPU, where a value of a row takes about a thousand operations.
+        # Arithmetic dominates. It takes about six times as long as reading a row on a GPU, and a
+        # hundred times on a CPU, where a value of a row takes about a thousand operations.
         return hbm_bw / 6 if device_type == "cuda" else host_bw / 100
 
     def work(

@@ -13,7 +13,7 @@ from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.tensor_train import TTShape
 
-#: Classes of ranks, by their upper bound. Each has kernels and constants of its own.
+#: Upper bounds of the classes of ranks. Each class has kernels and constants of its own.
 _RANKS = (16, 32, 64, 128, 256)
 #: Slowdown of GPU kernels that have to check bounds.
 _BOUNDS = 1.5
@@ -102,7 +102,7 @@ def tt_scratch(
     slots = row * (n // 2 + 1)
     partial = (2 * row + 8) * -(-n // (128 if small else 512))
     lookup = row * n if small else slots
-    # Sort, lookup and backward run one after the other, so the largest counts.
+    # Sort, lookup and backward run one after the other, so only the largest counts.
     return index + max(0 if small else 28 * n, lookup, slots + partial + flat)
 
 

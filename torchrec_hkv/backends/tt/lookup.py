@@ -91,7 +91,7 @@ class TTLookup(CachedLookup, GroupLookup):
         if self._caches is None:
             return self._by_cores(ids, offsets, weights, batch_size, self._mean, learning_rate)
         if ids.device.type == "cpu":
-            # Checks ids before the caches see them.
+            # Checks ids before the caches count them.
             self._group.sort(ids, offsets, batch_size)
         elif self._group.strict:
             self._group.refuse_outside(ids, offsets, batch_size)
@@ -183,8 +183,8 @@ class TTLookup(CachedLookup, GroupLookup):
     def put_rows(
         self, name: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
     ) -> int:
-        """Replaces the cores by those of the same ranks that approximate the rows best (TT-SVD).
-        All rows of the table must be given."""
+        """Replaces the cores by cores of the same ranks that approximate the rows (TT-SVD). All
+        rows of the table must be given."""
         shape, cores = self._group.shapes[self._index[name]], self.cores(name)
         dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
         made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
@@ -207,8 +207,8 @@ class TTLookup(CachedLookup, GroupLookup):
         return tensors if self._caches is None else {**tensors, **self._caches.state(table)}
 
     def counters(self, name: str) -> dict[str, int]:
-        """Counters of a table: ``lookups`` in training, ``size`` and ``capacity``, both its number
-        of rows, and with a cache ``hits``, the lookups that found their row in it."""
+        """Counters of a table: ``lookups`` in training, ``size`` and ``capacity`` (both its number
+        of rows), and with a cache ``hits``, the lookups that found their row in the cache."""
         rows, table = self._shards[name].num_embeddings, self._index[name]
         counts = {"lookups": int(self._lookup_counts[table]), "size": rows, "capacity": rows}
         if self._caches is not None and table in self._caches.by_table:

@@ -11,7 +11,7 @@ from torchrec_hkv.backends.replicas import AveragedTensors, ReplicaSync, Synced
 
 
 class CoresSync(ReplicaSync):
-    """Groups of Tensor-Train tables.
+    """The syncs of groups of Tensor-Train tables.
 
     Args:
         cores: cores of all tables of this replica.
@@ -35,7 +35,7 @@ class CoresSync(ReplicaSync):
         return [cls(cores, states, syncs[0]._process_group)]
 
     def check(self) -> None:
-        """Refuses none."""
+        """Does nothing: a sync is always possible."""
 
     def sync(self, states: bool) -> Synced:
         averages = AveragedTensors(self._process_group)

@@ -21,7 +21,7 @@ def options_of(shard: TableShard) -> TTOptions:
     """The options of a shard.
 
     Raises:
-        ValueError: they are the options of another backend.
+        ValueError: the options are those of another backend.
     """
     return shard.options_as(TTOptions, "tt")
 
@@ -41,7 +41,7 @@ def shape_of(shard: TableShard) -> TTShape:
 
 
 def head_bytes(shape: TTShape) -> int:
-    """Bytes that a GPU keeps for a table with four cores: the products of its first two cores, and
+    """Bytes of GPU memory for a table with four cores: the products of its first two cores, and
     their gradients."""
     if shape.num_cores != 4:
         return 0

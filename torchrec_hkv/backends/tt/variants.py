@@ -32,8 +32,8 @@ def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | 
 
 
 def ladder_of_ranks(shard: TableShard) -> list[TTOptions]:
-    """Options with increasing ranks for a table that leaves them open, up to the size of dense
-    rows."""
+    """Options with increasing ranks, up to the size of dense rows, for a table that leaves ranks
+    open."""
     options = options_of(shard)
     if not options.leaves_ranks_open:
         return []

@@ -153,7 +153,7 @@ class _TableWriter:
 
     def _shard(self, capacity: int, index: int) -> TableShard:
         match = _OWN_NAME.fullmatch(self._table.name)
-        scale = max(1, self._table.entries) ** -0.5  # TorchRec's; a table that loads has its own
+        scale = max(1, self._table.entries) ** -0.5  # TorchRec's; the loading table uses its own
         return TableShard(
             name=self._table.name if match is None else match[1],
             capacity=capacity,

@@ -1,5 +1,5 @@
-"""Reads which rows TorchRec's managed collision modules (zero collision hashing, ZCH) gave to
-ids."""
+"""Reads which row TorchRec's managed collision modules (zero collision hashing, ZCH) assigned to
+each id."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Remapping:
-    """The ids of a table's rows.
+    """The managed collision module of a table, which assigns its rows to ids.
 
     Attributes:
         table: full name of the table without the module.

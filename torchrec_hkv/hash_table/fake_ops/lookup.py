@@ -95,7 +95,7 @@ def _(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = _output_shape(group, batch_size, bags)
-    size = torch.library.get_ctx().new_dynamic_size()  # it depends on the batches before
+    size = torch.library.get_ctx().new_dynamic_size()  # it depends on earlier batches
     grouped = ids.new_empty((size,), dtype=torch.uint8)
     ways = torch.empty(1, dtype=torch.int64)
     return ids.new_empty(shape, dtype=dtype or torch.float32), grouped, ways

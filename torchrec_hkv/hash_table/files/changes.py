@@ -1,9 +1,9 @@
 """Finds what changed in a table since it was last saved.
 
 Training does not mark changes. Every slot stores the step of its last lookup, and a row changes
-only between a lookup and the backward of that lookup. The rows that may have changed are therefore
-those of slots whose step is not before the first step that was open at the last save. Ids that left
-or moved are found by comparing the id of each slot with a copy from the last save.
+only between a lookup and the backward of that lookup. A row may therefore have changed if its
+slot's step is not before the first step that was open at the last save. Ids that left or moved are
+found by comparing the id of each slot with a copy from the last save.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ChangeTracker:
             folder: folder for the file of ids that left.
             save_name: 8 hexadecimal digits, unique for the save.
             batch_bytes: memory limit in bytes, on the host and on the device each. On the host, 8
-                bytes more are used for each changed entry.
+                bytes more are used per changed entry.
             written: list to which the file is appended when it is created.
             handle: handle of a non-blocking save, whose threads write the file.
         """
@@ -159,7 +159,8 @@ class ChangeTracker:
 
 
 def read_left(folder: Path, changes: DeltaContent, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slots that held other ids before, and these ids, int64, in batches of ``batch``."""
+    """Reads the pairs of a slot that held another id before, and that id: int64 tensors with at
+    most ``batch`` pairs at a time."""
     with open(folder / changes.left_file, "rb") as file:
         while data := file.read(batch * _PAIR_BYTES):
             pairs = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 2)

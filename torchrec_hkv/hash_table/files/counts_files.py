@@ -1,8 +1,8 @@
 """Admission counters in files: written, verified, and redistributed over ranks.
 
-A cell follows its id, to another number of cells and to the table that holds the id. A sketch has
-no ids: if the tables of several ranks become one, their sketches are added cell by cell; if one
-table becomes several, each gets a copy of the sketch. A count is therefore never too low.
+A cell goes to the table that holds its id, even if the number of cells differs. A sketch has no
+ids: if the tables of several ranks become one, their sketches are added cell by cell; if one table
+becomes several, each gets a copy of the sketch. A count is therefore never too low.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def load_counts(
 ) -> None:
     """Loads saved counters into a table whose counters are empty.
 
-    If the table counts in another way than the saved one, or in a sketch of another size, nothing
-    is loaded.
+    Nothing is loaded if the table counts in another way than the saved table, or in a sketch of
+    another size.
 
     Args:
         group: the group of the table.

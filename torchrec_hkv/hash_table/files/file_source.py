@@ -16,14 +16,14 @@ from torchrec_hkv.hash_table.routing import owner_rank
 from torchrec_hkv.hash_table.stored_rows import int8_parts
 from torchrec_hkv.write_behind import SaveHandle
 
-# A save uses half of its memory for staging, a quarter to scan for entries, and for each batch read
-# from the table two parts of this many.
+# A save uses half of its memory for staging, a quarter to scan for entries, and two of this many
+# parts for each batch that is read from the table.
 SAVED_PARTS = 8
-# A non-blocking save copies a piece of this share of its memory limit at a time, or of this many
-# bytes of a GPU's memory. For each piece the host waits for the GPU twice, and memory of the GPU is
-# allocated.
+# A non-blocking save copies pieces. A piece takes one of _PIECES parts of the memory limit, or
+# _DEVICE_PIECE bytes of a GPU's memory. For each piece the host waits for the GPU twice and
+# allocates GPU memory.
 _PIECES, _DEVICE_PIECE = 4, 1 << 30
-# Bytes for each slot that the search for the entries of a shard takes, and that counting takes.
+# Bytes for each slot: of the search for a shard's entries, and of counting.
 _SCAN_BYTES, _COUNT_BYTES = 32, 24
 
 _ops = torch.ops.torchrec_hkv
@@ -57,16 +57,16 @@ class FileSource(FileTable):
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self, most: int) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Yields owner buckets of at most ``most`` slots at a time (-1 for free slots), with the
-        first slot, or with all of these slots if only some are saved."""
+        """Yields pairs for at most ``most`` slots at a time: the first slot (all of these slots if
+        only some slots are saved), and the owner bucket of each slot, -1 for free slots."""
         total = self.slots if self._only is None else len(self._only)
         for first in range(0, total, most):
             slots, owners = self._owners_of(first, min(most, total - first))
             yield first if slots is None else slots, owners
 
     def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:
-        """Owner buckets of ``n`` slots from ``first`` on; if only some slots are saved, of those,
-        with the slots."""
+        """Owner buckets of ``n`` slots from ``first`` on. If only some slots are saved, counts
+        those only, and returns the slots, too."""
         group, table = self.group, self.table
         if self._only is None:
             return None, _ops.slot_owners(group.counter_tensor, group.handle, table, first, n)
@@ -77,7 +77,7 @@ class FileSource(FileTable):
     def count_owners(self) -> Tensor:
         """Number of entries of each owner bucket, int64 ``[65536]``."""
         counts = torch.zeros(OWNERS + 1, dtype=torch.int64, device=self.group.device)
-        # No batch has memory yet, so that counting may take the whole limit.
+        # No batch has memory yet, so counting may take the whole limit.
         for _, owners in self._owners(max(1, self._batch_bytes // _COUNT_BYTES)):
             counts += torch.bincount(owners.add_(1), minlength=OWNERS + 1)
         return counts[1:].cpu()
@@ -89,7 +89,7 @@ class FileSource(FileTable):
     def pieces(
         self, ranges: Sequence[tuple[int, int]], handle: SaveHandle
     ) -> Iterator[tuple[dict[str, Tensor], list[int], bool]]:
-        """Copies all entries in pieces, as the memory of a non-blocking save has room.
+        """Copies all entries in pieces, when the memory of a non-blocking save has room.
 
         Args:
             ranges: ascending and disjoint ranges of owner buckets that hold all entries.

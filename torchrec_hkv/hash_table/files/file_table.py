@@ -19,7 +19,7 @@ class FileTable:
         layout = _C.table_layout(group.handle, table)
         *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
         self.fields = fields_of(*self._layout, self.keeps_scores)
-        #: Whether rows of files are codes of 8 bits as the table has them.
+        #: Whether the table stores rows as codes of 8 bits, so that files do, too.
         self.is_int8 = self._layout[1] == torch.int8
         self.slots = self.buckets * self.bucket_slots
         self._batch_bytes = batch_bytes

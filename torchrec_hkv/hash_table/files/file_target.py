@@ -39,7 +39,7 @@ class FileTarget(FileTable):
         return bucket_slots == self.bucket_slots and buckets in sizes
 
     def grow(self, manifest: Manifest, exact: bool) -> None:
-        """Grows to the saved table's geometry if ``exact``, else until all of its entries fit."""
+        """Grows to the saved table's geometry if ``exact``, otherwise until all its entries fit."""
         if exact:
             self.group.reserve_buckets(self.table, manifest.buckets, manifest.bucket_slots)
         else:
@@ -48,8 +48,8 @@ class FileTarget(FileTable):
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
         """Inserts entries; returns how many found no slot.
 
-        Rows are numbers, codes of 8 bits with ``scales``, or as the table stores them. If the table
-        stores counts and the entries have none, each gets the count 1.
+        Rows are numbers, or codes of 8 bits with ``scales``, or stored rows of the table. If the
+        table stores counts and the entries have none, each entry gets the count 1.
         """
         slots, *entries = self._entries_of(batch)
         n = entries[0].numel()
@@ -76,8 +76,8 @@ class FileTarget(FileTable):
         return _ops.restore_together(*place, *map(list, tensors))
 
     def _entries_of(self, batch: dict[str, Tensor]) -> list[Any]:
-        """Slots, if they are given, ids, rows, last steps, scores and states on the table's device,
-        as it has them."""
+        """Slots (if given), ids, rows, last steps, scores and states, on the table's device and in
+        its form."""
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device

@@ -28,7 +28,7 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
         layers: folders and their manifests, the newest first.
 
     Raises:
-        ValueError: they don't; the message names the folder.
+        ValueError: the layers do not; the message names the folder.
     """
     folder, newest = layers[0]
     *later, (first_folder, first) = layers
@@ -56,7 +56,7 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
 class SlotFilter:
     """Determines which entries of layers are valid. Layers must be processed from the newest on.
 
-    It takes one byte for each slot of the table.
+    It takes one byte per slot of the table.
 
     Args:
         layers: folders and their manifests, the newest first.

@@ -77,8 +77,8 @@ class Manifest:
         counts: the admission counters; None if the table counted nothing.
         changes: description of the changes, or None if the shards hold the whole table.
         reduced: the reduced form of entries, or None if entries are complete.
-        aging: under ``aged_lfu``, the lookups of a number of calls, this number, and c; else None,
-            and not in the file.
+        aging: under ``aged_lfu``, the number of lookups in the measured calls, the number of these
+            calls, and c. None, and not in the file, under other policies.
     """
 
     save: str

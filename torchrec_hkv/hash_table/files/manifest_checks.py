@@ -19,8 +19,8 @@ def check_manifest(manifest: Manifest, place: Place) -> None:
     """Checks that the values of a manifest are consistent.
 
     Raises:
-        ValueError: they are not; the message names the file, the key, the value and what is
-            allowed.
+        ValueError: a value is inconsistent; the message names the file, the key, the value and what
+            is allowed.
     """
     _check_table(manifest, place)
     _check_geometry(manifest, place)
@@ -58,7 +58,7 @@ def _check_geometry(manifest: Manifest, place: Place) -> None:
     capacity, initial = manifest.capacity, manifest.initial_capacity
     if initial is not None and initial > capacity:
         raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
-    # Rounding up adds less than one slot for each bucket.
+    # Rounding up adds less than one slot per bucket.
     slots = manifest.buckets * manifest.bucket_slots
     least = capacity if initial is None else initial
     if not least <= slots < capacity + manifest.buckets:

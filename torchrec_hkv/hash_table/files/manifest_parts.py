@@ -1,4 +1,4 @@
-"""What a manifest says of shards, of counts, of a delta and of reduced entries."""
+"""The parts of a manifest: shards, counts, a delta, and reduced entries."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Reduced:
     """Description of a folder that holds entries in a reduced form.
 
     Attributes:
-        dtype: dtype of the rows in the shards; int8 for codes with a scale for each row.
+        dtype: dtype of the rows in the shards; int8 for codes with a scale per row.
         states: whether the shards hold optimizer states.
     """
 

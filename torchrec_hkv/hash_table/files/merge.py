@@ -45,7 +45,7 @@ def merge_layers(layers: Layers, folder: Path, batch_bytes: int) -> Manifest:
         layers: folders and their manifests, the newest first, already verified
             (:func:`torchrec_hkv.hash_table.files.verify`).
         folder: the folder to write.
-        batch_bytes: memory limit in bytes. One more byte is used for each slot of the table.
+        batch_bytes: memory limit in bytes. One more byte is used per slot of the table.
 
     Returns:
         The manifest of the new folder.
@@ -106,7 +106,7 @@ class _Merge:
         self._places = Staging(places, max(1, quarter // (4 * entry_bytes(places))))
 
     def plan(self) -> list[tuple[int, int, int]]:
-        """Ranges of owner buckets, one for each file, by their number of entries in all layers."""
+        """Ranges of owner buckets, one per file, by their number of entries in all layers."""
         counts = torch.zeros(OWNERS, dtype=torch.int64)
         total = 0
         ids_only: list[Field] = [field for field in self._fields if field.name == "ids"]
@@ -122,11 +122,11 @@ class _Merge:
         most = min(
             default_shard_bytes(total * size, 1) // size, self._batch_bytes // 4 // _PLACE_BYTES
         )
-        # One file for each range, even if an owner bucket is too large for a shard.
+        # One file per range, even if an owner bucket is too large for a shard.
         return list({ends[:2]: ends for ends in plan_shards(counts, max(1, most))}.values())
 
     def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
-        """Writes the entries of some owner buckets; returns None, and writes no file, if empty."""
+        """Writes the entries of some owner buckets. Writes no file and returns None without any."""
         sources = self._sources(owners)
         if not sources:
             return None

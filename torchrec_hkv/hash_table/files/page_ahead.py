@@ -1,7 +1,7 @@
-"""Gets the pages of a table before it is loaded.
+"""Maps the memory pages of a table before a load fills them.
 
-The system clears each page at its first use, which takes longer than to fill it. While files are
-read, processors are idle: they can clear pages meanwhile.
+The operating system clears each page at its first use, which takes longer than filling it. Cores
+are idle while files are read, so they clear pages meanwhile.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.file_table import FileTable
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
 
-#: Bytes of slots whose pages are got at a time.
+#: Bytes of slots whose pages are mapped at a time.
 _PIECE_BYTES = 16 << 20
-#: Tables with fewer bytes are filled as they are: a thread takes longer to begin.
+#: For smaller tables, starting a thread takes longer than it saves.
 _LEAST_BYTES = 8 * _PIECE_BYTES
-#: Slots for each entry, at most, so that entries use all pages.
+#: With more slots than this for each entry, entries would not use all pages.
 _MOST_SLOTS = 8
 
 
 @contextlib.contextmanager
 def pages_ahead(table: FileTable, entries: int) -> Iterator[None]:
-    """Gets pages of a table in the order of its slots, in a thread, until the block ends.
+    """A context in which a thread maps the pages of a table in the order of its slots.
 
     Args:
-        table: on a CPU. It must not grow meanwhile.
-        entries: how many are put into it.
+        table: a table on a CPU. It must not grow in the context.
+        entries: number of entries that are loaded.
     """
     slot_bytes = entry_bytes(table.fields)
     if table.slots * slot_bytes < _LEAST_BYTES or entries * _MOST_SLOTS < table.slots:

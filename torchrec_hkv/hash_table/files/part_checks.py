@@ -1,4 +1,4 @@
-"""Checks, before anything changes, that saved shards are those of a table and make it up."""
+"""Checks, before anything changes, that saved shards belong to a table and cover it."""
 
 from __future__ import annotations
 

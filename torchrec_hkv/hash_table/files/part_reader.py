@@ -1,4 +1,4 @@
-"""Reads from saved shards the entries of some owner buckets, ahead of their use, by threads."""
+"""Reads the entries of some owner buckets from saved shards; threads read ahead."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torchrec_hkv.progress import advance
 # selected and converted from it.
 _COPIES = 3
 
-#: Entries, and what a check found of them.
+#: Entries, and the result of checking them.
 Read = tuple[dict[str, Tensor], BatchCheck | None]
 
 
 def read_and_look(
     reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
 ) -> Read:
-    """Reads entries, and looks at them if they are checked."""
+    """Reads entries, and looks at them if there is a check."""
     batch = reader.read(first, n, staging)
     return batch, None if check is None else check.look(batch)
 
@@ -77,7 +77,7 @@ class PartReader:
 
         Args:
             part: the shard.
-            least_bytes: bytes that an entry takes at least, in files or converted.
+            least_bytes: least number of bytes of an entry, in files or converted.
 
         Raises:
             ValueError: a file is missing or cut short or, with ``verify``, damaged.
@@ -122,17 +122,18 @@ class PartReader:
                 yield from take()
 
     def check_of(self, part: SavedPart, layer: int, path: Path, shard: Shard) -> ShardCheck | None:
-        """A check of one of the files of :meth:`shards`; None if files are not verified."""
+        """A check of a file of :meth:`shards`; None if files are not verified."""
         if not self.verify:
             return None
         return ShardCheck(path, part.layers[layer][1], shard, part.owners)
 
     def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
-        """Files of a shard that may hold ids of the owner buckets: index of the layer, path, file,
-        and whether it may also hold other ids."""
+        """Files of a shard that may hold ids of the owner buckets: for each, the index of the
+        layer, the path, its description, and whether it may also hold other ids."""
         for layer, (folder, manifest) in enumerate(part.layers):
             for shard in manifest.shards:
-                # The files of a shard cover all owner buckets, also those that it did not hold.
+                # The files of a shard cover all owner buckets, even those that the shard did not
+                # hold.
                 held = (
                     max(shard.owner_begin, part.owners[0]),
                     min(shard.owner_end, part.owners[1]),

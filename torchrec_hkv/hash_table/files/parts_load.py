@@ -56,8 +56,8 @@ class PartsLoad:
             buckets.
         batch_bytes: memory limit in bytes, on the host and on the device each.
         threads: number of threads that read files.
-        verify: whether files of entries are verified while they are loaded, since that has not been
-            done before.
+        verify: whether files of entries are verified while they are loaded, because they were not
+            verified before.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PartsLoad:
         return self.entries * sum(widths)
 
     def _exact(self) -> Manifest | None:
-        """The manifest to restore every entry to its own slot, if that is possible; else None."""
+        """The manifest if every entry can be restored to its own slot, otherwise None."""
         parts = self._by_columns[0][1]
         if len(parts) != 1 or parts[0].owners != self._owners:
             return None
@@ -189,8 +189,8 @@ class PartsLoad:
         return lost
 
     def _measured_aging(self) -> tuple[float, float, float] | None:
-        """Aging measurements from the saved shards, on the assumption that each owner bucket has
-        equally many lookups."""
+        """Aging measurements from the saved shards, assuming an equal number of lookups in each
+        owner bucket."""
         measured = [(part, part.manifest.aging) for part in self._by_columns[0][1]]
         if len(measured) == 1 and measured[0][0].owners == self._owners:
             return measured[0][1]
@@ -254,8 +254,8 @@ class PartsLoad:
         return lost
 
     def _check_unique(self) -> None:
-        """Raises if an id occurs twice. Looking up one of two that are in the table finds the
-        other; of files that were written beside others, ids are read again."""
+        """Raises if an id occurs twice. In the table, looking up one of two equal ids finds the
+        other. The ids of files of further columns are read again."""
         if self._has_repeated():
             raise ValueError(f"table {self.name!r}: the checkpoint holds an id more than once.")
         for _, parts in self._by_columns[1:]:
@@ -332,8 +332,8 @@ class PartsLoad:
         return _C.table_layout(self._group.handle, self._table)[2]
 
     def _write_beside(self, batch: dict[str, Tensor], columns: Columns, filled: int) -> None:
-        """Writes columns of entries into the entries of the same ids. Ids that are not in the table
-        were left out, or were missing in the shard of the first column; they are skipped."""
+        """Writes further columns into the entries of the same ids. Skips ids that are not in the
+        table: they were left out, or the shard of the first column lacked them."""
         group, table, device = self._group, self._table, self._group.device
         ids = batch["ids"].to(device)
         slots = self._find(ids)

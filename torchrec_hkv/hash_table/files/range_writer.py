@@ -1,5 +1,4 @@
-"""Writes files of entries by owner bucket, in a blocking save or by the threads of a non-blocking
-one."""
+"""Writes files of entries by owner bucket, for blocking and non-blocking saves."""
 
 from __future__ import annotations
 
@@ -223,7 +222,7 @@ def write_shards(source: FileSource, writers: list[RangeWriter], threads: int) -
 
 
 def copy_shards(source: FileSource, writers: list[RangeWriter], handle: SaveHandle) -> None:
-    """Copies the entries of a table, which the threads of a non-blocking save write.
+    """Copies the entries of a table. The threads of a non-blocking save write the copies.
 
     Args:
         source: the table.
@@ -261,7 +260,7 @@ def _put(
     event: torch.cuda.Event | None,
     device: torch.device,
 ) -> None:
-    """Writes a batch after it was copied from the GPU, in a stream beside that of training."""
+    """Writes a batch after it was copied from the GPU, in another stream than training's."""
     if event is None:
         writer.put(batch)
         return

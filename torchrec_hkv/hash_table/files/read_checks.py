@@ -33,7 +33,7 @@ def _times(a: int, b: int) -> int:
 
 @functools.lru_cache(64)
 def _shift(size: int) -> int:
-    """x to the power of the bits of ``size`` bytes."""
+    """x to the power of the number of bits in ``size`` bytes."""
     power, square = _ONE, 1 << 23  # x^8
     while size:
         if size & 1:
@@ -44,25 +44,26 @@ def _shift(size: int) -> int:
 
 
 def combined_crc32(first: int, second: int, size: int) -> int:
-    """CRC-32 of two pieces of data, one after the other, from that of each.
+    """CRC-32 of two concatenated pieces of data.
 
     Args:
-        first: of the first piece.
-        second: of the second piece.
-        size: bytes of the second piece.
+        first: CRC-32 of the first piece.
+        second: CRC-32 of the second piece.
+        size: number of bytes of the second piece.
     """
     return _times(_shift(size), first) ^ second
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchCheck:
-    """What a check found of a batch of entries of a shard.
+    """The result of checking a batch of entries of a shard.
 
     Attributes:
         crc32: checksum and number of bytes of each tensor.
-        first_slot: of the batch.
-        last_slot: of the batch.
-        is_sound: whether slots ascend, and ids are in buckets of their own and of the shard.
+        first_slot: first slot of the batch.
+        last_slot: last slot of the batch.
+        is_sound: whether slots ascend, and each id is in one of its buckets and belongs to the
+            shard.
     """
 
     crc32: Mapping[str, tuple[int, int]]
@@ -72,7 +73,7 @@ class BatchCheck:
 
 
 class ShardCheck:
-    """Checks a shard as :func:`.shard_checks.verify_shard` does, but for ids that occur twice.
+    """Checks a shard like :func:`.shard_checks.verify_shard`, except for repeated ids.
 
     Args:
         path: path of the file.
@@ -103,10 +104,10 @@ class ShardCheck:
         return BatchCheck(crc32, int(slots[0]), int(slots[-1]), is_sound)
 
     def add(self, look: BatchCheck, entries: int) -> None:
-        """Takes note of a batch; called in the order of the file.
+        """Adds the result of a batch. Call it in the order of the file.
 
         Raises:
-            ValueError: the last entry has come, and the shard is damaged or inconsistent.
+            ValueError: this was the last batch, and the shard is damaged or inconsistent.
         """
         for name, (crc32, size) in look.crc32.items():
             self._crc32[name] = combined_crc32(self._crc32[name], crc32, size)

@@ -20,8 +20,8 @@ class SavedPart:
         folder: the folder of the shard.
         owners: range ``[first, end)`` of owner buckets whose ids the shard held.
         manifest: manifest of the folder.
-        earlier: folders and manifests of the earlier saves, the newest first, if the folder holds
-            only changes. The last one is whole.
+        earlier: if the folder holds only changes: folders and manifests of the earlier saves, the
+            newest first. The last one holds the whole table.
 
     Raises:
         ValueError: the folders do not make up a table.

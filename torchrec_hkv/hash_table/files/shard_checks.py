@@ -57,7 +57,7 @@ def verify_shard(
                 max(shard.owner_begin, owners[0]),
                 min(shard.owner_end, owners[1]),
             )
-            # Looks at a batch on this thread alone, as other threads verify other files.
+            # A single thread looks at a batch, because other threads verify other files.
             is_sound = int(slots[0]) > last_slot and _ops.are_placed(*place)
             if misplaced or not is_sound:
                 misplaced += int(_ops.find_misplaced(*place).sum())
@@ -83,9 +83,8 @@ def check_unique(
     fields: Sequence[Field],
     batch_bytes: int,
 ) -> None:
-    """Raises if an id of a shard occurs twice. Only shards of the same owner buckets are compared,
-    since ids of other owner buckets differ. There are several only if an owner bucket was too large
-    for one."""
+    """Raises if an id of a shard occurs twice. Only shards of the same owner buckets can share an
+    id. There are several such shards only if an owner bucket was too large for one."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
     if shard != together[0]:

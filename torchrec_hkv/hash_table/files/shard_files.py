@@ -36,7 +36,7 @@ _TYPES = {
     torch.int8: "I8",
 }
 _LENGTH_BYTES = 8
-# Shorter files use the page cache, because disks are slow with small direct writes.
+# Shorter files use the page cache, because small direct writes are slow.
 _DIRECT_BYTES = 16 << 20
 
 
@@ -69,7 +69,7 @@ class Field:
 def fields_of(
     dim: int, dtype: torch.dtype, state_dim: int, keeps_scores: bool
 ) -> tuple[Field, ...]:
-    """The tensors of a shard, wider elements first, so that each is aligned."""
+    """The tensors of a shard. Those with wider elements come first, so that each is aligned."""
     fields = [Field("ids", torch.int64, "I64"), Field("slots", torch.int64, "I64")]
     if keeps_scores:
         fields.append(Field("scores", torch.int64, "U64"))
@@ -84,10 +84,12 @@ def fields_of(
 
 def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises rows to 8 bits: returns codes, int8 ``[n, dim]``, and the scale of each row,
-    float32 ``[n]``. A value is its code times the scale, with an error of at most half of the
+    float32 ``[n]``. A value is its code times the scale, with an error of at most half the
     scale."""
     rows = rows.float()
-    scales = rows.abs().amax(1) / 127
+    largest = rows.abs().amax(1)
+    # On GPUs torch multiplies by the reciprocal of a number, which may be off by a bit.
+    scales = largest / torch.full_like(largest, 127)
     codes = rows / torch.where(scales == 0, 1, scales)[:, None]
     return codes.round_().to(torch.int8), scales
 
@@ -345,7 +347,7 @@ class ShardReader:
             stagings: memory for batches of one size, used in turn; only its fields are read.
 
         Returns:
-            Batches as views of that memory, each valid until its memory is used for another.
+            Batches as views of this memory, each valid until another batch uses its memory.
         """
         size = stagings[0].entries
         for number, first in enumerate(range(0, self._shard.entries, size)):

@@ -1,4 +1,4 @@
-"""Which entries a save writes into which shard."""
+"""Assigns the entries of a save to shards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads the files of a saved shard side by side, so that a table is filled from all at once.
+"""Reads the files of a saved shard side by side and fills a table from all of them at once.
 
-Each file has entries of all parts of the table, in the order of their slots. One file after the
-other would fill it from its beginning to its end as often as there are files, and each time touch
-nearly all of its memory for few entries.
+Each file has entries from the whole table, in the order of their slots. Reading one file after the
+other would pass through nearly all of the table's memory once for each file, for few entries each
+time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torchrec_hkv.progress import advance
 # and one for what is converted.
 _AHEAD = 2
 _ROUNDS = _AHEAD + 2
-# Threads for each that was asked for: a thread does not read while it checks what it has read, and
-# disks are fast with many reads at a time.
+# Number of threads for each requested thread: a thread does not read while it checks what it has
+# read, and disks are faster with many reads at a time.
 _THREADS = 3
-# Files that are read side by side, and bytes of each in a round: disks are slow with small reads.
+# Number of files that are read side by side, and bytes of each file in a round: small reads are
+# slow.
 _FILES, PIECE_BYTES = 16, 1 << 20
 # The first and the last round are each split into this many short ones.
 _SHORT = 4
@@ -41,13 +42,13 @@ def can_read_side_by_side(reader: PartReader, part: SavedPart) -> bool:
 def rounds(
     reader: PartReader, part: SavedPart, least_bytes: int
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """The entries in a shard for which :func:`can_read_side_by_side` holds, a batch of each of
-    several files at a time, each from about the same slots on. Valid until the next ones.
+    """The entries in a shard for which :func:`can_read_side_by_side` holds. Yields one batch of
+    each of several files at a time, from about the same slots on. Batches are valid until the next.
 
     Args:
-        reader: says what is read, and how.
+        reader: reader of the shard.
         part: the shard.
-        least_bytes: bytes that an entry takes at least, in files or converted.
+        least_bytes: least number of bytes of an entry, in files or converted.
 
     Raises:
         ValueError: a file is missing or cut short or, with ``reader.verify``, damaged.
@@ -84,27 +85,28 @@ class _File:
     def submit(
         self, pool: Executor, part: tuple[int, int], whole: int, staging: Staging
     ) -> Future[Read] | None:
-        """Reads the entries of a round, which takes this part of ``whole``; None if it has none."""
+        """Reads the entries of a round, from part ``part[0]`` to ``part[1]`` of ``whole`` equal
+        parts of the file; None if it has none."""
         begin, end = (self._entries * mark // whole for mark in part)
         if begin == end:
             return None
         return pool.submit(read_and_look, self._reader, begin, end - begin, staging, self._check)
 
     def take(self, future: Future[Read]) -> dict[str, Tensor]:
-        """Entries of a round, in the order of rounds."""
+        """The entries of a round. Call it in the order of rounds."""
         batch, look = future.result()
         if self._check is not None and look is not None:
             self._check.add(look, len(batch["ids"]))
             if not look.is_sound:
-                # The check raises at the end of the file, which tells whether it is damaged.
+                # At the end of the file, the check knows whether it is damaged, and raises.
                 return {name: tensor[:0] for name, tensor in batch.items()}
         return batch
 
 
 def _marks(count: int) -> list[int]:
-    """Where rounds begin, and the end. The first of ``count`` equal ones is cut into short ones, so
-    that the first entries are there early, and the last one, so that few are inserted at the end,
-    when nothing is read."""
+    """The beginnings of rounds, and the end. Of ``count`` equal rounds, the first is cut into short
+    ones, so that the first entries arrive early, and so is the last, so that few entries are
+    inserted at the end, when nothing is read."""
     whole = range(0, _SHORT * count + 1, _SHORT)
     return sorted({*whole, *range(_SHORT), *range(whole[-2], whole[-1])})
 

@@ -38,7 +38,7 @@ def read_signed(path: Path, form: str, version: int, what: str) -> dict[str, Any
         path: path of the file.
         form: name of the format.
         version: version of the format.
-        what: what has such a file, for messages.
+        what: what the file belongs to, for messages.
 
     Raises:
         OSError: the file can't be read.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 
-#: Added to the number of a layout whose rows have their number of updates.
+#: Added to the number of a layout if each row stores its number of updates.
 OWN_STEPS = 256
 _OF_COLUMNS = {
     _C.Optimizer.MOMENTUM: 1,
@@ -23,8 +23,8 @@ _OF_ROWS = (_C.Optimizer.ROWWISE_ADAGRAD, _C.Optimizer.ROWWISE_ADAM)
 
 @dataclasses.dataclass(frozen=True)
 class StateColumns:
-    """The layout of a row's states (``csrc/common/optimizers.h``): one vector of all columns for
-    each quantity, then the values that a row has once, then padding.
+    """The layout of a row's states (``csrc/common/optimizers.h``): for each quantity a vector of
+    all columns, then the values that a row has once, then padding.
 
     Attributes:
         of_columns: number of quantities with a value for each column.
@@ -54,7 +54,7 @@ class Columns:
         return self.end - self.begin
 
     def common(self, other: Columns) -> Columns:
-        """The common columns; ``width`` is not positive without any."""
+        """The common columns; if there are none, ``width`` is not positive."""
         return Columns(max(self.begin, other.begin), min(self.end, other.end))
 
 
@@ -71,8 +71,8 @@ def copy_columns(
 ) -> None:
     """Copies the common columns of two ranges, and merges the values that rows have once.
 
-    For every optimizer such a value is a mean over columns. Merged, it is the mean of the ranges'
-    values, weighted by their numbers of columns. Equal values are not changed, bit for bit.
+    For every optimizer such a value is a mean over columns. The merged value is the mean of the
+    ranges' values, weighted by their numbers of columns. Equal values stay bit-identical.
 
     Args:
         rows: ``[n, columns.width]``.

@@ -64,15 +64,15 @@ def load(
         group: the group of the table.
         table: index of the table in the group.
         path: the folder of the saved table.
-        allow_loss: whether to load into a table that is too small, too; the entries that rank
-            lowest are left out.
+        allow_loss: whether to load even if the table is too small; the entries that rank lowest are
+            left out.
         batch_bytes: memory limit in bytes, on the host and on the device each.
 
     Raises:
         ValueError: the files are damaged or of another table, the table is too small, or a backward
-            is pending. Nothing has changed then. Only if files are inconsistent although their
-            checksums are right, or entries find no slot although the table is less than 95 % full,
-            the table is empty afterwards.
+            is pending. Nothing has changed then. In two cases the table is empty afterwards: files
+            are inconsistent although their checksums are right, or entries find no slot although
+            the table is less than 95 % full.
     """
     check_positive(batch_bytes=batch_bytes)
     folder = Path(path)
@@ -98,7 +98,7 @@ def load(
 
 
 def _check_fits(folder: Path, manifest: Manifest, target: FileTarget, allow_loss: bool) -> bool:
-    """Whether every entry gets its own slot. Raises if the table may be too small."""
+    """Whether every entry keeps its slot. Raises if the table may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)

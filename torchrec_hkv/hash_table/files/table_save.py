@@ -77,7 +77,7 @@ def save(
             tracker knows it.
         states: whether optimizer states are saved.
         row_dtype: float16 or bfloat16, to which rows of 32 bits are rounded, or int8 for 8-bit
-            codes with a scale for each row. None: no rounding.
+            codes with a scale per row. None: no rounding.
         compression: whether shards are compressed by Zstandard.
         handle: handle of a non-blocking save, whose threads write the files. The table's contents
             have been copied when this function returns.
@@ -179,7 +179,7 @@ def _write_files(
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     if tracker is not None:
-        expect(int(counts.sum()) * entry)  # of a whole table, the caller has reported it
+        expect(int(counts.sum()) * entry)  # for a whole table, the caller has reported it
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     parts = 2 if handle is None else max(2, len({ends[:2] for ends in plan}))
     staging = StagingPool(lambda: source.staging(parts))

@@ -16,8 +16,8 @@ _LEAST_PLACES = 8192
 def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes: int) -> int | None:
     """Finds an id that occurs more than once; None if there is none. Runs on this thread alone.
 
-    If a set of all ids fits into the memory, they are read once. Otherwise sets of parts of them,
-    by a hash, are made one after the other, and ids are read once for each part.
+    If a set of all ids fits into the memory, the ids are read once. Otherwise a hash divides them
+    into parts. A set is made of one part after the other, and all ids are read for each part.
 
     Args:
         read: returns the ids, int64, in batches that are valid until the next one; the same ids in

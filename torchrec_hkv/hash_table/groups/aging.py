@@ -45,8 +45,8 @@ class GroupAging:
         return lookups, steps, min(c, 1e300)
 
     def restart_aging(self, table: int, measured: tuple[float, float, float] | None) -> None:
-        """Continues a table from the :meth:`measured_aging` of another; None: starts from nothing.
-        The c is only used by tables that choose it themselves."""
+        """Continues a table from the :meth:`measured_aging` of another, or from nothing (None).
+        Only tables that choose c themselves use the measured c."""
         self._group.restart_aging(table, *(measured or (0.0, 0.0, -1.0)))
 
     def set_aging(self, table: int, c: float) -> None:

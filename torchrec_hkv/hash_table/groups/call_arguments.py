@@ -1,4 +1,4 @@
-"""Checks of the arguments of calls. They run before a call is numbered, so that a call that raises
+"""Checks of the arguments of calls. They run before a call gets its number, so a call that raises
 does not count as a step."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CallArguments:
         """Checks a tensor.
 
         Raises:
-            TypeError: another dtype.
-            ValueError: another shape or device.
+            TypeError: the dtype is another.
+            ValueError: the shape or the device is another.
         """
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -68,11 +68,11 @@ class CallArguments:
         return converted.contiguous()
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
-        """Checks that there is a row for each id."""
+        """Checks that there is a row per id."""
         self.check(rows, "rows", self.dtype, (ids.numel(), self.row_width))
 
     def check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
-        """Checks that there is a score for each id if a policy takes scores, and none otherwise."""
+        """Checks that there is a score per id if a policy takes scores, and none otherwise."""
         if scores is None:
             if "customized" in self.evictions:
                 raise ValueError("scores must be given under eviction 'customized'.")

@@ -21,13 +21,13 @@ class GroupClock:
 
     @property
     def first_open_step(self) -> int:
-        """The earliest step whose rows may still change without another lookup: that of the oldest
-        lookup with a pin whose backward has not run, else the one after :attr:`clock`. Synchronizes
-        with the device."""
+        """The earliest step whose rows may still change without another lookup: the step of the
+        oldest pinned lookup whose backward has not run, otherwise the step after :attr:`clock`.
+        Synchronizes with the device."""
         return self._group.first_open_step
 
     def set_clock(self, clock: int) -> None:
-        """Sets the clock, before contents of that time are loaded.
+        """Sets the clock to the time of contents that will be loaded.
 
         Raises:
             ValueError: ``clock`` is out of range, or the backward of a lookup is pending.
@@ -39,7 +39,8 @@ class GroupClock:
         """Advances the clock, as if calls in between had looked up nothing.
 
         Raises:
-            ValueError: it is less than :attr:`clock`, or the backward of a lookup is still to come.
+            ValueError: ``clock`` is less than :attr:`clock`, or the backward of a lookup is
+                pending.
         """
         now = self.clock
         if clock < now:

@@ -44,8 +44,8 @@ class GroupContents:
 
     @property
     def moves(self) -> tuple[int, int]:
-        """Changes whenever an entry may be in a slot where no lookup has put it: when a table has
-        grown, or entries have been restored."""
+        """A value that changes when entries get slots without a lookup: when a table grows, or
+        entries are restored."""
         return self._group.growths, self._restores
 
     @property
@@ -55,7 +55,7 @@ class GroupContents:
         return self._group.removals
 
     def note_restore(self) -> None:
-        """Counts a call that puts entries into slots without a lookup. Call it before."""
+        """Counts a call that puts entries into slots without a lookup. Call it before that call."""
         self._restores += 1
 
     def add_listener(self, listener: ChangeListener) -> None:

@@ -94,7 +94,7 @@ class GroupCounters:
     def device_counters(self) -> Tensor:
         """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 20]`` on the device. Does not
         synchronize."""
-        sizes = self._group.sizes().to(self.device)  # first: in order with other streams
+        sizes = self._group.sizes().to(self.device)  # first, as it orders other streams
         hundredths = (self._group.aged_lfu[:, :1] * 100).clamp(max=1e8).long()
         tally, k = self._group.miniature_tally, len(MINIATURE_CS)
         recent = tally[:, : k + 1] + tally[:, k + 1 : 2 * k + 2]  # hits, and lookups

@@ -1,4 +1,4 @@
-"""Conversion between the matrix of rows in calls and one tensor for each feature."""
+"""Conversion between the matrix of rows in calls and one tensor per feature."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class GroupRows:
             batch_size: the batch size of the call.
 
         Returns:
-            For each feature ``[ids of the feature, dim of its table]`` of its table's dtype
-            (float32 for int8); views of ``rows`` if the dtypes are equal.
+            For each feature a tensor ``[ids of the feature, dim of its table]`` of its table's
+            dtype (float32 for int8); a view of ``rows`` if the dtypes are equal.
         """
         ends = offsets[:: max(1, batch_size)].tolist()
         features = len(self.feature_tables)
@@ -50,7 +50,7 @@ class GroupRows:
         """Joins rows by feature to the matrix that calls of the group take.
 
         Args:
-            rows: for each feature ``[ids of the feature, dim of its table]``.
+            rows: for each feature a tensor ``[ids of the feature, dim of its table]``.
 
         Returns:
             ``[n, row_width]``; zeros in columns beyond the dim of a narrower table.

@@ -46,7 +46,7 @@ def check_batch_size(batch_size: int) -> None:
     """Checks that ``batch_size`` is an integer of at least 1.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``batch_size`` is not.
     """
     check_number("batch_size", batch_size)
     if batch_size < 1:

@@ -1,4 +1,4 @@
-"""Tables that several groups of ranks each hold and train by themselves, and bring together by id.
+"""Replicas of tables: several groups of ranks hold and train all tables, and merge them by id.
 
 ``docs/concepts/replicas.md`` has the rules.
 """

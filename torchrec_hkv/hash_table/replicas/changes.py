@@ -1,4 +1,4 @@
-"""Which ids of a table were touched or left since the last sync of its replicas."""
+"""Finds which ids of a table were touched or left since the last sync of its replicas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Changed:
     """Distinct ids, int64 on the table's device.
 
     Attributes:
-        touched: ids that were looked up or restored; first those that are new.
+        touched: ids that were looked up or restored; new ids come first.
         slots: their slots, int64, counted from the table's first slot.
         num_new: number of touched ids that were not in the table at the last sync.
         left: ids that were in the table at the last sync and are not in it now.
-        old_scores: scores at the last sync, of touched ids that are not new; None if scores are not
-            summed.
+        old_scores: scores at the last sync of touched ids that are not new; None if the policy does
+            not sum scores.
     """
 
     touched: Tensor
@@ -35,14 +35,14 @@ class Changed:
 
 
 class ReplicaChanges:
-    """Knows what a table held at the last sync; at first, what it holds when this is made.
+    """Stores the contents of a table at the last sync, at first its contents at construction.
 
-    It takes 9 bytes of host memory for each slot of the table, 17 where scores add up.
+    It takes 9 bytes of host memory for each slot of the table, 17 under policies that sum scores.
 
     Args:
-        group: the table's.
-        table: its index there.
-        batch_bytes: memory that a look may take, on the host and on the device, besides that of
+        group: the table's group.
+        table: index of the table in the group.
+        batch_bytes: memory limit of a look in bytes, on the host and on the device each, without
             the ids that changed.
     """
 
@@ -70,7 +70,7 @@ class ReplicaChanges:
         self.synced()
 
     def synced(self) -> None:
-        """Called when the replicas are in step again."""
+        """Called when the replicas have been synced."""
         self._first_open, self._rewrites = self._group.first_open_step, self._group.rewrites
         self._changed = []
         self._snapshot.know_moves()
@@ -81,8 +81,8 @@ class ReplicaChanges:
             self._changed.append(slots.cpu())
 
     def look(self) -> Changed:
-        """What changed since the last sync. It counts as synced once :meth:`synced` is called; a
-        look after one without finds that everything changed."""
+        """Finds what changed since the last sync. Call :meth:`synced` after the sync; without it,
+        the next look finds that everything changed."""
         since = self._first_open if self._rewrites == self._group.rewrites else None
         self._first_open = None
         if since is None:
@@ -94,18 +94,18 @@ class ReplicaChanges:
         stayed = _joined([found.stayed for found in differences])
         gone = _joined([*(found.gone_ids for found in differences), self._lost])
         if gone.numel() == 0 and self._scores is None and stayed.all():
-            # What neither came nor went was looked up.
+            # No entry came or went, so all of these were looked up.
             return Changed(ids, slots, 0, gone, None)
         touched = _joined([found.touched for found in differences])
         known, left, gone_order = stayed, gone, None
         if gone.numel():
             gone, gone_order = gone.sort()
-            # In another slot than before, as when the table has grown, or after it had lost its
-            # place.
+            # The id is in another slot than before, because the table has grown, or because the id
+            # had lost its slot.
             moved = ~stayed & torch.isin(ids, gone)
             known = stayed | moved
             left = gone[find_slots(self._group, self._table, gone) < 0].unique()
-        # An entry that is new and was not looked up was restored, as by a user's import of rows.
+        # An entry that is new and was not looked up was restored, for example by an import of rows.
         new, old = (~known).nonzero().flatten(), (touched & known).nonzero().flatten()
         scores = None
         if self._scores is not None:
@@ -124,7 +124,7 @@ class ReplicaChanges:
         return Changed(ids[order], slots[order], new.numel(), left, scores)
 
     def _everything(self) -> Changed:
-        """All entries; nobody knows what left."""
+        """All entries as changed; it is not known which ids left."""
         self._snapshot.take(self._batch)
         occupied = self._snapshot.occupied.nonzero().flatten()
         ids = self._snapshot.ids[occupied].to(self._group.device)
@@ -137,16 +137,16 @@ class ReplicaChanges:
     # -- what the sync does to the table ----------------------------------------------------------
 
     def wrote(self, slots: Tensor) -> None:
-        """Entries have got what the replicas agreed on."""
+        """Called after entries have been overwritten by the merged values."""
         self._group.note_changed(self._table, slots)
         self._read_scores(slots)
 
     def erased(self, slots: Tensor) -> None:
-        """Slots are free now."""
+        """Called after slots have been freed."""
         self._snapshot.note(slots, None)
 
     def grew(self) -> None:
-        """The table may have grown."""
+        """Called after the table may have grown."""
         if len(self._snapshot.ids) == self._group.present_slots(self._table):
             return
         self._snapshot.take(self._batch)
@@ -155,7 +155,7 @@ class ReplicaChanges:
             self._read_scores(self._snapshot.occupied.nonzero().flatten())
 
     def inserted(self, ids: Tensor) -> int:
-        """Ids were put into the table, and displaced others; returns how many lost their place."""
+        """Called after ids were inserted and displaced others; returns how many lost their slot."""
         self._lost = self._lost[:0]
         if ids.numel() == 0:
             return 0
@@ -169,8 +169,9 @@ class ReplicaChanges:
             displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (stood != ids)
             self._snapshot.note(at, ids)
             self._read_scores(at)
-            ids = stood[displaced]  # these may have a place in their other bucket
-        # An id in its other bucket was noted in both slots; its first one is another's now.
+            ids = stood[displaced]  # these may be in their other bucket
+        # An id that moved to its other bucket was noted in both slots; the first one has another
+        # id.
         self._lost = torch.cat(lost).unique()
         return self._lost.numel()
 
@@ -188,17 +189,17 @@ class ReplicaChanges:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Parts one after the other, without a copy where only one has something."""
+    """Concatenates parts, without a copy if only one is not empty."""
     filled = [part for part in parts if part.numel()]
     return filled[0] if len(filled) == 1 else torch.cat(filled or parts[:1])
 
 
 def find_slots(group: TableGroup, table: int, ids: Tensor) -> Tensor:
-    """Slots of a table counted from its first, -1 where an id is not there.
+    """Slots of ids, int64, counted from the table's first slot; -1 for missing ids.
 
     Args:
-        group: the table's.
-        table: its index there, of a table that has a feature.
+        group: the table's group.
+        table: index of a table with a feature.
         ids: int64, on the group's device.
     """
     feature = group.feature_tables.index(table)

@@ -1,4 +1,4 @@
-"""What the ids that replicas have touched or lost are to this replica."""
+"""Merges the ids that replicas have touched or lost, and finds them in this replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.replicas.changes import Changed, find_slots
 
 _ops = torch.ops.torchrec_hkv
-#: More ids are sorted: a table of their places has 32 bits for each.
+#: Up to this number of ids are hashed, with a 32-bit index for each; more ids are sorted.
 _MOST_HASHED = (1 << 32) - 2
 
 
@@ -21,14 +21,15 @@ class MetIds:
     """Ids of all replicas, on the table's device.
 
     Attributes:
-        ids: distinct ids that are touched in some replica, int64, in the same order in all.
-        known: bool, whether some replica that touched or lost them had them at the last sync.
-        touched: bool, whether this replica touched them.
-        is_new: bool, whether this replica touched them and they were new to it.
-        slots: int64, their slots here, counted from the table's first; -1 where they are not here.
-        left: distinct ids, int64, that left some replica and are touched in none.
-        places: int64, of each id that this replica touched, its place in ``ids``.
-        absent: int64, places of ids that are not here.
+        ids: int64 ``[n]``, distinct ids that a replica touched, in the same order in all replicas.
+        known: bool ``[n]``, whether a replica that touched or lost the id had it at the last sync.
+        touched: bool ``[n]``, whether this replica touched the id.
+        is_new: bool ``[n]``, whether this replica touched the id and it was new here.
+        slots: int64 ``[n]``, the slot of the id in this replica, counted from the table's first
+            slot; -1 if the id is not here.
+        left: int64, distinct ids that left a replica and that no replica touched.
+        places: int64, the index in ``ids`` of each id that this replica touched.
+        absent: int64, the indices in ``ids`` of ids that are not in this replica.
     """
 
     ids: Tensor
@@ -49,20 +50,20 @@ def meet_ids(
     sizes: Sequence[Sequence[int]],
     own: int,
 ) -> MetIds:
-    """Merges the ids of all replicas, and finds them here.
+    """Merges the ids of all replicas, and finds them in this replica.
 
     Args:
-        group: the table's.
-        table: its index there.
-        look: what changed here.
-        replicas: for each replica distinct ids: touched ids that are new to it, other touched ids,
-            and ids that left it.
-        sizes: for each replica the numbers of these three.
+        group: the table's group.
+        table: index of the table in the group.
+        look: what changed in this replica.
+        replicas: the ids of each replica: touched ids that are new to it, other touched ids, and
+            ids that left it. Each occurs once.
+        sizes: for each replica, the number of ids of these three kinds.
         own: index of this replica.
     """
     if group.device.type == "cpu" and sum(map(len, replicas)) <= _MOST_HASHED:
-        # In the order in which they come first. Replicas give their ids in the order of slots, so
-        # that tables are read in order.
+        # Ids stay in the order in which they first occur. Replicas give them in the order of slots,
+        # so the table is read in order.
         flat = [n for of_replica in sizes for n in of_replica]
         return MetIds(*_ops.meet_ids(group.handle, table, list(replicas), flat, own, look.slots))
     ids, known, left, places = _merge(
@@ -80,7 +81,7 @@ def meet_ids(
 
 
 def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, whether they are known, ids that left, and places, as in :class:`MetIds`."""
+    """The attributes ``ids``, ``known``, ``left`` and ``places`` of :class:`MetIds`."""
     parts = [ids for of_replica in kinds for ids in of_replica]
     joined, sizes = torch.cat(parts), [part.numel() for part in parts]
     ids, places = _distinct(joined)
@@ -100,7 +101,7 @@ def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor,
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids, ascending, and of each id its place among them."""
+    """The distinct ids, ascending, and the index of each id among them."""
     values, order = ids.sort()
     begins = torch.ones_like(values, dtype=torch.bool)
     torch.ne(values[1:], values[:-1], out=begins[1:])

@@ -1,4 +1,4 @@
-"""Merges the scores of an id over replicas, by sums and maxima."""
+"""Merges the rows, states and scores of an id over replicas, by sums and maxima."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LOW = 0xFFFFFFFF
 def merged_values(
     sums: Tensor, replicas: int, known: Tensor, initial: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Rows and states.
+    """The merged rows and states.
 
     Args:
-        sums: float32 ``[n, columns + 2]``, overwritten: over the replicas that have the id, of its
-            row and states; how many these are; how many say that they had it at the last sync.
-        replicas: all of them.
-        known: bool ``[n]``, whether some replica touched or lost the id and had it at the last
-            sync.
-        initial: gives the initial rows, float32 ``[m, dim]``, of places int64 ``[m]``.
+        sums: float32 ``[n, columns + 2]``, overwritten. The sums of rows and states over the
+            replicas that have the id, then the number of these replicas, then the number of those
+            that had the id at the last sync.
+        replicas: number of replicas.
+        known: bool ``[n]``, whether a replica that touched or lost the id had it at the last sync.
+        initial: returns the initial rows, float32 ``[m, dim]``, for indices of ids, int64 ``[m]``.
 
     Returns:
         float32 ``[n, columns]``.
@@ -40,10 +40,10 @@ def merged_values(
 
 
 class ScoreMerge:
-    """Converts scores of a policy to numbers that replicas add up or take the maximum of.
+    """Converts scores of a policy to numbers that are summed or maximized over replicas.
 
     Args:
-        spec: the table's.
+        spec: the table's spec.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -51,21 +51,21 @@ class ScoreMerge:
         self.adds = sums_scores(spec.eviction)
 
     def lowest(self, n: int, device: torch.device) -> Tensor:
-        """The numbers of ids that a replica does not have, int64 ``[n]``."""
+        """The numbers to maximize for ids that a replica does not have, int64 ``[n]``."""
         return torch.full((n,), _LEAST, dtype=torch.int64, device=device)
 
     def highest_of(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
-        """The numbers to take the maximum of, int64 ``[n]``.
+        """The numbers to maximize, int64 ``[n]``.
 
         Args:
-            scores: int64 ``[n]``, of ids that a replica has.
-            before: int64 ``[n]``, at the last sync; 0 where it is not known.
-            touched: bool ``[n]``, whether they were touched here.
+            scores: int64 ``[n]``, scores of ids that a replica has.
+            before: int64 ``[n]``, scores at the last sync; 0 if unknown.
+            touched: bool ``[n]``, whether the replica touched the id.
         """
         if self.adds:
             before = torch.where(touched, before, scores)
         if self._policy == "epoch_lfu":
-            # The epoch of now, and the count of the last sync.
+            # The current epoch, and the count at the last sync.
             return _ordered(scores & ~_LOW | before & _LOW)
         if self.adds:
             return before
@@ -74,15 +74,15 @@ class ScoreMerge:
         return _ordered(scores)
 
     def added(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
-        """Lookups since the last sync, int64 ``[n]``."""
+        """The numbers to sum: lookups since the last sync, int64 ``[n]``."""
         if self._policy == "epoch_lfu":
             scores, before = scores & _LOW, before & _LOW
-        # An id that came back since counts from its return.
+        # The count of an id that left and came back since then starts at its return.
         more = torch.where(scores >= before, scores - before, scores)
         return torch.where(touched, more, 0)
 
     def merged(self, highest: Tensor, added: Tensor | None) -> Tensor:
-        """The scores, int64 ``[n]``."""
+        """The merged scores, int64 ``[n]``, from the maxima and the sums."""
         if self._policy == "epoch_lfu":
             highest = _ordered(highest)
             count = (highest & _LOW) + added
@@ -95,5 +95,5 @@ class ScoreMerge:
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Unsigned numbers as signed ones of the same order, and back."""
+    """Converts unsigned numbers to signed numbers in the same order, and back."""
     return bits ^ _LEAST

@@ -1,8 +1,8 @@
 """Merges the rows of two replicas on CPUs: each sends its rows to the other.
 
 This sends as many bytes as an all-reduce of two ranks, which exchanges halves and then the merged
-halves. But rows, last steps and scores are in one message, the next message arrives while one is
-merged, and each row is written once, directly to the table.
+halves. Unlike there, rows, last steps and scores are in one message, the next message arrives while
+one is merged, and each row is written once, directly to the table.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torchrec_hkv.hash_table.replicas.sync_part import SyncPart, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import TableSync
 from torchrec_hkv.hash_table.replicas.wire import Wire
 
-#: Messages that are sent before the first is expected. Gloo writes a message to its socket when the
-#: other replica expects it: in its own thread if the message is sent by then, else in the thread
-#: that sends it, and its own thread polls meanwhile.
+#: Number of messages that are sent before the first is expected. Gloo writes a message to its
+#: socket when the other replica expects it. If the message was sent before, Gloo's thread writes
+#: it. Otherwise the sending thread does, while Gloo's thread polls.
 _SENT_AHEAD = 1
-#: Messages that are expected while one is merged.
+#: Number of messages that are expected while one is merged.
 _EXPECTED_AHEAD = 1
-#: Messages that are in memory at once: this replica's and the other's.
+#: Number of messages that are in memory at once: this replica's, and the other replica's.
 _IN_MEMORY = (_SENT_AHEAD + 1 + _EXPECTED_AHEAD) + (_EXPECTED_AHEAD + 1)
-#: Bytes of a message. Gloo's own thread polls while a call sends or expects a message, so that few
-#: large ones take less of a CPU's time.
+#: Bytes of a message. Gloo's thread polls while a call sends or expects a message, so a few large
+#: messages take less CPU time.
 _MESSAGE_BYTES = 6 << 20
 
 
 class _Buffers:
-    """Memory of messages, which those that are merged leave to others."""
+    """A pool of memory for messages."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """Int64 of this number."""
+        """An int64 tensor of this size."""
         for place, buffer in enumerate(self._free):
             if buffer.numel() >= size:
                 return self._free.pop(place)[:size]
@@ -48,20 +48,20 @@ class _Buffers:
 
 
 class _Message:
-    """Parts that travel together, both ways.
+    """Parts that are exchanged together: a message to the other replica, and one from it.
 
     Args:
-        parts: what is in it.
-        wire: to the other replica.
-        number: its number.
-        buffers: where its memory comes from.
+        parts: the parts.
+        wire: connection to the other replica.
+        number: number of the message.
+        buffers: memory for messages.
     """
 
     def __init__(
         self, parts: Sequence[SyncPart], wire: Wire, number: int, buffers: _Buffers
     ) -> None:
         self._wire, self._number, self._buffers = wire, number, buffers
-        # Each with the place where it begins.
+        # Each part with its offset in the message.
         self._parts: list[tuple[SyncPart, int]] = []
         self._size = 0
         for part in parts:
@@ -69,21 +69,21 @@ class _Message:
             self._size += part.words
 
     def send(self) -> None:
-        """Begins to send this replica's."""
+        """Begins to send this replica's message."""
         self._own = self._buffers.take(self._size)
         for part, begin in self._parts:
             part.pack(self._own, begin)
         self._departure = self._wire.send(self._own, self._number)
 
     def expect(self) -> None:
-        """Begins to receive the other's."""
+        """Begins to receive the other replica's message."""
         self._theirs = self._buffers.take(self._size)
         self._arrival = self._wire.receive(self._theirs, self._number)
 
     def merge(self) -> None:
-        """Waits for both, and merges them."""
+        """Waits for both messages and merges them."""
         self._arrival.wait()
-        self._departure.wait()  # the records are overwritten
+        self._departure.wait()  # merging overwrites the records
         for part, begin in self._parts:
             part.merge(self._own, self._theirs, begin)
         self._buffers.give_back(self._own)
@@ -94,9 +94,9 @@ def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
     """Merges all ids of all tables.
 
     Args:
-        tables: the same ids in both replicas.
-        wire: to the other replica.
-        most_bytes: maximal bytes of this replica's rows in flight, and of the other's.
+        tables: the tables' syncs, with the same ids in both replicas.
+        wire: connection to the other replica.
+        most_bytes: maximal bytes of rows in flight, for each of the two replicas.
     """
     most = min(_MESSAGE_BYTES, 2 * most_bytes // _IN_MEMORY)
     buffers = _Buffers()

@@ -22,9 +22,9 @@ from torchrec_hkv.hash_table.replicas.wire import Wire
 
 #: Memory limit of rows in flight, on the host and on the device each.
 BATCH_BYTES = 64 << 20
-# Copies of a batch that are alive at once: what is sent, what comes of it, what is inserted.
+# Number of copies of a batch that are alive at once, such as the sent, the merged and the inserted.
 _COPIES = 4
-#: Ids that the message with clocks and sizes may have room for.
+#: Maximal number of ids in the message with clocks and sizes.
 _MOST_ROOM = 1 << 17
 
 
@@ -40,7 +40,7 @@ def id_sync_bytes(
     swaps: bool = False,
 ) -> float:
     """Bytes that a rank sends for a table in a sync, as :attr:`Synced.sent_bytes` counts them,
-    without the few that all tables of a group share.
+    without the few bytes that all tables of a group share.
 
     Args:
         touched: number of ids that this replica has touched.
@@ -54,20 +54,20 @@ def id_sync_bytes(
     """
     numbers = keeps_scores(eviction) + sums_scores(eviction)
     if not swaps:
-        numbers += 1 + own_steps  # a message has them among the columns
+        numbers += 1 + own_steps  # in a message these are columns
     exchanged = touched_anywhere * (4 * (dim + state_dim + 2) + 8 * numbers)
     return 8 * touched * (replicas - 1) + 2 * exchanged * (replicas - 1) / replicas
 
 
 class GroupSync:
-    """Brings the replicas of a group's tables together.
+    """Merges the replicas of a group's tables.
 
     Args:
         group: this replica's group.
-        tables: indices of the tables that are reconciled by id, the same in all replicas.
+        tables: indices of the tables that are merged by id, the same in all replicas.
         wire: connection to the other replicas.
-        batch_bytes: memory that a sync may take, on the host and on the device, besides 8 bytes for
-            each id that changed in each replica, and the rows of ids that are new to this one.
+        batch_bytes: memory limit in bytes, on the host and on the device each, without 8 bytes for
+            each id that changed in each replica, and without the rows of ids that are new here.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GroupSync:
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
         self._batch_bytes = batch_bytes
-        self._room = 0  # for as many ids as came the last time, so that one call is enough
+        self._room = 0  # number of ids that the first call sends; from the last sync's number
 
     @property
     def group(self) -> TableGroup:
@@ -89,44 +89,43 @@ class GroupSync:
         return self._group
 
     def sync(self, states: bool = True) -> Synced:
-        """Applies the rules, after :meth:`check`; a collective call of the ranks that hold the same
-        shards.
+        """Syncs, after :meth:`check`. All ranks that hold the same shards must call it.
 
         Args:
-            states: whether optimizer states are reconciled. Otherwise they stay, and those of ids
-                that are inserted are 0.
+            states: whether optimizer states are merged. Otherwise they stay, and inserted ids get
+                states of 0.
         """
         return sync_together([self], states)
 
     def check(self) -> None:
-        """Refuses a sync; a collective call of the same ranks.
+        """Checks that a sync is possible. All ranks that hold the same shards must call it.
 
         Raises:
-            RuntimeError: the backward of a lookup is still to come in some replica.
+            RuntimeError: the backward of a lookup is pending in a replica.
         """
         check_together([self])
 
     def _is_pending(self) -> bool:
-        """Whether a backward is still to come here."""
+        """Whether a backward is pending in this replica."""
         group = self._group
         if group.first_open_step <= group.clock:
-            gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage
+            gc.collect()  # a lookup pins its rows until its graph is freed; it may be garbage
         return group.first_open_step <= group.clock
 
     def _look(self) -> list[Changed]:
-        """What changed in each table."""
+        """Finds what changed in each table."""
         return [self._changes[table].look() for table in self._tables]
 
     def _head(self) -> Tensor:
-        """Numbers of updates of all tables, and the clock."""
+        """The number of updates of each table, and the clock."""
         steps = self._group.optimizer_steps
         return torch.cat([steps, steps.new_tensor([self._group.clock])])
 
     def _follow(self, heads: Sequence[Sequence[int]]) -> None:
-        """Clock and numbers of updates become the highest.
+        """Sets the clock and the numbers of updates to the maxima over all replicas.
 
         Args:
-            heads: of each replica what :meth:`_head` gives.
+            heads: the result of :meth:`_head` in each replica.
         """
         *steps, clock = (max(numbers) for numbers in zip(*heads, strict=True))
         own = heads[self._wire.rank]
@@ -151,14 +150,15 @@ class GroupSync:
 
 
 def check_together(syncs: Sequence[GroupSync]) -> None:
-    """Refuses a sync of several groups; a collective call of the ranks that hold the same shards.
+    """Checks that a sync of several groups is possible. All ranks that hold the same shards must
+    call it.
 
     Args:
         syncs: syncs of groups on one device, with wires to the same replicas. The wire of the first
             is used.
 
     Raises:
-        RuntimeError: the backward of a lookup is still to come in some replica.
+        RuntimeError: the backward of a lookup is pending in a replica.
     """
     wire, device = syncs[0]._wire, syncs[0].group.device
     pending = torch.zeros((len(syncs), wire.size), dtype=torch.int64, device=device)
@@ -168,14 +168,14 @@ def check_together(syncs: Sequence[GroupSync]) -> None:
         if any(replicas):
             names = ", ".join(repr(sync.group.tables[table].name) for table in sync._tables)
             raise RuntimeError(
-                f"The backward of a lookup in tables {names} is still to come, in replicas "
+                f"The backward of a lookup in tables {names} has not run, in replicas "
                 f"{[replica for replica, is_pending in enumerate(replicas) if is_pending]}: call "
                 "sync() after the backward, and before the next lookup in training."
             )
 
 
 def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
-    """Brings the replicas of several groups together: their tables share all calls and messages.
+    """Merges the replicas of several groups. Their tables share all calls and messages.
 
     Args:
         syncs: as for :func:`check_together`, which is called before.
@@ -210,7 +210,7 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
 def _gather_ids(
     syncs: Sequence[GroupSync], looks: Sequence[Sequence[Changed]], wire: Wire
 ) -> list[list[MetIds]]:
-    """Merges the ids of each table. Clocks and numbers of updates become the highest."""
+    """Merges the ids of each table. Sets clocks and numbers of updates to their maxima."""
     changed = list(itertools.chain.from_iterable(looks))
     kinds = [
         n

@@ -19,11 +19,11 @@ _STEP_BITS = 0xFFFFFFFF
 
 
 class SyncPart:
-    """Some ids of a table in a sync.
+    """A range of the ids of a table in a sync.
 
     Args:
         of: the table's sync.
-        own: which of its ids.
+        own: the range in ``of.ids``.
     """
 
     def __init__(self, of: TableSync, own: slice) -> None:
@@ -36,14 +36,14 @@ class SyncPart:
 
     @property
     def words(self) -> int:
-        """Int64 that its records and numbers take."""
+        """Number of int64 values of its records and scores in a message."""
         return (self.n * self.of.record_columns + 1) // 2 + self.n * self.of.numbers
 
     def _numbers(self, message: Tensor, begin: int) -> Sequence[Tensor]:
         """Views of the scores in a message; none for tables without scores.
 
-        The first has the scores of which the highest is taken. The second, under policies that add
-        scores, has those that are added.
+        The first view has the numbers that are maximized. Under policies that sum scores, a second
+        view has the numbers that are summed.
         """
         of = self.of
         if not of.numbers:
@@ -52,11 +52,11 @@ class SyncPart:
         return message[end - self.n * of.numbers : end].view(of.numbers, self.n).unbind()
 
     def pack(self, message: Tensor, begin: int) -> None:
-        """Writes what this replica has, for the other of two.
+        """Writes this replica's entries to a message for the other of two replicas.
 
         Args:
-            message: int64, gets the records and then the numbers.
-            begin: where they begin.
+            message: int64; gets the records, then the numbers.
+            begin: offset of the part in the message.
         """
         of, own = self.of, self._own
         at = (own.start, own.stop, message, begin)
@@ -65,12 +65,12 @@ class SyncPart:
             self._score(scores, self._slots >= 0, *self._numbers(message, begin))
 
     def merge(self, message: Tensor, theirs: Tensor, begin: int) -> None:
-        """Merges, writes the ids that are here and keeps the others for later.
+        """Merges two messages, writes the ids that are in this replica and keeps the others.
 
         Args:
-            message: this replica's; overwritten.
-            theirs: the other's.
-            begin: where the part begins in both.
+            message: this replica's message; overwritten.
+            theirs: the other replica's message.
+            begin: offset of the part in both messages.
         """
         of, own = self.of, self._own
         numbers = self._numbers(message, begin)
@@ -102,7 +102,7 @@ class SyncPart:
             self._keep_absent(records.view(self.n, -1), scores)
 
     def _keep_absent(self, records: Tensor, scores: Tensor) -> None:
-        """Keeps merged records of ids that are not here."""
+        """Keeps merged records of ids that are not in this replica, to insert them later."""
         of = self.of
         absent = (self._slots < 0).nonzero().flatten()
         if absent.numel() == 0:
@@ -122,7 +122,7 @@ class SyncPart:
     def _score(
         self, scores: Tensor, there: Tensor, highest: Tensor, added: Tensor | None = None
     ) -> None:
-        """Writes what the highest is taken of, and what is added."""
+        """Writes the numbers that are maximized to ``highest``, and summed to ``added``."""
         of = self.of
         touched = of.is_touched[self._own]
         before = torch.zeros_like(scores) if of.before is None else of.before[self._own]
@@ -132,12 +132,12 @@ class SyncPart:
             added[:] = torch.where(there, of.merge.added(scores, before, touched), 0)
 
     def fill(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
-        """Writes what this replica has.
+        """Writes this replica's entries, to be summed and maximized over replicas.
 
         Args:
             sums: float32 ``[n, columns]``.
             maxima: int64 ``[maxima, n]``.
-            added: int64 ``[n]``; None where scores do not add up.
+            added: int64 ``[n]``; None if the policy does not sum scores.
         """
         of, there = self.of, self._slots >= 0
         last_steps, scores = self._read(sums)
@@ -151,7 +151,8 @@ class SyncPart:
             self._score(scores, there, maxima[1], added)
 
     def _read(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Last steps and scores; rows and states go to the sums. Zeros where an id is not here."""
+        """Returns last steps and scores; writes rows and states to ``sums``. Ids that are not in
+        this replica get zeros."""
         of = self.of
         if of.dtype == torch.float32:
             place = (of.group.handle, of.table)
@@ -173,10 +174,12 @@ class SyncPart:
         return steps_of_all, scores_of_all
 
     def write(self, sums: Tensor, maxima: Tensor, added: Tensor | None) -> None:
-        """Merges, writes the ids that are here and keeps the others for later.
+        """Merges, writes the ids that are in this replica and keeps the others.
 
         Args:
-            sums: over all replicas; overwritten. So the others.
+            sums: see :meth:`fill`, over all replicas; overwritten, like the other arguments.
+            maxima: see :meth:`fill`.
+            added: see :meth:`fill`.
         """
         of, spec = self.of, self.of.spec
         ids = of.ids[self._own]
@@ -217,7 +220,7 @@ class SyncPart:
         of.keep({name: tensor[absent] for name, tensor in entries.items()})
 
     def _overwrite(self, entries: dict[str, Tensor], there: Tensor) -> None:
-        """Writes entries of any type over those that are here."""
+        """Overwrites the entries that are in this replica; for rows of any dtype."""
         of, slots = self.of, self._slots[there]
         group, table = of.group, of.table
         states = entries["states"] if of.states else _ops.read_slots(group.handle, table, slots)[4]
@@ -235,11 +238,11 @@ class SyncPart:
 
 
 def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[SyncPart]]:
-    """All ids of all tables in parts that travel together.
+    """Divides the ids of all tables into rounds. The parts of a round are exchanged together.
 
     Args:
-        tables: their syncs.
-        most_bytes: maximal bytes of the rows of one round.
+        tables: the tables' syncs.
+        most_bytes: maximal bytes of the rows of a round.
     """
     some: list[SyncPart] = []
     taken = 0
@@ -260,11 +263,11 @@ def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[SyncPa
 
 
 def exchange(parts: Sequence[SyncPart], wire: Wire) -> None:
-    """Brings parts together: all sums in one all-reduce, all maxima in one, all counts in one.
+    """Merges parts with one all-reduce for all sums, one for all maxima and one for all counts.
 
     Args:
-        parts: the same ids in all replicas.
-        wire: to the other replicas.
+        parts: parts with the same ids in all replicas.
+        wire: connection to the other replicas.
     """
     device = parts[0].of.group.device
     counted = [part.n if part.of.merge.adds else 0 for part in parts]

@@ -1,4 +1,4 @@
-"""The sync of one table, and the exchange of the rows of several."""
+"""The sync of one table."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchrec_hkv.hash_table.replicas.ids import MetIds
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge
 
 _ops = torch.ops.torchrec_hkv
-#: What a target asks for; batches are as large as they are.
+#: Memory limit that a FileTarget needs; it does not affect batches that are already in memory.
 _TARGET_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Synced:
-    """What a sync did on a rank.
+    """The result of a sync on a rank.
 
     Attributes:
-        touched: number of ids that some replica had touched; each column shard counts.
+        touched: number of ids that a replica had touched; each column shard counts.
         erased: number of ids that were removed here because they had left another replica.
-        lost: number of ids that found no slot here, or lost it to another id.
+        lost: number of ids that found no slot here, or lost their slot to another id.
         sent_bytes: bytes that this rank sent. A ring all-reduce of n bytes counts as
             ``2 n (replicas - 1) / replicas``.
     """
@@ -47,16 +47,16 @@ class Synced:
 
 
 class TableSync:
-    """One sync of one table: its ids are merged part by part, then others are inserted.
+    """One sync of one table: merges ids part by part, then inserts the ids of other replicas.
 
     Args:
-        group: the table's.
-        table: its index there.
-        changes: what is known of its last sync.
-        replicas: how many there are.
-        states: whether optimizer states are reconciled.
-        look: what changed here.
-        met: what changed in all replicas.
+        group: the table's group.
+        table: index of the table in the group.
+        changes: the table's contents at the last sync.
+        replicas: number of replicas.
+        states: whether optimizer states are merged.
+        look: what changed in this replica.
+        met: the ids of all replicas.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class TableSync:
         used = parts.of_columns * dim + parts.of_rows
         self.own_step = dim + used - 1 if has_own_step else None
         self.merge = ScoreMerge(self.spec)
-        #: Columns of the sums and of the maxima of an id.
+        #: Number of sums and of maxima of an id.
         self.columns = dim + self.width + 2
         self.maxima = 1 + self.scored + (self.own_step is not None)
-        #: Float32 of a record (csrc/hash_table/slot_values.h), and int64 numbers besides: the score
-        #: to take the highest of, and that to add.
+        #: Number of float32 values of a record (csrc/hash_table/slot_values.h), and of int64 values
+        #: besides: the score to maximize, and the score to sum.
         self.record_columns = self.columns
         self.numbers = int(self.scored) + self.merge.adds
         self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
@@ -99,7 +99,7 @@ class TableSync:
             self.before[met.places[look.num_new :]] = look.old_scores
 
     def _erase(self, left: Tensor) -> int:
-        """Ids that leave; returns how many were here."""
+        """Erases ids that left another replica; returns how many were in this replica."""
         if left.numel() == 0:
             return 0
         group, table = self.group, self.table
@@ -111,20 +111,20 @@ class TableSync:
         return slots.numel()
 
     def keep(self, entries: dict[str, Tensor]) -> None:
-        """Entries that are not here and will be inserted."""
+        """Keeps entries that are not in this replica; :meth:`finish` inserts them."""
         self._absent.append(entries)
 
     def finish(self) -> Synced:
-        """Called when all parts are merged and written."""
+        """Ends the sync after all parts are merged and written."""
         here = self.slots if self.all_here else self.slots[self.slots >= 0]
         if here.numel():
             self.changes.wrote(here)
         return Synced(self.ids.numel(), self._erased, self._insert())
 
     def _insert(self) -> int:
-        """Inserts what other replicas have; returns how many ids have no place in the end.
+        """Inserts entries of other replicas; returns how many ids have no slot afterwards.
 
-        At the end of all: an id that is displaced has been read before.
+        It runs last, so that an id has been read before it is displaced.
         """
         ids = [batch["ids"] for batch in self._absent]
         number = sum(part.numel() for part in ids)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """A message on its way."""
+    """A message in flight."""
 
     def wait(self) -> object:
-        """Returns when it has arrived, or, of one that is sent, when its memory is free again."""
+        """Waits until a received message has arrived, or the memory of a sent one is free again."""
 
 
 def swaps(replicas: int, device_type: str) -> bool:
     """Whether replicas send each other messages instead of making collective calls.
 
-    Two replicas on CPUs do: collective calls hand each message from thread to thread, which takes
-    longer.
+    Two replicas on CPUs do, because collective calls are slower: they hand each message from thread
+    to thread.
     """
     return replicas == 2 and device_type == "cpu"
 
@@ -30,11 +30,11 @@ class Wire:
     """Collective calls of the ranks that hold the same shards.
 
     Args:
-        process_group: one rank of each replica.
+        process_group: process group with one rank of each replica.
 
     Attributes:
         size: number of replicas.
-        rank: the number of this one.
+        rank: number of this replica.
         sent_bytes: bytes that this rank has sent so far. A ring all-reduce of n bytes counts as
             ``2 n (size - 1) / size``.
     """
@@ -53,7 +53,7 @@ class Wire:
             self.sent_bytes += 2 * size * (self.size - 1) // self.size
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces tensors by their means, which are taken in float32, in one call."""
+        """Replaces tensors by their means over replicas, computed in float32, in one call."""
         sums = torch.cat([tensor.detach().to(torch.float32).flatten() for tensor in tensors])
         self.reduce(sums)
         parts = sums.div_(self.size).split([tensor.numel() for tensor in tensors])
@@ -61,11 +61,11 @@ class Wire:
             tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """The tensors of all replicas, of one dimension; their lengths may differ.
+        """All-gathers tensors of one dimension, whose lengths may differ.
 
         Args:
-            tensor: this replica's.
-            lengths: lengths of all tensors, which every replica knows.
+            tensor: this replica's tensor.
+            lengths: the lengths of all replicas' tensors.
         """
         if self.swaps(tensor.device):
             return self._gather_two(tensor, lengths[1 - self.rank])
@@ -84,24 +84,24 @@ class Wire:
         """Begins to send a tensor to the other of two replicas.
 
         Args:
-            tensor: contiguous and not empty; must not change until the transfer has ended.
+            tensor: contiguous and not empty; must not change before the transfer has ended.
             number: number of the message, unique among those in flight.
         """
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return self._send(tensor, number)
 
     def receive(self, tensor: Tensor, number: int) -> Transfer:
-        """Begins to receive a message from the other of two replicas, which is not written to the
-        network before.
+        """Begins to receive a message from the other of two replicas. The message is not written to
+        the network before this call.
 
         Args:
             tensor: contiguous, of the message's size.
-            number: as for :meth:`send` in the other replica.
+            number: the number that the other replica passes to :meth:`send`.
         """
         return self._receive(tensor, number)
 
     def gather_same(self, tensor: Tensor) -> list[Tensor]:
-        """As :meth:`gather`, for tensors of equal lengths."""
+        """Like :meth:`gather`, for tensors of equal lengths."""
         if self.swaps(tensor.device):
             return self._gather_two(tensor, tensor.numel())
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

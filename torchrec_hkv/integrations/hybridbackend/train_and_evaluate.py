@@ -199,7 +199,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _while_all_have(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yields batches until some rank has no more."""
+    """Yields batches until a rank has no more."""
     own = iter(batches)
     while True:
         batch = next(own, None)

@@ -39,7 +39,7 @@ class Outgoing:
         values: int64 ids; None if ``blocks`` is given.
         weights: float32 ``[ids]``, or float64 for scores
             (:mod:`torchrec_hkv.sharding.dists.scores`); or None.
-        blocks: the blocks to send, if they have been made already.
+        blocks: the blocks to send, if they exist already.
     """
 
     keys: list[str]
@@ -53,18 +53,18 @@ class Outgoing:
 class CountedAllToAll(KJTAllToAll):
     """TorchRec's exchange of ids with fewer synchronizations and collectives.
 
-    TorchRec reads from the device how many ids go to each rank, sends that, reads how many arrive,
-    sends lengths and ids separately, and reads from the final batch how many ids each feature has.
-    Each read drains the device's queue, and the device idles until the host has launched more work.
-    Here the device counts the ids of each feature and sends the counts itself, the host reads all
-    of them at once, and lengths are sent together with ids.
+    TorchRec reads from the device how many ids go to each rank, sends these numbers, reads how many
+    ids arrive, sends lengths and ids separately, and reads from the final batch how many ids each
+    feature has. Each read drains the device's queue, and the device idles until the host has
+    launched more work. This class counts the ids of each feature on the device, sends the counts
+    from there, reads all counts at once, and sends lengths together with ids.
 
     A batch with a separate batch size for each feature uses TorchRec's exchange. So does a batch
     whose size differs between ranks, after the counts have arrived. With a single rank the batch is
     returned unchanged.
 
-    An input distribution must not store it in an attribute ``_dist``, because train pipelines
-    replace the ``forward`` of the object they find there.
+    An input distribution must not store this object in an attribute ``_dist``, because train
+    pipelines replace the ``forward`` of the object that they find there.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CountedAllToAll(KJTAllToAll):
 
 
 class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
-    """A batch that stays on its rank, with the interface of one that has been exchanged."""
+    """A batch that stays on its rank, with the interface of an exchanged batch."""
 
     def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
         """
@@ -127,7 +127,7 @@ class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
         """
         Awaitable.__init__(self)  # the constructor of TorchRec's class would start collectives
         self._workers = 1
-        # Copied, because lookups replace the weights of the batch they get.
+        # Copied, because lookups replace the weights of their batch.
         self._input = features if features.weights_or_none() is None else copy.copy(features)
         self._needs_counts = needs_counts
         self._input_splits = self._output_splits = {"values": [features.values().numel()]}

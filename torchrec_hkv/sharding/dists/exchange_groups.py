@@ -1,9 +1,9 @@
 """Splits tables into groups for the exchange between ranks; each group has its own wire dtype.
 
 TorchRec exchanges the rows of all tables of a sharding type at once. With several groups, the
-exchange of one overlaps with the lookup of the next, and in the backward with its update. Tables
-with different wire dtypes are in different groups. Groups of row-wise pooled tables become parts of
-one sharding; other groups become shardings of their own.
+exchange of a group overlaps with the lookup of the next group, and in the backward with its update.
+Tables with different wire dtypes are in different groups. Groups of row-wise pooled tables become
+parts of one sharding; other groups become shardings of their own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Exchange:
         """Checks that a collection has all tables with wire dtypes.
 
         Raises:
-            ValueError: it lacks some; the message names them.
+            ValueError: the collection lacks some; the message names them.
         """
         unknown = sorted(set(self.wire_dtypes) - {""} - set(tables))
         if unknown and self.is_checked:
@@ -193,9 +193,9 @@ def wire_dtypes(
 
 
 def needs_ours(infos: Sequence[Any]) -> bool:
-    """Whether this package's shardings must serve some tables: if one is on a backend, or if tables
-    are split into groups. With TorchRec's shardings, a rank without tables in a group would send
-    float32, although the other ranks expect the dtype of the tables."""
+    """Whether this package's shardings must serve some tables, because a table is on a backend, or
+    because tables are split into groups. With TorchRec's shardings, a rank without tables in a
+    group would send float32, although the other ranks expect the dtype of the tables."""
     return (isinstance(infos, ExchangeGroup) and infos.uses_own_shardings) or has_ours(infos)
 
 
@@ -225,7 +225,7 @@ def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[
     position, held = 0, 0.0
     for number in range(1, count + 1):
         wanted, first = sum(weights) * number / count, position
-        # Take at least one item, and leave at least one for each later part.
+        # Take at least one item, and leave at least one per later part.
         while position < len(items) - (count - number) and (
             position == first or held + weights[position] / 2 <= wanted
         ):

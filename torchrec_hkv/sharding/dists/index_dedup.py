@@ -20,12 +20,12 @@ def deduplicate(
     Args:
         features: any int64 ids; the features of a table are adjacent.
         features_per_table: number of features of each table.
-        is_unique: for each table, whether its ids are known to be unique, so that they are not
-            deduplicated. None: no table's are.
+        is_unique: for each table, whether its ids are known to be unique and are not deduplicated.
+            None: False for all tables.
 
     Returns:
-        The unique ids of each table, as one bag of its first feature; if ids have weights, with the
-        last weight of each. And for each input id its position among the unique ids, int64 ``[n]``.
+        The unique ids of each table, as one bag of its first feature, with the last weight of each
+        id if ids have weights; and the position of each input id among them, int64 ``[n]``.
     """
     batch_size = features.stride()
     lengths = features.lengths().new_zeros(len(features.keys()) * batch_size)

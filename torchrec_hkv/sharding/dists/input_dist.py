@@ -92,7 +92,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             pg: the ranks.
             feature_hash_sizes: ``num_embeddings`` of each feature's table.
             feature_is_hashed: for each feature, whether its ids are mapped by hash (True) or are
-                row numbers in contiguous blocks, as those of stock tables (False).
+                row numbers in contiguous blocks, as in stock tables (False).
             is_sequence: whether the order of the ids is needed later to reorder rows.
             needs_counts: see :class:`CountedAllToAll`.
             device: device of the ids.

@@ -1,10 +1,10 @@
 """Mean pooling of row-wise sharded tables: lookups return sums, which are divided after the
 reduction over ranks.
 
-TorchRec divides all outputs of a collection by their bag lengths as soon as one row-wise table has
-mean pooling, except for features that a row-wise table sums. It thus divides the outputs of tables
-with other sharding types, whose lookups return final sums or means, once more; it divides either
-all or no tables of a shared feature; and it does not divide grid-sharded tables.
+If one row-wise table has mean pooling, TorchRec divides all outputs of a collection by their bag
+lengths, except for features that a row-wise table sums. It thus also divides outputs of tables with
+other sharding types, whose lookups return final sums or means. It divides either all or no tables
+of a shared feature, and it does not divide grid-sharded tables.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def divide(outputs: KeyedTensor, divisor: Tensor) -> KeyedTensor:
 
 
 def _lengths(features: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """The length of the bag of each sample by feature, or the sum of its weights; 1 if it is 0."""
+    """For each feature, the length or the sum of weights of each sample's bag; 1 instead of 0."""
     weights = features.weights_or_none()
     if weights is None:
         lengths = features.lengths().float()

@@ -1,8 +1,8 @@
 """Output distribution: the exchange of pooled rows between ranks.
 
-TorchRec divides gradients by the number of ranks after they have arrived from all ranks. Here each
-rank divides its gradient before sending it, with the same result. Under row-wise sharding this
-processes the rows of one rank instead of those of all ranks.
+TorchRec divides gradients by the number of ranks after they have arrived from all ranks. In this
+module, each rank divides its gradient before sending it, with the same result. Under row-wise
+sharding it thus processes the rows of one rank instead of those of all ranks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
 
 
 class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
-    """Output distribution for whole tables or columns, in the same cases."""
+    """Output distribution for whole tables or columns, in the cases of
+    :class:`RowWiseOutputDist`."""
 
     def __init__(self, theirs: TwPooledEmbeddingDist) -> None:
         """
         Args:
-            theirs: TorchRec's distribution, used in the other cases.
+            theirs: TorchRec's distribution, used in all other cases.
         """
         super().__init__()
         self._theirs = theirs
@@ -144,8 +145,8 @@ class _Exchange(Unlogged, Awaitable[Tensor]):
 class _SumExchange(_Exchange):
     """Row-wise exchange: each rank gets sums over ranks.
 
-    On CPUs it uses gloo's all_to_all, which takes a third of the processor time of its
-    reduce_scatter, and two thirds of that of its all_gather.
+    On CPUs it uses gloo's all_to_all, which takes a third of the CPU time of gloo's reduce_scatter,
+    and two thirds of that of its all_gather.
     """
 
     def begin_rows(self, rows: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Scores of ids in a batch, and how they are sent together with the ids.
 
-They are sent as the weights of the KeyedJaggedTensor. If all scores come from weights, these are
-the float32 weights themselves. Otherwise they are float64 tensors that only carry bits: the 64 bits
-of a score, or, in a weighted collection, those of a float32 weight and an int32 score.
+Scores are sent as the weights of the KeyedJaggedTensor. If all scores come from weights, the
+float32 weights are sent. Otherwise a float64 tensor carries the 64 bits of a score, or, in a
+weighted collection, the bits of a float32 weight and an int32 score.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def check_score_source(table: str, features: Sequence[str], options: BackendOpti
     """Checks that a table has one feature of scores for each feature.
 
     Raises:
-        ValueError: it does not; the message names the table and both lists.
+        ValueError: the numbers differ; the message names the table and both lists.
     """
     source = options.score_source
     if source is None or not source.features or len(source.features) == len(features):
@@ -197,7 +197,7 @@ def check_score_source(table: str, features: Sequence[str], options: BackendOpti
 
 
 def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: str) -> None:
-    """Checks that there is one score for each id."""
+    """Checks that there is one score per id."""
     what = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
     if source not in features.keys():  # noqa: SIM118
         raise ValueError(f"{what}, which the batch lacks: it has {features.keys()}.")

@@ -1,8 +1,8 @@
 """CUDA stream order of input distribution, lookup and outputs in train pipelines.
 
-Some of TorchRec's pipelines run them on different streams with missing dependencies. The
-semi-synchronous pipeline may look up ids that have not arrived. The pipeline that overlaps lookups
-with the optimizer may reuse the memory of outputs before they have been read.
+Some of TorchRec's pipelines run these stages on different streams without the needed dependencies.
+The semi-synchronous pipeline may look up ids that have not arrived. The pipeline that overlaps
+lookups with the optimizer may reuse the memory of outputs before they have been read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def follow_lookup(outputs: LazyAwaitable[Any], looked_up_on: torch.cuda.Stream |
 
     Args:
         outputs: the outputs.
-        looked_up_on: what :func:`follow_exchange` returned.
+        looked_up_on: result of :func:`follow_exchange`.
     """
     if looked_up_on is not None:
         outputs.callbacks.append(functools.partial(_taken, looked_up_on=looked_up_on))
@@ -86,6 +86,6 @@ def _taken(
     if current != looked_up_on:
         for tensor in [outputs] if isinstance(outputs, KeyedTensor) else outputs.values():
             tensor.record_stream(current)
-        # The inputs of the outputs are freed by now; the lookup's stream may reuse their memory.
+        # The lookup's inputs are freed by now, and the lookup's stream may reuse their memory.
         looked_up_on.wait_stream(current)
     return outputs

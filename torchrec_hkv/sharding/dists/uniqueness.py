@@ -14,7 +14,7 @@ Tables = bool | Collection[str] | Mapping[str, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Uniqueness:
-    """The declarations that a sharder got.
+    """A sharder's declarations of unique ids.
 
     Attributes:
         unique: tables whose ids do not repeat within a batch of a rank.
@@ -46,7 +46,7 @@ class Uniqueness:
 
         Args:
             tables: tables of the collection.
-            ours: those of them on backends.
+            ours: the tables on backends.
             dedups: whether the collection deduplicates ids.
 
         Raises:

@@ -1,7 +1,7 @@
 """TorchRec's lookups of all groups of a sharding, with kernels for tables on backends.
 
-Their ``prefetch`` uses a list of kernels that does not include the kernels of backends. These find
-ids in their forward, with or without prefetching.
+The ``prefetch`` of these lookups skips the kernels of backends, which find ids in their forward,
+with or without prefetching.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torchrec_hkv.sharding.kernels.kernel import (
 
 
 class _AnyDtype:
-    """Sends the right dtype from ranks without tables, for which TorchRec's lookups always send
-    float32; a mixin before TorchRec's lookups."""
+    """Makes ranks without tables send the right dtype; TorchRec's lookups always send float32 from
+    them. A mixin before TorchRec's lookups."""
 
     def __init__(self, *args: Any, output_dtype: torch.dtype, **kwargs: Any) -> None:
         """
@@ -51,8 +51,8 @@ class _AnyDtype:
 
 
 class _RefusesStateTracking:
-    """Refuses trackers of optimizer states, which can't read those of backends; a mixin before
-    TorchRec's lookups."""
+    """Refuses trackers of optimizer states, because they can't read the states of backends. A mixin
+    before TorchRec's lookups."""
 
     def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Called by TorchRec's ``ModelDeltaTracker`` in the modes that track optimizer states.

@@ -5,8 +5,8 @@ weight decay of SGD, weight decay of Adagrad) have the meaning of ``torch.optim`
 the weight decay of Adam is decoupled for ``torch.optim.Adam`` and ``AdamW``, unless
 ``weight_decay_mode`` says otherwise.
 
-Without an optimizer a table is trained like a stock table: with FBGEMM's defaults, which are plain
-SGD at a learning rate of 0.01.
+Without an optimizer a table is trained like a stock table, with FBGEMM's default: plain SGD at a
+learning rate of 0.01.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ATTRIBUTES: dict[str, dict[str, str]] = {
 }
 # Parameters that are not simply copied to an attribute.
 _TRANSLATED = ("gradient_clipping", "max_gradient")
-#: FBGEMM supports it for row-wise Adagrad only.
+#: A parameter that FBGEMM supports for row-wise Adagrad only.
 _MAX_NORM = "max_norm"
 _TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
     "sgd": ("weight_decay_mode",),
@@ -90,7 +90,7 @@ _TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
     "lamb": ("betas", "extra_optimizer_config"),
     "ftrl": (),
 }
-#: TensorFlow's default, since TorchRec has no FTRL.
+#: TensorFlow's default, because TorchRec has no FTRL.
 _FTRL_INITIAL_ACCUMULATOR = 0.1
 
 # Fused parameters about the storage of stock tables. They do not affect training, so tables on
@@ -226,8 +226,8 @@ def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> 
     return {"weight_decay_mode": "decoupled" if "adam" in optimizer else "coupled"}
 
 
-# Optimizers whose class TorchRec's sharding does not know: an equivalent class that it knows, and
-# the defaults to use with it.
+# For each optimizer class that TorchRec's sharding does not know: an equivalent class that it
+# knows, and the defaults to use with that class.
 _UNKNOWN_TO_TORCHREC: dict[
     type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dict[str, Any]]
 ] = {

@@ -8,13 +8,13 @@ _COUNTERS = ("iter", "iter_cpu")
 
 
 def optimizer_steps(module: nn.Module) -> int:
-    """The largest number of updates that a stock kernel in a module has counted; 0 without one."""
+    """The largest number of updates of a stock kernel in a module; 0 without stock kernels."""
     found = [int(kernel.iter) for kernel in module.modules() if hasattr(kernel, "iter")]
     return max(found, default=0)
 
 
 def set_optimizer_steps(module: nn.Module, steps: int) -> None:
-    """Gives all stock kernels in a module a number of updates."""
+    """Sets the number of updates of all stock kernels in a module."""
     for kernel in module.modules():
         for name in _COUNTERS:
             if hasattr(kernel, name):

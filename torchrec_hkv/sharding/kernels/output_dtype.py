@@ -58,7 +58,7 @@ def check_output_dtype(table: str, backend: str, given: Any) -> torch.dtype:
 def output_dtype_of_ranks(
     groups_of_ranks: Iterable[Iterable[GroupedEmbeddingConfig]],
 ) -> torch.dtype:
-    """The output dtype of a sharding's groups on all ranks, which have the same
+    """The output dtype of a sharding's groups on all ranks, which all have the same dtype
     (:func:`check_output_dtypes`)."""
     for group in itertools.chain.from_iterable(groups_of_ranks):
         given = (group.fused_params or {}).get(OUTPUT_DTYPE)

@@ -15,10 +15,10 @@ from torchrec_hkv.sharding.modules.collection import BackendCollection
 def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     """A context in which backwards do not update the tables on backends.
 
-    Forwards and backwards in it store their gradients. The first backward whose forward was made
-    outside applies the sum of all gradients as one update, like ``DistributedDataParallel.no_sync``
-    for dense parameters. Stock fused tables are not affected: TorchRec updates them in every
-    backward.
+    Backwards of forwards in the context store their gradients. The first backward of a forward
+    outside the context applies the sum of all gradients as one update, like
+    ``DistributedDataParallel.no_sync`` for dense parameters. Stock fused tables are not affected:
+    TorchRec updates them in every backward.
 
     Args:
         model: the sharded model.

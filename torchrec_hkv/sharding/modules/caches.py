@@ -9,7 +9,7 @@ from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 
 def populate_caches(model: nn.Module) -> int:
-    """Selects again which rows the caches of a model's tables hold, on backends with caches.
+    """Selects the rows of the caches of a model's tables again, on backends with caches.
 
     The caches of ``tt`` tables with a ``cache_size`` get the rows of the most frequent ids
     (docs/concepts/tensor_train.md). Call it on every rank between a backward and the next forward.

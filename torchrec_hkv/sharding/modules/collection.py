@@ -74,8 +74,8 @@ class BackendCollection:
     """Makes TorchRec's sharded collections work with kernels from outside TorchRec.
 
     A mixin, to be placed before TorchRec's class. Its attributes are set before TorchRec's
-    ``__init__`` runs, because that calls methods which need them. None of them is a module or a
-    parameter.
+    ``__init__`` runs, because ``__init__`` calls methods that need them. No attribute is a module
+    or a parameter.
     """
 
     #: TorchRec's attribute that holds the modules of tables; also a part of their names.
@@ -86,10 +86,10 @@ class BackendCollection:
     #: The arguments it was created with; set by its sharder.
     recipe: Recipe | None = None
 
-    #: Sharding types of which TorchRec asks for all tables by name.
+    #: Sharding types for which TorchRec asks for all tables by name.
     whole_types: ClassVar[tuple[str, ...]] = ()
-    #: Sharding types whose exchange groups become parts of one sharding if a table of them is on a
-    #: backend.
+    #: Sharding types whose exchange groups become parts of one sharding if one of their tables is
+    #: on a backend.
     parted_types: ClassVar[tuple[str, ...]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -258,7 +258,7 @@ class BackendCollection:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank is to save its shards: not where an earlier rank holds the same."""
+        """Whether this rank saves its shards, because no earlier rank holds the same shards."""
         group = self.replica_group
         return group is None or dist.get_rank(group) == 0
 
@@ -328,7 +328,7 @@ class BackendCollection:
             lookups[key].load_table(key, local)
         for path in taken:
             del state_dict[path]
-        # A state dict has no placeholders, but nn.Module expects one for each parameter.
+        # A state dict has no placeholders, but nn.Module expects one per parameter.
         for name in self._table_states:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()

@@ -44,7 +44,7 @@ from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
 
 class _ReplicatedLookup:
-    """Makes tables on backends replicas of those of other ranks; a mixin before the lookups."""
+    """Makes tables on backends replicas of those on other ranks; a mixin before the lookups."""
 
     @property
     def module(self) -> _ReplicatedLookup:
@@ -63,7 +63,7 @@ class _ReplicatedLookup:
             for path, module in self.named_modules()
             if isinstance(module, BackendKernel)
             for table, _ in module.named_parameters()
-            # Each is a parameter of a submodule, and also one of the lookup itself.
+            # Each placeholder is a parameter of a submodule and of the lookup itself.
             for name in (f"{path}.{table}", table)
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)

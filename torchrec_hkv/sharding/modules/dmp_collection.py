@@ -1,4 +1,5 @@
-"""2D parallelism: groups of ranks that each hold the whole model, brought together now and then."""
+"""2D parallelism: each group of ranks holds a replica of the model; replicas are synced at
+times."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from torchrec_hkv.sharding.validation import replicas_synced
 class DMPCollection(model_parallel.DMPCollection):
     """TorchRec's ``DMPCollection`` for tables of any backend, with the same arguments.
 
-    ``sync()`` averages stock and Tensor-Train tables as TorchRec does, and reconciles rows of hash
+    ``sync()`` averages stock and Tensor-Train tables as TorchRec does, and merges rows of hash
     tables by id: it sends the ids that were touched since the last sync, not the whole table.
     ``docs/concepts/replicas.md`` has the rules.
 
@@ -53,7 +54,7 @@ class DMPCollection(model_parallel.DMPCollection):
         init_parameters: as in ``DistributedModelParallel``.
         data_parallel_wrapper: as in ``DistributedModelParallel``.
         use_inter_host_allreduce: True: the ranks of a group are consecutive. False: the ranks that
-            hold the same shard are.
+            hold the same shard are consecutive.
         custom_all_reduce: averages tensors of stock tables over the replicas, in place.
         submodule_configs: plans and group sizes of modules of some types.
         rs_awaitable_hook_module: as in TorchRec.
@@ -61,7 +62,7 @@ class DMPCollection(model_parallel.DMPCollection):
 
     Raises:
         ValueError: ``sharding_group_size`` does not divide ``world_size``, or a table's backend
-            can't keep replicas in step; on a CPU also for options that need a GPU.
+            can't sync replicas; on a CPU also for options that need a GPU.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class DMPCollection(model_parallel.DMPCollection):
             kwargs = {}
         else:
             kwargs["rs_awaitable_hook_module"] = rs_awaitable_hook_module
-        # On a GPU it is TorchRec's constructor that shards.
+        # On a GPU, TorchRec's constructor shards the model.
         build = self._build if device.type == "cpu" else super().__init__
         sizes = (world_size, sharding_group_size)
         with replicas_synced():
@@ -153,7 +154,7 @@ class DMPCollection(model_parallel.DMPCollection):
         self._device, self._pg = device, global_pg
         self._global_rank = dist.get_rank(global_pg)
         self._custom_all_reduce = custom_all_reduce
-        # Of later versions of TorchRec.
+        # An attribute of later versions of TorchRec.
         self._all_reduce_hook = None
         self._use_sharded_relay, self._sharded_relay_state = False, None
         self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
@@ -253,15 +254,15 @@ class DMPCollection(model_parallel.DMPCollection):
                         yield lookups[key].replica_sync(replicas), replicas
 
     def sync(self, include_optimizer_state: bool = True) -> None:
-        """Brings the replicas together; a collective call of all ranks.
+        """Merges the replicas; a collective call of all ranks.
 
         Call it after the backward of a step and before the next lookup in training.
 
         Args:
-            include_optimizer_state: whether optimizer states are brought together, too.
+            include_optimizer_state: whether optimizer states are merged, too.
 
         Raises:
-            RuntimeError: a backward is still to come; nothing has changed then.
+            RuntimeError: a backward is pending; nothing has changed then.
         """
         for sync in self._replica_syncs:
             sync.check()
@@ -272,7 +273,7 @@ class DMPCollection(model_parallel.DMPCollection):
 
     @property
     def last_sync(self) -> Synced:
-        """What the last :meth:`sync` did on this rank to tables that are on backends."""
+        """The result of the last :meth:`sync` on this rank, for tables on backends."""
         return self._last_sync
 
     def _allreduce_tensors(
@@ -285,7 +286,7 @@ class DMPCollection(model_parallel.DMPCollection):
         if self._device.type != "cpu" or self._custom_all_reduce is not None:
             super()._allreduce_tensors(place, tensors_dict, annotation, opts)
             return
-        group = replica_group(place)  # gloo adds, but has no averages
+        group = replica_group(place)  # gloo has sums, but no averages
         averages = opts is None or opts.reduceOp == dist.ReduceOp.AVG
         for tensors in tensors_dict.values():
             for tensor in tensors:

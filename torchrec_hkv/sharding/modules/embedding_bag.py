@@ -40,7 +40,7 @@ from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.modules.parts import PartedLookup
 from torchrec_hkv.sharding.validation import PlannedTable
 
-# Sharding types whose column shards arrive in the order of ranks and are permuted to that of
+# Sharding types whose column shards arrive in the order of ranks and are permuted to the order of
 # columns.
 _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
@@ -143,9 +143,9 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Starts the input distribution of a batch with equal batch sizes, after the first one.
-        Does the same as TorchRec's ``input_dist``, but with a single sharding it does not
-        synchronize with the device: TorchRec splits the features by sharding, which needs the
-        number of ids of each."""
+        Does the same as TorchRec's ``input_dist``, but does not synchronize with the device if
+        there is one sharding: TorchRec splits the features by sharding, which needs the number of
+        ids of each feature."""
         if self._has_features_permute:
             features = in_order(features, self._features_order, self._features_order_tensor)
         parts = [features]
@@ -193,8 +193,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         self, ctx: EmbeddingBagCollectionContext, outputs: LazyAwaitable[KeyedTensor]
     ) -> LazyAwaitable[KeyedTensor]:
         if self._means:
-            # First of the callbacks, so that later ones, which order streams, see the final
-            # outputs.
+            # The first callback, so that callbacks that order streams get the final outputs.
             outputs.callbacks.insert(0, functools.partial(divide, divisor=ctx.divisor))
         return outputs
 

@@ -1,4 +1,4 @@
-"""Training lookups whose backward has not run, before the rows of their tables are replaced."""
+"""Frees training lookups whose backward has not run, before the rows of tables are replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrec_hkv.backends.protocol import GroupLookup
 
 
 def collect_open_lookups(lookups: Iterable[GroupLookup]) -> None:
-    """Frees lookups whose output nobody holds any more.
+    """Frees lookups whose output is not referenced any more.
 
     A lookup keeps its rows in place until its backward has run or its autograd graph is freed. A
     graph in a reference cycle is freed by the garbage collector only. A collection takes up to a

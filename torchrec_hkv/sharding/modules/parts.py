@@ -1,10 +1,9 @@
 """Row-wise pooled tables whose rows are exchanged in several parts.
 
-If TorchRec's sharding is split into groups, each group has its own input distribution, and the host
-takes as long for each as for all tables together. Parts share one sharding and one input
-distribution. The lookup processes them one after the other: the rows of a part are sent while the
-next part is looked up. In the backward, gradients of one part arrive while rows of another are
-updated.
+If TorchRec's sharding is split into groups, each group has its own input distribution, which takes
+as much host time as one for all tables. Parts share one sharding and one input distribution. The
+lookup processes them one after the other: the rows of a part are sent while the next part is looked
+up. In the backward, gradients of one part arrive while rows of another are updated.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class _Sender:
         return merged_groups(outputs, self._sizes[groups], self._num_features[groups])
 
     def _context_of(self, begin: int, end: int) -> EmbeddingShardingContext | None:
-        """The context for some of the features."""
+        """The context for the features from ``begin`` to ``end``."""
         context = self.context
         if context is None or not context.variable_batch_per_feature:
             return context

@@ -15,10 +15,10 @@ from torchrec_hkv.sharding.tables import Collection, table_configs, table_weight
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a collection is sharded, all but the plan.
+    """The arguments with which a collection was sharded, without the plan.
 
     Attributes:
-        sharder: that made it.
+        sharder: the sharder that created the collection.
         module: the unsharded collection, without values.
         env: the ranks.
         device: device of the tables.
@@ -40,11 +40,11 @@ class Recipe:
         device: torch.device | None,
         path: str | None,
     ) -> Recipe:
-        """The recipe of a collection that will be sharded; keeps no values of it."""
+        """The recipe of a collection that will be sharded. It does not store values of weights."""
         return cls(sharder, _without_values(module), env, device, path)
 
     def make(self, plan: Mapping[str, ParameterSharding]) -> nn.Module:
-        """The sharded collection under another plan, with fresh tables; a collective call."""
+        """Creates the collection under another plan, with new tables; a collective call."""
         return self.sharder.shard(self.module, dict(plan), self.env, self.device, self.path)
 
 
@@ -57,7 +57,7 @@ def _without_values(module: Collection) -> Collection:
     else:
         copy = type(module)(configs, is_weighted=module.is_weighted(), device=device)
     for config in configs:
-        # What apply_optimizer_in_backward has said of the weight.
+        # Attributes that apply_optimizer_in_backward has set on the weight.
         applied = vars(table_weight(module, config.name))
         for name, value in applied.items():
             setattr(table_weight(copy, config.name), name, value)

@@ -88,7 +88,7 @@ class _BackendSharder:
             num_groups = environment.number("EMB_NUM_GROUPS", 1)
         is_given = wire_dtype is not None
         if wire_dtype is None:
-            # The tables named there may belong to several collections.
+            # The tables in the variable may belong to several collections.
             wire_dtype = environment.by_table("EMB_WIRE_DTYPE")
         self._exchange = Exchange(num_groups, wire_dtypes(wire_dtype), is_checked=is_given)
         # A variable applies to all collections; ignore it in those where it has no effect.
@@ -291,7 +291,7 @@ class BackendFeatureProcessedEmbeddingBagCollectionSharder(
         bags = getattr(made, PROCESSED_BAGS)
         if isinstance(bags, BackendEmbeddingBagCollection):
             bags.has_feature_processors = True
-            # The module with the processors has the plan, so the bags are not sharded again alone.
+            # The bags are never sharded again by themselves: the module with the processors is.
             bags.recipe = None
         return made
 

@@ -24,14 +24,15 @@ from torchrec.distributed.types import (
 
 from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, TensorSpec
 
-#: Name of a tensor in the state of every table: the number of shards, once for each shard. Its
-#: global size is this number, so that loading at another world size fails before data is read.
+#: Name of a tensor in the state of a table: the number of shards, once for each shard. Its global
+#: size is this number, so loading at another world size fails before data is read.
 SHARDS_KEY = "shards"
 
 #: Number of owner buckets. Each rank owns a range of them in a table that is sharded by hash.
 OWNER_BUCKETS = 1 << 16
 
-#: Name of the tensor that replaces it in tables with exchange: the layout over the ranks.
+#: Name of the tensor that replaces :data:`SHARDS_KEY` in tables with exchange: the layout over the
+#: ranks.
 LAYOUT_KEY = "layout"
 
 _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
@@ -159,7 +160,7 @@ class ShardedTableState:
             placement = self.placements[index]
             tensor = local.get(shard.key) if placement.rank() == rank else None
             if tensor is not None and tensor.device.type != placement.device().type:
-                # A backend may export tensors that it keeps in host memory from there.
+                # A backend may export tensors in host memory.
                 placement = _remote_device(f"rank:{placement.rank()}/{tensor.device}")
             metadata.append(
                 ShardMetadata(

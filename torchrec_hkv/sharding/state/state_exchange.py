@@ -1,8 +1,8 @@
 """Loads the state of tables that are sharded by hash, after saving on other ranks.
 
 ``torch.distributed.checkpoint`` gives every rank a part of the positions of a saved table. If the
-distribution over ranks is the saved one, they belong to this rank. Otherwise every entry is
-broadcast to all ranks, in batches, and each rank takes the entries that it owns.
+distribution over ranks equals the saved one, these entries belong to this rank. Otherwise every
+entry is broadcast to all ranks, in batches, and each rank takes the entries that it owns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
-# Number of entries that are broadcast at a time, and bytes of admission counters.
+# Number of entries, or of bytes of admission counters, that are broadcast at a time.
 _BATCH = 1 << 16
 _BYTES = 1 << 24
 

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     write_back_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
-  const int lane = threadIdx.x % kWarp;  // of the first set, one for each frame
+  const int lane = threadIdx.x % kWarp;  // the first lanes take one frame each
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     const uint64_t tags = frames.load_tags(set);
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
        set < frames.num_sets; set += stride) {
     unsigned long long tags = frames.load_tags(set);
     const Frames::SetPlace in_set = frames.first_of_set(set);
-    const int64_t end = frames.end_of(in_set), apart = frames.region_sets;  // of the set's slots
-    int64_t chosen = kNoSlot;  // by the lane of each frame
+    const int64_t end = frames.end_of(in_set),
+                  apart = frames.region_sets;  // distance between the set's slots
+    int64_t chosen = kNoSlot;                  // the slot that the lane's frame gets
     for (int place = 0; place < frames.frames_of_set; ++place) {
       if (Frames::is_taken(frames.tag_at(tags, place))) continue;
       // The highest rank of the slots without a frame, and the first of these.

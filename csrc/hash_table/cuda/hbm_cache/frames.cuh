@@ -44,9 +44,8 @@ struct FrameClaim {
 // or filled meanwhile. kNew: the slot's id is new, its row in host memory is not valid, and its
 // frame becomes dirty. The caller must move the rows.
 //
-// Under LRU, rows that were touched again after they came leave after those that were not: most
-// incoming ids of a skewed distribution are rare, and would evict rows that are touched every few
-// calls.
+// Under LRU, rows that were touched again after they got their frame leave last: most incoming ids
+// of a skewed distribution are rare, and would evict rows that are touched every few calls.
 template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
@@ -64,7 +63,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       claim.frame = frames.frame_at(set, place);
       return claim;
     }
-    // Loads all at once. kFreeStep: the frame is free, or its entry has left the table.
+    // Loads all steps at once. kFreeStep: the frame is free, or its entry has left the table.
     uint32_t steps[kMostOfSet];
 #pragma unroll
     for (int p = 0; p < kMostOfSet; ++p) {

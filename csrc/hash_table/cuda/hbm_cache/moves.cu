@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// A stretch has some MB of rows in a group as large as host memory.
+// In a group as large as host memory, a stretch (moves.cuh) has some MB of rows.
 constexpr uint32_t kMostStretches = 1 << 15;
 constexpr int kScanThreads = 1024;
 
@@ -35,7 +35,7 @@ struct Layout {
   }
 };
 
-// Counts of a warp, of one table at a time, so that few atomics go to its counters.
+// Counts of a warp, for one table at a time, so that few atomics go to the table's counters.
 struct ClaimTally {
   const TableView* table = nullptr;
   uint32_t fetched = 0, host_hits = 0, written_back = 0;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     uint32_t at = listed_before + __popc(listed & ((1u << lane) - 1));
     for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
-    __syncthreads();  // the next round overwrites it
+    __syncthreads();  // the next round overwrites both
     if (!comes && !leaves) continue;
     const Move move(mine->first_slot + slot, place, is_new,
                     leaves ? 1 + mine->frames.place_in_set(claim.leaver).number : 0);

@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A row that has got a frame, in one word.
+// The move of a row to its new frame, in one word.
 class Move {
  public:
   // slot: its number in the group. place: the frame's number in its set. is_new: the row in host
@@ -53,8 +53,8 @@ struct MoveAt {
   }
 };
 
-// The moves of a call, ordered by *stretches* of the group's slots, which are neighbours in host
-// memory.
+// The moves of a call, ordered by *stretches*: ranges of the group's slots, which are neighbours in
+// host memory.
 struct Moves {
   uint32_t* stretches;  // [4 * vectors] moves of each stretch; later the place of its next move
   uint32_t* number;     // number of all moves
@@ -82,7 +82,7 @@ size_t moves_scratch(int64_t num_ids, const MovingRows& moving);
 void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
                const MovingRows& moving, cudaStream_t stream);
 
-// The same by bulk copies, on sm_90 and later (in moves_bulk.cu).
+// As move_rows, by bulk copies, on sm_90 and later (in moves_bulk.cu).
 void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
                   cudaStream_t stream);
 

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kWarp)
   __syncwarp();
   const uint32_t number = *moves.number;
   const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
-  // Two turns ahead the warp takes moves, one turn ahead it loads them.
+  // The warp takes moves two turns ahead, and loads them one turn ahead.
   uint32_t taken = 0;  // taken by lane 0
   bool loaded = false;
   Move ahead(0, 0, true, 0);

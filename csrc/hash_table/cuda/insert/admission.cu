@@ -1,14 +1,14 @@
-// Admission on the GPU, up to three passes over the positions of a call:
-//   1. tally: ids drawn by probability are decided; those of a sketch are added to it; those of a
-//      table that counts in cells are deduplicated in a scratch table: an entry has the first
-//      position of its id, the owner, and how often the call asks for it; all remember the entry.
-//   2. count, where a table counts in cells: owners add to their ids' counts. As each id has one
-//      owner, a cell is taken by a compare-and-swap of its meta, which then names the present step:
-//      a cell of this step is nobody else's, so its id is written without a lock. Where the result
-//      must not depend on chance, ids of one set are counted in the order of the batch
-//      (admission_ordered.cu).
-//   3. mark, where something was counted: every position asks its entry, or the sketch.
-// What a call asks for is counted before the first id is decided, as on the CPU.
+// Admission on the GPU. Up to three kernels pass over the positions of a call. They count all
+// occurrences before they decide the first id by its count, as on the CPU.
+//   1. tally decides ids that are drawn by probability, and adds ids of sketched tables to the
+//      sketch. Ids of tables that count in cells are deduplicated in a scratch table: an entry
+//      holds the first position of its id (the owner) and the number of positions with the id. Each
+//      position stores its entry.
+//   2. count, if a table counts in cells: owners add to the counts of their ids. A cell is taken by
+//      a compare-and-swap of its meta, which then holds the present step. Other owners skip a cell
+//      with the present step, so the new owner writes its id without a lock. In deterministic mode,
+//      ids of one set are counted in the order of the batch (admission_ordered.cu).
+//   3. mark, if something was counted: each position reads its entry, or the sketch.
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -19,8 +19,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// The entry of a position's id. It holds the first position of the id after all positions have
-// called this.
+// Returns the entry of a position's id. After all positions have called this, it holds the first
+// position of the id.
 __device__ uint32_t find_entry(const Batch& batch, const TallyScratch& scratch, int32_t table,
                                int64_t position) {
   const int64_t id = batch.ids[position];

@@ -22,7 +22,7 @@ struct TallyScratch {
   uint32_t* number;  // of ids
   SmallSort sort;
   BlockOrder blocks;
-  SortedPairs pairs;  // a number that stands for the id's set, and its owner
+  SortedPairs pairs;  // keys: a hash of the id's set; values: the owner
   int queue_bits;
   size_t zero_bytes;
   size_t bytes;
@@ -54,15 +54,15 @@ inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
   return scratch;
 }
 
-// Whether a position is the owner of its id, which is counted in cells.
+// Whether the id of a position is counted in cells and the position owns it.
 __device__ __forceinline__ bool owns_its_id(const TallyScratch& scratch, const int64_t* slots,
                                             int64_t position) {
   return is_remembered(slots[position]) &&
          scratch.owners[remembered(slots[position])] == static_cast<uint32_t>(position + 1);
 }
 
-// Adds to an id's count. Returns whether this admits the id, which also frees its cell. Only one
-// thread of a call does so for an id.
+// Adds to an id's count. Returns whether the id is admitted; if so, frees its cell. Only one thread
+// of a call may call this for an id.
 __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uint32_t times,
                                      uint32_t now) {
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
@@ -85,7 +85,7 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
     }
     const uint64_t sum = (is_own ? cell_count(old) : 0ull) + times;
     const bool admitted = sum >= admission.count;
-    // An id without a cell is admitted, or not counted.
+    // An id that gets no cell is admitted at once or not counted.
     if (chosen < 0 || (admitted && !is_own)) return admitted;
     auto* meta = reinterpret_cast<unsigned long long*>(&cells[chosen].meta);
     const unsigned long long next = admitted ? 0ull : cell_meta(sum, now);
@@ -99,8 +99,7 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
   }
 }
 
-// Owners add to the counts of their ids, in the order of the batch within a set. In
-// admission_ordered.cu.
+// Adds to the counts of ids, in the order of the batch within a set (admission_ordered.cu).
 void count_in_order(const Batch& batch, const Visit& visit, const Admission* admissions,
                     const int64_t* slots, const TallyScratch& scratch, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Counting of ids that are not admitted, in the order of the batch, as a CPU does it: where all
-// cells of a set are taken, the order decides who replaces whom.
+// Counts ids that are not admitted yet in the order of the batch, as the CPU does: if all cells of
+// a set are taken, the order decides which id replaces which.
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/insert/admission.cuh"
@@ -8,8 +8,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Lists the owners by their sets. Several sets may have the same number, because only the order
-// matters.
+// Lists the owners, keyed by a hash of their sets. Sets may share a key: only the order within a
+// set matters.
 __global__ void __launch_bounds__(kListThreads, 2)
     list_owners_kernel(const Batch batch, const Admission* __restrict__ admissions,
                        const int64_t* __restrict__ slots,
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
       [&](uint32_t number) { *scratch.number = number; });
 }
 
-// The thread of a queue's first id counts all of them.
+// The thread of a queue's first id counts the whole queue.
 __global__ void __launch_bounds__(kThreads)
     count_queues_kernel(const Batch batch, const Visit visit,
                         const Admission* __restrict__ admissions, const int64_t* __restrict__ slots,

@@ -1,4 +1,5 @@
-// The touch of an insertion whose caller says which ids it expects in the table.
+// Touches the found ids of an insertion whose caller states which ids it expects. If that is wrong,
+// the id is skipped.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   if (count_listed(parts, missing, listed, false)) {
     append_listed(parts, missing, listed, false, position);
   }
-  count_warp(table, kLookups, wrong, -1);  // (begin_kernel counts all positions)
+  count_warp(table, kLookups, wrong, -1);  // begin_kernel counts all positions
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which of several positions of a missing id represents it, if scores are given.
+// Chooses the position that represents a missing id if scores are given.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -7,9 +7,9 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Of several positions of an id, the one with the highest score is inserted, so that an id is
-// refused only if all its scores are too low. Positions store the entry of the scratch table until
-// choose_kernel replaces it.
+// The position with the highest score represents its id, so that the id is refused only if all its
+// scores are too low. slots[] holds the id's entry of the scratch table until choose_kernel
+// replaces it.
 __global__ void __launch_bounds__(kThreads)
     deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                        int64_t* __restrict__ slots, const Missing missing) {

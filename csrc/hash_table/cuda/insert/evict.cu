@@ -1,5 +1,6 @@
-// The part of an insertion on the GPU that evicts: ids whose buckets are full take the places of
-// the lowest ranks. A tile of lanes looks for a victim, in packed tables a thread (oldest.cuh).
+// The part of an insertion on the GPU that evicts: ids whose buckets are full take the slots of the
+// entries of lowest rank. A tile of lanes searches for a victim; in packed tables, a thread
+// (oldest.cuh).
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -14,9 +15,9 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kEvictBlocks = 3;  // blocks of a multiprocessor, which limit the registers
+constexpr int kEvictBlocks = 3;  // per multiprocessor; this limits the registers
 
-// Reserves a place among the leavers for each lane that wants one, by one atomic a warp. Called by
+// Reserves an entry of `leavers` for each lane that wants one, by one atomic per warp. Called by
 // all lanes.
 __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wanted) {
   const unsigned lanes = __ballot_sync(kAllLanes, wanted);
@@ -30,7 +31,7 @@ __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wa
   return static_cast<int64_t>(begin) + __popc(lanes & ((1u << lane) - 1));
 }
 
-// The row of a leaver: that of the evicted entry, or the given row of a refused id.
+// Copies the row of each leaver: that of the evicted entry, or the given row of a refused id.
 template <bool kOneTable>
 __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
                                                      const Placement& placement, int64_t position,
@@ -57,7 +58,7 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
   __syncwarp();  // the row that was read may be overwritten
 }
 
-// A lane's request to a tile, and the result.
+// A lane's request for a slot, and the result.
 struct Claim {
   const TableView* table;
   uint64_t score;
@@ -65,9 +66,9 @@ struct Claim {
   Place place;
 };
 
-// Prefetches the ranks of both buckets of the id with this number, of `busy` ids that need a slot.
-// This happens shortly before they are read, because the buckets of all warps do not fit L2. By a
-// tile, whose first two lanes prefetch one bucket each. kOldest: as in claim_oldest.
+// Prefetches the ranks in both buckets of the id claims[at], if at < busy. This happens shortly
+// before they are read, because the buckets of all warps do not fit L2. Called by a tile, whose
+// first two lanes prefetch one bucket each. kOldest: as in claim_oldest.
 template <bool kOldest, bool kOneTable>
 __device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
   if (lane > 1 || at >= busy) return;
@@ -96,8 +97,8 @@ struct Steps {
                             (k % kVectors * kVictimLanes + lane) * 4);
     }
   }
-  // The lowest step of the tile and its place: 0 to 63 in the first bucket, 64 to 127 in the
-  // second; the first of equal ones. Called by all lanes of a warp.
+  // The lowest step of the tile. *place: its position, 0 to 63 in the first bucket, 64 to 127 in
+  // the second; the first of equal ones. Called by all lanes of a warp.
   __device__ __forceinline__ uint32_t lowest(int lane, uint32_t* place) const {
     uint32_t least = kFreeStep;
 #pragma unroll
@@ -128,9 +129,8 @@ struct Steps {
   }
 };
 
-// Finds slots for the ids of the first `busy` lanes, one tile for each id, if scores are last steps
-// and buckets have 64 slots. Loads the steps of the next id during the present one. Called by all
-// lanes.
+// Serves the first `busy` claims, one tile per claim, if scores are last steps and buckets have 64
+// slots. Loads the steps of the next claim during the present one. Called by all lanes.
 template <bool kOneTable>
 __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
   }
 }
 
-// The same for any tables, without loading ahead. Called by all lanes.
+// As claim_oldest, for any tables and without loading ahead. Called by all lanes.
 template <bool kOneTable>
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              RefuseLower refuse_lower) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
   let_next_kernel_start();
   wait_for_kernel_before();
   const uint4 words = missing.words();
-  if (words.y == 0 && words.z == 0) return;  // full buckets
+  if (words.y == 0 && words.z == 0) return;  // no id has full buckets
   Tally<kOneTable, kMisses> misses;
   Tally<kOneTable, kInserted> inserted;
   Tally<kOneTable, kEvicted> evicted;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
       if (kPacked) {
-        // Its score, the step, is never too low.
+        // Its score, the present step, is never too low.
         if (busy) place = claim_oldest_packed(table, choice, visit.now(), visit.pinned_from());
         __syncwarp();
       } else {
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
         __syncwarp();
         if (__all_sync(kAllLanes, oldest || !busy)) {
-          claim_oldest<kOneTable>(claims, asked, visit);  // its score, the step, is never too low
+          claim_oldest<kOneTable>(claims, asked, visit);  // as above, scores are never too low
         } else {
           claim_lowest<kOneTable>(claims, asked, visit, placement.refuse_lower);
         }
@@ -284,11 +284,11 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       }
       const bool placed = busy && place.slot != kNoSlot;
       if (kPacked && busy) id = batch.ids[position];  // reloaded to save registers
-      // Loaded here and used after the counts, so that nothing waits for the load.
+      // Loaded before the counters are updated, which hides the latency.
       const bool remembers = placed && table.evicted.marks != nullptr;
       int64_t leaver = 0;
       if (kPacked) {
-        // The digest, which is a part of the hash, is still that of the evicted id.
+        // The slot still has the evicted id's digest, a part of its hash.
         if (remembers || (kLeavers && placed)) leaver = packed_id_of(table, place.slot);
       } else if (remembers) {
         leaver = table.ids[place.slot];

@@ -1,20 +1,19 @@
 // find_or_insert on the GPU, without locks:
-//   1. the clock goes on, and entries expire; find and touch (find.cu); where the group has
-//      admission, positions of ids that are not admitted are marked (admission.cu).
-//      The find lists what is missing, so that what follows need not look at every position.
-//   2. a thread looks at each position of the list; of several positions with one missing id, one
-//      stands for all (missing.cuh; with given scores deduplicate.cu chooses it) and claims a free
-//      slot (place.cuh); or all of them look into the id's bucket, and the first claims. Tiles of
-//      lanes write the rows.
-//   3. ids whose buckets are full, which have a list of their own, take the places of others
-//      (evict.cu).
-//      Where the result must not depend on chance, both are done in the order of the batch
-//      (ordered.cu).
-//   4. the other positions take the slots of those they remember; marked ones have none.
-//   5. in tables with frames, rows come into these (cuda/frames.cu).
-// Most of these kernels are launched before the one before them ends (common/chain.cuh).
-// In tables that remember what they evict, 2. looks which ids have come back, and whatever places
-// them counts them; in the order of the batch returned.cu does.
+//   1. The clock advances and entries expire. Found ids are touched (find.cu), and missing ids are
+//      listed, so that later kernels need not read every position. If the group has admission,
+//      positions of ids that are not admitted are marked (admission.cu).
+//   2. A thread takes each listed position. One position represents each missing id (missing.cuh;
+//      if scores are given, deduplicate.cu chooses it) and claims a free slot (place.cuh). Or all
+//      positions of the id search its first bucket, and the first one claims a slot. Tiles of lanes
+//      write the rows.
+//   3. Ids whose buckets are full have a list of their own and evict other entries (evict.cu). In
+//      deterministic mode, steps 2 and 3 follow the order of the batch (ordered.cu).
+//   4. The other positions of an id take the slot of the position that they refer to. Positions of
+//      ids that are not admitted get no slot.
+//   5. In tables with frames, rows move into frames (cuda/hbm_cache/frames.cu).
+// Most kernels start before the previous one ends (common/chain.cuh).
+// In tables that remember evicted ids, step 2 checks which ids return, and the kernel that places
+// them counts them; in deterministic mode, returned.cu counts them.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
@@ -37,7 +36,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Blocks of a multiprocessor, which limit the registers. An insertion mostly waits for memory, so
+// Blocks per multiprocessor, which limits the registers. An insertion mostly waits for memory, so
 // many must be in flight.
 constexpr int kInsertBlocks = 4;
 
@@ -192,13 +191,13 @@ __global__ void __launch_bounds__(kThreads)
                    const SampleLists sampled) {
   if (kSimulates) let_next_kernel_start();
   wait_for_kernel_before();
-  if (*missing.waiting != 0) {  // an id was missing twice
+  if (*missing.waiting != 0) {  // an id is missing at several positions
     for (const bool second : {false, true}) {
       resolve_list(tables, batch, visit, placement, slots, missing, second);
     }
   }
   if constexpr (kSimulates) {
-    // The first eviction is that of a missing id.
+    // Only a call with missing ids can evict for the first time.
     if (*missing.looks_on == 0 && *missing.number == 0 && *missing.number_full == 0) return;
     __shared__ Joins joins;
     list_sampled(joins, tables, batch, visit, sampled);

@@ -36,8 +36,8 @@ __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
   return __ffs(static_cast<int>(mask)) - 1;
 }
 
-// Counts events of a warp's ids in a counter of each lane's table: at the end of the kernel if
-// there is one table, else at once. Called by all lanes.
+// Counts events of a warp's ids in a counter of each lane's table: with one table in `finish`, at
+// the end of the kernel; otherwise at once. Called by all lanes.
 template <bool kOneTable, Counter kCounter>
 struct Tally {
   uint32_t number = 0;  // of the warp so far, if there is one table
@@ -61,9 +61,9 @@ struct RowToWrite {
   int64_t slot;
 };
 
-// Writes the entries of a warp's new ids. busy: whether the thread has one; slot: its slot in the
-// table; rows: of the warp, in shared memory. The row of a leaver must have been read before.
-// settle_rows writes the rows of tables with frames. Called by all lanes.
+// Writes the rows of a warp's new ids. busy: whether the lane has a new id; slot: its slot in the
+// table; rows: of the warp, in shared memory. The rows of leavers must have been copied before.
+// settle_rows writes those of tables with frames. Called by all lanes.
 template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
                                                    bool busy, int64_t id, int64_t slot) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
     write_new_row<kRows>(kOneTable ? *mine : stored_table<false>(row.table), row.source, row.slot,
                          kNoFrame, lane);
   }
-  __syncwarp();  // the next call writes there
+  __syncwarp();  // the next call overwrites `rows`
 }
 
 // Number of blocks that fill the device. This limits the cost of a launch without work.
@@ -101,8 +101,8 @@ void touch_as_believed(const TableView* tables, const Batch& batch, const Visit&
                        const bool* believed, int64_t* slots, bool* found, const Missing& missing,
                        cudaStream_t stream);
 
-// For given scores: the position with the highest one represents a missing id, which is then
-// missing at this position only (in deduplicate.cu).
+// If scores are given: the position with the highest score represents a missing id and is its only
+// position that stays missing (in deduplicate.cu).
 void choose_by_score(const TableView* tables, const Batch& batch, const Visit& visit,
                      int64_t* slots, const Missing& missing, cudaStream_t stream);
 

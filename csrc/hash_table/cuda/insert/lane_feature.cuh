@@ -9,8 +9,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Feature of each lane's position, equal to Batch::feature_of. If all lanes have the same feature,
-// as is usual, one load of the offsets replaces the search. If offsets decrease, it searches,
-// because kernels must agree on features. Called by all lanes.
+// as is usual, one load of the offsets replaces the search. If offsets decrease, it searches, so
+// that all kernels agree on features. Called by all lanes.
 __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t at) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first = at - lane;

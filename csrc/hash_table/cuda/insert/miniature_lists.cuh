@@ -1,5 +1,5 @@
-// The ids of a batch that are in the samples of miniatures: a list for each table. A block lists an
-// id once for each part of the batch, since a hot id may be most of the batch.
+// Lists, for each table, the ids of a batch that its miniatures sample. A block joins equal ids of
+// a part of the batch into one entry, because a hot id may be most of the batch.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int kMostTables = 4096;  // of a group; later ones keep the c they begin with
+constexpr int kMostTables = 4096;  // of a group; further tables keep their initial c
 constexpr int kSampleRounds = 4;   // positions of a thread in a part
-constexpr int kJoined = 512;       // ids of a part that a block can join
+constexpr int kJoined = 512;       // different ids of a part that a block can join
 constexpr int kJoinProbes = 4;
-constexpr int kKept = 256;  // features and tables whose data a block keeps
+constexpr int kKept = 256;  // features and tables whose data a block caches
 
-// The number of lookups of earlier tables among the features f, f + step, and so on.
+// The lookups of tables before `table` among the features f, f + step, and so on.
 __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t table, int32_t f,
                                                   int32_t step) {
   int64_t lookups = 0;
@@ -27,11 +27,11 @@ __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t ta
   }
   return lookups;
 }
-// Where a table's part of the list begins: it has room for all lookups of the table.
+// The begin of a table's part of the list, which has room for all its lookups.
 __device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
   return lookups_before(batch, table, 0, 1);
 }
-// The same. Called by all lanes of a warp, which read different features.
+// As begin_of. Called by all lanes of a warp, which read different features.
 __device__ __forceinline__ int64_t begin_by_warp(const Batch& batch, int32_t table) {
   int64_t begin = lookups_before(batch, table, static_cast<int32_t>(threadIdx.x % kWarp), kWarp);
 #pragma unroll
@@ -41,26 +41,26 @@ __device__ __forceinline__ int64_t begin_by_warp(const Batch& batch, int32_t tab
   return begin;
 }
 
-// The highest number where it is more.
+// Clamps a sum to 32 bits.
 __device__ __forceinline__ uint32_t saturated(uint64_t sum) {
   return sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
 }
-// The sum of what the lanes in `lanes` give. These lanes call it together.
+// The clamped sum of `given` over the lanes in `lanes`. These lanes call it together.
 __device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given) {
   const uint64_t low = __reduce_add_sync(lanes, given & 0xffffu);
   const uint64_t high = __reduce_add_sync(lanes, given >> 16);
   return saturated((high << 16) + low);
 }
 
-// An entry of a list: an id, and how many positions of a part have it.
+// An entry of a list: an id and the number of positions of a part that have it.
 struct Listed {
   static constexpr int kWhereBits = 22;
   static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits);
   static_assert(kSampleRounds * kThreads <= 1 << (32 - kWhereBits));
 
-  uint32_t where_and_positions;  // the positions, less one, in the highest bits
+  uint32_t where_and_positions;  // number of positions - 1 in the highest bits
   uint32_t tag;
-  uint32_t given;  // by all of them
+  uint32_t given;  // sum over these positions
 
   static __device__ __forceinline__ Listed make(uint32_t where, uint32_t tag, uint32_t given,
                                                 uint32_t positions) {
@@ -74,10 +74,10 @@ struct Listed {
   }
 };
 
-// Scratch of a call. A table's part of the ids has room for all of its lookups.
+// Scratch of a call. A table's part of `ids` has room for all its lookups.
 struct SampleLists {
   Listed* ids;        // [num_ids]
-  uint32_t* numbers;  // [num_tables] of listed ids
+  uint32_t* numbers;  // [num_tables] number of listed ids
   int32_t num_tables;
 };
 
@@ -87,13 +87,13 @@ inline size_t sample_number_bytes(int32_t num_tables) {
          sizeof(uint32_t);
 }
 
-// The ids of a part by table, set and tag, in shared memory. They are listed together.
+// The ids of a part, joined by table, set and tag, in shared memory. Each is listed once.
 struct Joins {
   unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
   unsigned long long given[kJoined];
   uint32_t positions[kJoined];
-  uint64_t shares[kKept];  // by feature, of its ids that are in the sample
-  int64_t begins[kKept];   // by table, see begin_of
+  uint64_t shares[kKept];  // [feature] the sampled part of its ids, of 2^32
+  int64_t begins[kKept];   // [table] its begin_of
 
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < kJoined; i += kThreads) {
@@ -101,7 +101,7 @@ struct Joins {
       positions[i] = 0;
     }
   }
-  // Returns whether there was room.
+  // Adds `number` positions of an id. Returns whether there was room.
   __device__ __forceinline__ bool add(const SampledId& id, uint32_t number) {
     const unsigned long long key = static_cast<unsigned long long>(id.where) << 32 | id.tag;
     for (int probe = 0; probe < kJoinProbes; ++probe) {
@@ -116,27 +116,27 @@ struct Joins {
   }
 };
 
-// numbers: [tables], of the lists, zeros before.
+// Appends an id to the list of its table.
 __device__ __forceinline__ void append(const Joins& joins, const Batch& batch, const Listed& id,
                                        const SampleLists& lists) {
   const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
   const int64_t begin = table < kKept ? joins.begins[table] : begin_of(batch, table);
   const int64_t to = begin + atomicAdd(&lists.numbers[table], 1u);
-  if (to < batch.num_ids) lists.ids[to] = id;  // invalid offsets may say otherwise
+  if (to < batch.num_ids) lists.ids[to] = id;  // true if offsets are valid
 }
 
-// Lists the sampled ids of a batch. Called by all threads of all blocks of a launch; numbers: zeros
-// before it.
+// Lists the sampled ids of a batch. Called by all threads of all blocks of a launch. lists.numbers:
+// zeros before it.
 __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tables,
                                              const Batch& batch, const Visit& visit,
                                              const SampleLists& lists) {
-  // Of 2^32 ids of a feature, how many are in the sample.
+  // The sampled part of a feature's ids, of 2^32.
   const auto share_of = [&](int32_t feature) -> uint64_t {
     const int32_t t = batch.feature_tables[feature];
     if (t >= kMostTables || !miniatures_look_on(tables[t])) return 0;
     return tables[t].miniatures.sampled;
   };
-  bool looks = false;  // whether the miniatures of some table look on
+  bool looks = false;  // whether any table's miniatures see the ids
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
     const uint64_t share = share_of(f);
     if (f < kKept) joins.shares[f] = share;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
   constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
   for (int64_t part = blockIdx.x * kPart; part < batch.num_ids; part += gridDim.x * kPart) {
-    int64_t ids[kSampleRounds];  // loaded at once
+    int64_t ids[kSampleRounds];  // all loads are in flight together
 #pragma unroll
     for (int round = 0; round < kSampleRounds; ++round) {
       const int64_t at = part + round * kThreads + threadIdx.x;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
                           joins.positions[i]),
              lists);
     }
-    __syncthreads();  // the entries are cleared next
+    __syncthreads();  // the next part clears the entries
   }
 }
 

@@ -1,4 +1,4 @@
-// Miniatures on the GPU.
+// Runs miniatures (miniatures.h) on the GPU.
 #pragma once
 
 #include <cuda_runtime.h>

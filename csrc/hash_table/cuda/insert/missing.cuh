@@ -10,10 +10,12 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Values of slots[] between the kernels of an insertion, besides slots, kNoSlot (missing),
-// kNotAdmitted (admission.h) and kSkipped. A missing id without a free slot in its buckets:
+// kNotAdmitted (admission.h) and kSkipped.
+//
+// A missing id without a free slot in its buckets:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
-// Between insert_kernel and evict_kernel: the same for a position that represents its id; and for
-// one whose table remembers the id as evicted.
+// From insert_kernel to evict_kernel: the same, for a position that represents its id.
+// kReturningToFull: the table also remembers the id as evicted.
 constexpr int64_t kChosenFromFull = INT64_MIN + 4;
 constexpr int64_t kReturningToFull = INT64_MIN + 2;
 // A missing id whose first bucket was less than three quarters full before the call:
@@ -30,28 +32,28 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
 
 // Scratch of one call, uninitialised.
 struct Missing {
-  uint32_t* number;       // number of positions in the first list: missing ids
-  uint32_t* number_full;  // in the second list: kMissingFromFull, if the find separates these
+  uint32_t* number;       // number of positions in the first list of missing ids
+  uint32_t* number_full;  // in the second list, which has kMissingFromFull if sorts_full is set
   uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
                           // kReturningToFull
   uint32_t* waiting;      // flag: whether any position refers to another
-  uint32_t* looks_on;     // flag: whether a table's miniatures see the ids, unless this call is the
-                          // first that evicts
+  uint32_t* looks_on;     // flag: whether a table's miniatures already see ids when the call begins
   uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  // [n] the find's two lists of positions, those of a block together: the first list from the
-  // front, the second from the back. No position is in both.
+  // [n] the find's two lists of positions: the first from the front, the second from the back.
+  // Positions of a block are adjacent. No position is in both.
   uint32_t* positions;
-  uint32_t* last_position;  // the array's last
-  size_t bytes;             // of all
-  // Not part of the scratch: [positions] or null: whether the id was placed at this position. Zeros
+  uint32_t* last_position;  // the last element of `positions`
+  size_t bytes;             // of the whole scratch
+  // Not part of the scratch; [positions] or null: whether the id was placed at this position. Zeros
   // before the insertion.
   bool* placed = nullptr;
   // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
   bool returns = false;
   // Whether the find puts kMissingFromFull into the second list. Otherwise that list is empty.
   bool sorts_full = false;
-  // Whether all positions of an id have the same kMissingFromFirst; admission may change it.
+  // Whether all or none of an id's positions have kMissingFromFirst. Admission may overwrite the
+  // value.
   bool joins = true;
 
   // The numbers and the flags: number, number_full, chosen, waiting.
@@ -62,10 +64,10 @@ struct Missing {
   }
 };
 
-// least_bytes: of `table`, whose memory is used otherwise after the search.
+// least_bytes: least size of `table`, whose memory is reused after the search.
 inline Missing missing_layout(int64_t n, size_t least_bytes, char* base) {
-  constexpr size_t kFlagBytes = 128;  // a line of their own
-  // At most .69 full even if all ids are new, so 5.8 to 11.6 bytes an id.
+  constexpr size_t kFlagBytes = 128;  // a cache line of their own
+  // Load factor at most 0.69 even if all ids are new: 5.8 to 11.6 bytes an id.
   uint32_t size = 1024;
   while (size < n + n * 29 / 64 && size < (1u << 31)) size *= 2;
   Missing missing;
@@ -88,7 +90,7 @@ __device__ __forceinline__ const TableView& table_at(const TableView* tables, co
   return tables[batch.feature_tables[batch.feature_of(position)]];
 }
 
-// Begin of the search for an id.
+// Where an id's search in the scratch table begins.
 __device__ __forceinline__ uint32_t scratch_hash(const TableView& table, int64_t id) {
   return static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + (static_cast<uint64_t>(table.first_slot) << 20)));
@@ -101,7 +103,7 @@ __device__ __forceinline__ bool same_id(const TableView* tables, const TableView
   return batch.ids[other] == id && (kOneTable || &table_at(tables, batch, other) == &table);
 }
 
-// The position that represents an id: the given one if it is the first to claim the entry.
+// Returns the position that represents an id: `position` if it is the first to claim the entry.
 template <bool kOneTable>
 __device__ __forceinline__ int64_t representative(const Missing& missing, const TableView* tables,
                                                   const TableView& table, const Batch& batch,
@@ -119,7 +121,8 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
-// Whether the position represents the id. Otherwise it refers to the one that does.
+// Returns whether the position represents the id. If not, slots[position] refers to the one that
+// does.
 template <bool kOneTable>
 __device__ __forceinline__ bool represents(const Missing& missing, const TableView* tables,
                                            const TableView& table, const Batch& batch,
@@ -131,15 +134,15 @@ __device__ __forceinline__ bool represents(const Missing& missing, const TableVi
   return false;
 }
 
-// Entries that a block appends to the two lists, by one atomic for each list. In shared memory.
+// Positions that a block appends to the two lists, by one atomic per list. In shared memory.
 struct BlockParts {
-  uint32_t of_warp[kThreads / kWarp];  // numbers of positions for the first list, and, shifted by
-                                       // 16 bits, for the second
-  uint32_t begin[2];                   // of the block's part of each
+  uint32_t of_warp[kThreads / kWarp];  // number of positions for the first list; in the upper 16
+                                       // bits, for the second
+  uint32_t begin[2];                   // of the block's part of each list
 };
 
-// Reserves room for the positions of the `listed` threads. Returns whether there are any. Called
-// once by all threads of a block, before append_listed.
+// Reserves list entries for the positions of the `listed` threads. Returns whether there are any.
+// Called once by all threads of a block, before append_listed.
 __device__ __forceinline__ bool count_listed(BlockParts& parts, const Missing& missing, bool listed,
                                              bool full) {
   const unsigned all = __ballot_sync(kAllLanes, listed);
@@ -167,7 +170,7 @@ __device__ __forceinline__ void append_listed(const BlockParts& parts, const Mis
   for (unsigned w = 0; w < kThreads / kWarp; ++w) {
     if (w < threadIdx.x / kWarp) before += parts.of_warp[w];
   }
-  __syncthreads();  // the beginnings are known
+  __syncthreads();  // parts.begin is written
   if (!listed) return;
   before = full ? before >> 16 : before & 0xffff;
   const uint32_t at = parts.begin[full] + before + __popc(same & ((1u << threadIdx.x % kWarp) - 1));
@@ -189,7 +192,7 @@ struct Share {
   int64_t number;
   int64_t begin;   // of the warp's part of the list
   int64_t stride;  // to the next turn
-  int lanes;       // lanes with an entry if the list is long enough
+  int lanes;       // lanes with an entry, in every turn but the last
 
   __device__ __forceinline__ explicit Share(int64_t list_number, int lanes_used = kWarp)
       : number(list_number), lanes(lanes_used) {
@@ -200,7 +203,7 @@ struct Share {
   }
   __device__ __forceinline__ bool more() const { return begin < number; }
   __device__ __forceinline__ void next() { begin += stride; }
-  // The lanes with an entry in this turn are the first of the warp.
+  // How many of the warp's first lanes have an entry in this turn.
   __device__ __forceinline__ int busy() const {
     return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_uniform_row(const TableView& table, uint64
   }
 }
 
-// The lanes of a tile copy a row; bytes are a multiple of two.
+// Copies a row by the lanes of a tile. bytes: a multiple of two.
 __device__ __forceinline__ void copy_row(char* to, const char* from, int64_t bytes, int lane) {
   if (bytes % 16 == 0) {
     for (int64_t b = lane * 16; b < bytes; b += kTile * 16) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int64_t byt
 
 __device__ __forceinline__ int64_t row_bytes(const TableView& table) { return table.rows.bytes(); }
 
-// Data of an id that the lanes need to write its row: for uniform rows the mixed bits, which one
-// lane computes for all.
+// What the lanes need to write an id's row: for uniform rows the mixed bits, which one lane
+// computes for all; otherwise the id.
 template <NewRows kRows>
 __device__ __forceinline__ uint64_t row_source(const TableView& table, int64_t id) {
   return kRows == NewRows::kUniform ? id_bits(table.initial_rows, id) : static_cast<uint64_t>(id);

@@ -42,9 +42,9 @@ __device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number)
 }
 
 // Claims the slot of the oldest entry in both buckets. Usually reads only the group of slots with
-// the lowest bound: if no other bound is lower than its oldest entry, that is the oldest of all.
-// Bounds stay valid because last steps only grow; a bound that is too low is raised here. By one
-// thread.
+// the lowest bound: if no other bound is lower than this group's oldest entry, that is the oldest
+// of all. Bounds stay valid because last steps only grow. Bounds that are too low are raised here.
+// Called by one thread.
 __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
                                                      const BucketChoice& choice, uint32_t now,
                                                      uint32_t pinned_from) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
     const int first_sector = group % kGroups * kGroupSectors;
     const Oldest oldest = oldest_of(table.entries.sectors_of(bucket) + first_sector * kSectorWords,
                                     table.entries.bucket_sectors - first_sector);
-    // Of equal entries, takes the first one of the first bucket.
+    // Of equally old entries, takes the first one, in the first bucket if possible.
     const bool pinned = oldest.step >= pinned_from;
     bool decided = true;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
   }
 }
 
-// As lowest_rank, without the bounds of groups.
+// As lowest_rank, for packed tables, without the bounds of groups.
 __device__ __forceinline__ Victim oldest_packed(const TableView& table, const BucketChoice& choice,
                                                 uint32_t pinned_from, unsigned tile, int lane) {
   uint32_t step = kFreeStep, place = 2 * kBucketDigests;

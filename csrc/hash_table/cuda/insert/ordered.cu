@@ -1,11 +1,11 @@
-// An insertion in the order of the batch, without waiting for the host:
-//   1. the first position of each missing id stands for it, and the ids are listed in the order of
-//      these.
-//   2. each id waits in the queues of its two buckets; a sort brings each queue together, in the
-//      order of the list, so that an id knows its place in both.
-//   3. whose turn it is in both queues is placed (ordered_place.cu).
-//   4. what does not depend on the order follows: entries are completed, rows written.
-// Where nothing is missing the kernels leave at once.
+// Inserts in the order of the batch, without waiting for the host:
+//   1. The first position of each missing id represents it. The ids are listed in the order of
+//      these positions.
+//   2. Each id enters the queues of its two buckets. A sort by queue, in the order of the list,
+//      gives its place in both.
+//   3. An id is placed when it is first in both queues (ordered_place.cu).
+//   4. Work that does not depend on the order follows: entries are completed and rows written.
+// If no id is missing, the kernels return at once.
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -20,8 +20,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// The scratch table's entry for an id. It holds the first position of the id after all positions
-// have called this.
+// The scratch table's entry for an id. After all positions have called this, it holds the id's
+// first position.
 __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
                                                          const TableView* tables,
                                                          const TableView& table, const Batch& batch,
@@ -39,19 +39,19 @@ __device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
   }
 }
 
-// Counts the ids of the call. Missing ids store their entry of the scratch table.
+// Counts lookups and misses. Missing ids store their entry of the scratch table in slots[].
 __global__ void __launch_bounds__(kThreads)
     first_positions_kernel(const TableView* __restrict__ tables, const Batch batch,
                            int64_t* __restrict__ slots, const Missing missing,
                            const __grid_constant__ InsertionOrder order) {
-  if (blockIdx.x == 0) {  // the number of lookups is known
+  if (blockIdx.x == 0) {  // lookups are counted by feature
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
       const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
       if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
   if (*missing.number == 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort reads nothing else
+    if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort reads only this number
     return;
   }
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Numbers the missing ids and enters them into their queues. Positions refer to the one that
-// represents their id, which refers to itself.
+// Numbers the missing ids and enters them into their queues. Positions then refer to the first one
+// of their id, which refers to itself.
 __global__ void __launch_bounds__(kListThreads, 2)
     queue_kernel(const TableView* __restrict__ tables, const Batch batch,
                  int64_t* __restrict__ slots, const Missing missing,
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
                 });
 }
 
-// The highest score that is given for a missing id decides whether it is refused.
+// Finds the highest score given for each missing id. It decides whether the id is refused.
 __global__ void __launch_bounds__(kThreads)
     highest_kernel(const Batch batch, const Visit visit, const int64_t* __restrict__ slots,
                    const Missing missing, unsigned long long* __restrict__ highest) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
             static_cast<unsigned long long>(visit.given(position)));
 }
 
-// Stores the places of each id in the sorted queues, and the first id of each queue.
+// Stores the places of each id, and of each queue's first id, in the sorted queues.
 __global__ void __launch_bounds__(kThreads)
     deal_kernel(const Missing missing, const __grid_constant__ InsertionOrder order) {
   if (*missing.number == 0) return;
@@ -185,7 +185,7 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
   order.next = order.number + 2;
   order.leaving = order.number + 3;
   order.sort.digits = carver.take<uint32_t>(order.sort.digit_bytes() / sizeof(uint32_t));
-  // Zeroes the ticket and the states together for further listings.
+  // Zeroes the ticket and the states, which are adjacent, for further listings.
   auto* const blocks = carver.take<unsigned long long>(listing_blocks(num_ids) + 1);
   order.blocks.ticket = reinterpret_cast<uint32_t*>(blocks);
   order.blocks.states = blocks + 1;

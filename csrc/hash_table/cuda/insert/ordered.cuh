@@ -12,36 +12,35 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Scratch of an insertion, uninitialised. Missing ids are numbered in the order of their first
-// positions. They wait in *queues*. All ids of a bucket are in one queue, which several buckets may
-// share.
+// positions. Each waits in the queues of its two buckets. Several buckets may share a queue.
 struct InsertionOrder {
-  char* zeros;  // of all down to the blocks' order; zeroed if an id is missing
+  char* zeros;  // the arrays from `number` to `blocks`, zeroed if an id is missing
   size_t zero_bytes;
   uint32_t* number;   // of missing ids
   uint32_t* places;   // twice that, because each id waits in the queues of its two buckets
-  uint32_t* next;     // number of the first missing id that no tile processes
-  uint32_t* leaving;  // ids that leave, listed
+  uint32_t* next;     // the first id that no tile has taken
+  uint32_t* leaving;  // number of listed leavers
   SmallSort sort;
   BlockOrder blocks;
   uint32_t* positions;  // by number: first position of the id
   uint8_t* fates;       // by number: a Fate
-  SortedPairs pairs;    // [places] queue, and 2 * number + which bucket
+  SortedPairs pairs;    // [places] queue; 2 * number + 0 or 1 for the bucket
   int queue_bits;
   // By position; null if not wanted:
-  unsigned long long* highest;  // given score of the id, at the position that represents it
-  int64_t* left_ids;            // the entry that the id has replaced
+  unsigned long long* highest;  // highest score given for the id, at its first position
+  int64_t* left_ids;            // id of the entry that the id has replaced
   uint64_t* left_scores;
-  bool* replaced;                      // whether it has replaced one
-  unsigned long long* leavers_before;  // of this listing
+  bool* replaced;                      // whether the id has replaced an entry
+  unsigned long long* leavers_before;  // number of leavers in earlier listings
   size_t bytes;
 
-  // After the sort: the index of each place in the sorted order, and, by queue, the id whose turn
-  // it is.
+  // After the sort. tickets: index of each place in the sorted order. turns: by queue, the ticket
+  // whose turn it is.
   __host__ __device__ uint32_t* tickets() const {
     return static_cast<uint32_t*>(pairs.other.values);
   }
   __host__ __device__ uint32_t* turns() const { return static_cast<uint32_t*>(pairs.other.keys); }
-  // Later: the positions of listed leavers.
+  // While leavers are listed: their positions.
   __host__ __device__ uint32_t* listed() const {
     return static_cast<uint32_t*>(pairs.pairs.values);
   }
@@ -65,18 +64,20 @@ void insert_in_order(const TableView* tables, const Batch& batch, const Visit& v
                      const Placement& placement, int64_t* slots, const Missing& missing,
                      InsertionOrder* order, cudaStream_t stream);
 
-// Its step that selects the slots: an id after the other in each queue (in ordered_place.cu).
+// The step of insert_in_order that selects the slots, one id after the other in each queue (in
+// ordered_place.cu).
 void place_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
                     RefuseLower refuse_lower, int64_t* slots, const Missing& missing,
                     const InsertionOrder& order, cudaStream_t stream);
 
-// Lists the leavers, after all positions have their slots: evicted and refused entries in the order
-// of the batch, then ids that were not admitted. In ordered_leavers.cu, as the next.
+// Called after all positions have their slots. Lists the leavers: evicted and refused entries in
+// the order of the batch, then ids that were not admitted (in ordered_leavers.cu).
 void write_leavers_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
                             const Placement& placement, const int64_t* slots,
                             const InsertionOrder& order, cudaStream_t stream);
 
-// Remembers the ids that insert_in_order has evicted; the last of several that share an entry.
+// Remembers the ids that insert_in_order has evicted. Of several that share an entry, the last one
+// stays (in ordered_leavers.cu).
 void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
                        const InsertionOrder& order, cudaStream_t stream);
 

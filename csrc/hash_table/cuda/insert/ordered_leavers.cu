@@ -1,4 +1,5 @@
-// Lists evicted and refused entries of an insertion in the order of the batch.
+// Lists evicted and refused entries of an insertion in the order of the batch. Remembers evicted
+// ids.
 
 #include "common/cuda_check.h"
 #include "hash_table/admission.h"
@@ -13,7 +14,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Lists the positions of leavers: those that are not admitted, or the others.
+// Lists the positions of leavers. unadmitted: those that are not admitted; otherwise the others.
 __global__ void __launch_bounds__(kListThreads, 2)
     list_leavers_kernel(int64_t n, const int64_t* __restrict__ slots, bool unadmitted,
                         uint64_t* __restrict__ number_of_leavers,
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kTile; i < number; i += stride) {
     const int64_t position = order.listed()[i];
     const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
-    const bool left = slots[position] >= 0;  // another id has replaced it
+    const bool left = slots[position] >= 0;  // this position's id replaced the leaver
     const TableView& table = table_at(tables, batch, position);
     if (lane == 0) {
       if (leavers.tables != nullptr) leavers.tables[to] = static_cast<int32_t>(&table - tables);
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// An evicted id, by the number of the id that replaced it.
+// The entry that the id with this number has replaced.
 struct Evicted {
   const TableView* table;
   EvictedMemory::Place to;
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) clear_claims_kernel(const Missing mi
   }
 }
 
-// The scratch table, which is free by now, holds 1 + the number of the last id that writes an
-// entry. kClaim: claims the entry; otherwise the last one writes its mark.
+// Reuses the scratch table. For each written entry of an EvictedMemory, it holds 1 + the number of
+// the last id that writes it. kClaim: enters the ids; otherwise the last id writes its mark.
 template <bool kClaim>
 __global__ void __launch_bounds__(kThreads)
     remember_kernel(const TableView* __restrict__ tables, const Batch batch, const Missing missing,

@@ -1,7 +1,7 @@
-// Places the missing ids of an insertion in the order of the batch (ordered.cu): tiles of lanes
-// take ids in the order of the list. Whose turn it is in both queues is placed, as a CPU would
-// place it, and calls the next ones. Of the ids in hand the first never waits, so that one always
-// goes on.
+// Places the missing ids of an insertion in the order of the batch (ordered.cu). Tiles of lanes
+// take ids in the order of the list. If it is an id's turn in both queues, its tile places it as a
+// CPU would and passes the turn on. The first id that tiles hold never waits, so there is always
+// progress.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
@@ -14,7 +14,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kPlaceBlocks = 4;  // blocks of a multiprocessor, which limit the registers
+constexpr int kPlaceBlocks = 4;  // per multiprocessor; this limits the registers
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   uint32_t v;
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   return v;
 }
 
-// The free slots of a bucket, one bit each. By a tile of eight lanes.
+// The free slots of a bucket, one bit each. Called by a tile of eight lanes.
 __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, uint32_t bucket,
                                                        unsigned tile, int lane) {
   static_assert(kVictimLanes == kLineVectors && kVictimLanes * kVectorDigests == kBucketDigests);
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, u
   return high << 32 | low;
 }
 
-// Selects a slot for an id while no other thread uses its buckets; as cpu::choose_place. By a tile,
-// whose lanes all get the result.
+// Selects a slot for an id, as cpu::choose_place. No other thread may use its buckets. Called by a
+// tile; all lanes get the result.
 __device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit,
                                               RefuseLower refuse_lower, unsigned tile, int lane) {
@@ -77,7 +77,7 @@ struct InHand {
       : position(order.positions[number]) {
     table = &table_at(tables, batch, position);
     choice = choose_buckets(batch.ids[position], table->num_buckets);
-    if (threadIdx.x % kVictimLanes == 0) {  // during the turns of others
+    if (threadIdx.x % kVictimLanes == 0) {  // during the turns of other ids
       prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
     }
     score = first_score(table->eviction, visit.now(), visit.epoch(),
@@ -95,7 +95,7 @@ struct InHand {
   // Called by the thread whose writes the next ids must see.
   __device__ __forceinline__ void call_next(uint32_t* turns) const {
     __threadfence();
-    // Its two places in one queue are adjacent.
+    // If both queues are one, the id's places are adjacent.
     store_l2(&turns[queues[1]], tickets[1] + 1);
     if (queues[0] != queues[1]) store_l2(&turns[queues[0]], tickets[0] + 1);
   }
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
     bool waiting = mine < number;
     const InHand it(tables, batch, visit, order, waiting ? mine : first);
     while (__any_sync(kAllLanes, waiting)) {
-      // Every lane itself reads that it is the id's turn, so it sees all earlier writes.
+      // Every lane reads the turns itself (load_acquire), so that it sees all earlier writes.
       const bool turn = waiting && it.has_its_turn(turns);
       const bool ready = (__ballot_sync(kAllLanes, turn) & lanes) == lanes;
       if (ready) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
             choose_place(table, it.choice, it.score, visit, refuse_lower, lanes, lane);
         if (lane == 0) {
           if (place.slot != kNoSlot) {
-            // The digest is a part of the evicted id's hash.
+            // Before the digest is overwritten, which is part of the evicted id's hash.
             if (order.left_ids != nullptr && place.fate == kReplaced) {
               order.left_ids[it.position] = id_of_slot(table, place.slot);
             }

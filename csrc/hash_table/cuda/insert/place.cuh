@@ -1,8 +1,8 @@
-// Finds a slot for a new id on the GPU, without locks: one thread claims a free slot, or a tile of
-// lanes the slot of a victim. A free slot is claimed by compare-and-swap on its digest; a victim's
-// slot by compare-and-swap on its last step, which becomes the present step, so that the slot is no
-// longer a victim. Free slots have the last step kFreeStep and are never victims. Data that was
-// read may be stale; the claim then fails, and it is read again.
+// Finds a slot for a new id on the GPU, without locks. One thread claims a free slot by
+// compare-and-swap on its digest. A tile of lanes claims a victim's slot by compare-and-swap on its
+// last step, which becomes the present step, so that the slot is no longer a victim. Free slots
+// have the last step kFreeStep and are never victims. If data that was read is stale, the claim
+// fails and the data is read again.
 #pragma once
 
 #include <cstdint>
@@ -41,11 +41,11 @@ __device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t 
   return free;
 }
 
-// Claims one of the `free` slots of a bucket; kNoSlot if other threads were faster.
+// Claims one of the `free` slots of a bucket. Returns kNoSlot if other threads were faster.
 __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t bucket,
                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
-  // Two digests share a word; if the neighbour changes meanwhile, tries again.
+  // Two digests share a word. If the other one changes meanwhile, tries again.
   auto* word = reinterpret_cast<uint32_t*>(table.digests.get()) +
                (static_cast<int64_t>(bucket) * kBucketDigests + position) / 2;
   const int shift = position % 2 * 16;
@@ -58,8 +58,8 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
   return kNoSlot;
 }
 
-// Writes what joiners of the bucket wait for, right after a claim. kPacked: packed entries. The
-// same below.
+// Writes the id and its step right after a claim, because join_first_bucket waits for them.
+// kPacked, here and below: packed entries.
 template <bool kPacked>
 __device__ __forceinline__ void write_claimed(const TableView& table, uint32_t bucket, int64_t slot,
                                               int64_t id, uint32_t now) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void write_claimed(const TableView& table, uint32_t b
   }
 }
 
-// Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot if there is none.
-// By one thread.
+// Claims a free slot in an id's buckets, and writes its id and last step. Returns kNoSlot if there
+// is none. Called by one thread.
 template <bool kPacked>
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
                                                    const BucketChoice& choice, int64_t id,
@@ -91,8 +91,7 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
         free = free_second;
       }
     }
-    // Data from L1 may be stale: before an id evicts another, it has read in L2 that both of its
-    // buckets are full.
+    // Data from L1 may be stale. Only reads from L2 decide that both buckets are full.
     if (free == 0 && again) return kNoSlot;
     if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
@@ -104,14 +103,14 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
 
 struct Joined {
   int64_t slot;  // kNoSlot: the bucket is full and does not hold the id
-  bool claimed;  // whether it was claimed, and not found
+  bool claimed;  // otherwise the id was found in the slot
 };
 
 // Finds an id in its first bucket, or claims a free slot there and writes its id and last step. All
-// threads with the id call it: the first one claims, the others find. This needs no other
-// agreement, because all threads claim the lowest slot that they see free, and no slot becomes free
+// threads with the id call this: the first one claims, the others find. They need no other
+// synchronisation, because each claims the lowest slot that it sees free, and no slot becomes free
 // meanwhile. A thread claims a higher slot only after it has seen the lower one taken and has
-// compared its id. By one thread.
+// compared its id. Called by one thread.
 template <bool kPacked>
 __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
                                                     const BucketChoice& choice, int64_t id,
@@ -152,7 +151,7 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
   }
 }
 
-constexpr int kVictimLanes = 8;  // lanes of a tile that searches a victim
+constexpr int kVictimLanes = 8;  // lanes of a tile that searches for a victim
 
 struct Victim {
   int64_t slot;  // kNoSlot: no victim
@@ -183,7 +182,8 @@ struct Lowest {
   }
 };
 
-// Loaded scores as load_score returns them. Aging ranks counts from 2^52 on alike.
+// Limits loaded counts as load_score does. Aging ranks counts from 2^52 on alike and needs no
+// limit.
 template <int kCount>
 __device__ __forceinline__ void limit_counts(const TableView& table, ulonglong2 (&scores)[kCount]) {
   uint64_t any = 0;
@@ -207,7 +207,7 @@ __device__ __forceinline__ Lowest lowest_of_lane(const TableView& table, const B
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
   if (table.bucket_slots == kBucketDigests && table.scores != nullptr) {
-    // Also loads scores of pinned entries, so that scores and steps are loaded at once.
+    // Scores of pinned entries are loaded too, so that scores and steps are loaded at once.
 #pragma unroll
     for (int bucket = 0; bucket < 2; ++bucket) {
       uint4 steps[kVectorsOfLane];
@@ -258,9 +258,9 @@ __device__ __forceinline__ Lowest lowest_of_lane(const TableView& table, const B
   return lowest;
 }
 
-// The victim of a tile from what its lanes have read: of equal ranks one of the first bucket, where
-// a find reads one line less. lanes: the tile's, or all of the warp's if all tiles call it
-// together.
+// Reduces the lowest ranks of lanes to the victim of their tile. Of equal ranks, the first bucket
+// is preferred, where a find reads one line less. lanes: those of the tile, or of the warp if all
+// its tiles call this together.
 __device__ __forceinline__ Victim victim_of_tile(Lowest lowest, const TableView& table,
                                                  const BucketChoice& choice, unsigned lanes) {
 #pragma unroll
@@ -278,7 +278,7 @@ __device__ __forceinline__ Victim victim_of_tile(Lowest lowest, const TableView&
   return Victim{bucket * table.bucket_slots + lowest.place % kBucketDigests, lowest.rank};
 }
 
-// The slot of the lowest rank in both buckets that is not pinned. By a tile.
+// The slot of the lowest rank in both buckets that is not pinned. Called by a tile.
 __device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                                               uint32_t pinned_from, unsigned tile, int lane) {
   return victim_of_tile(lowest_of_lane(table, choice, pinned_from, lane), table, choice, tile);
@@ -290,7 +290,7 @@ __device__ __forceinline__ uint64_t score_of_victim(const TableView& table, cons
 }
 
 // Claims the slot of a victim for an id with this score whose buckets are full. refuse_lower: as in
-// Placement. Returns false if another thread was faster. By one thread.
+// Placement. Returns false if another thread was faster. Called by one thread.
 __device__ __forceinline__ bool claim_victim(const TableView& table, const BucketChoice& choice,
                                              uint64_t score, const Visit& visit,
                                              RefuseLower refuse_lower, const Victim& victim,

@@ -1,9 +1,10 @@
-// After an insertion in the order of the batch: counts new ids that their table remembers as
-// evicted (evicted_memory.h), and restores half of their counts. Other insertions count them when
-// they place them, and restore no counts.
+// Counts new ids that their table remembers as evicted (evicted_memory.h), after an insertion in
+// the order of the batch, and restores half of their counts. Other insertions count them when they
+// place them, and restore no counts.
 //
-// Few positions of a batch have a new id, and the check is a chain of reads: table, id, mark. So a
-// block first lists these positions in a part of the batch, and then distributes them to all lanes.
+// Few positions of a batch have a new id, and the check is a chain of dependent reads: table, id,
+// mark. So a block first lists these positions of a part of the batch, and then distributes them to
+// all lanes.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/kernels.h"
@@ -14,7 +15,7 @@ namespace {
 constexpr int kFlagsAThread = 8;  // bytes of one load
 constexpr int kPart = kThreads * kFlagsAThread;
 
-// A bit for each of a thread's flags that is set.
+// Packs a thread's flags into bits.
 __device__ __forceinline__ unsigned set_flags(const bool* placed, int64_t first, int64_t n) {
   if (first >= n) return 0;
   const uint2 flags = *reinterpret_cast<const uint2*>(placed + first);
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int number;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kPart; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kPart) {
-    __syncthreads();  // the last part is finished
+    __syncthreads();  // the previous part is finished
     if (threadIdx.x == 0) number = 0;
     __syncthreads();
     const int first = static_cast<int>(threadIdx.x) * kFlagsAThread;

@@ -1,8 +1,8 @@
 // The find on the GPU. A warp works on 32 ids. Each lane hashes one id, compares it with the stored
 // id if a digest matches, and touches the entry, so that 32 loads are in flight. Tiles of four
 // lanes compare digests: a lane reads 32 of a line's 128 bytes, and a tile has two lines in flight.
-// Ids that are not in their first bucket are distributed to the tiles again, so that these are
-// full.
+// Ids that are not in their first bucket are distributed to the tiles again, so that no tile is
+// idle.
 //
 // Lines are read through L1, which serves hot ids: thousands of requests to one sector of L2 would
 // be serialised.
@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kFindLanes = 4;
 constexpr int kTilesOfWarp = kWarp / kFindLanes;
-constexpr int kLinesAhead = 2;  // of a tile
-constexpr int kFindBlocks = 6;  // blocks of a multiprocessor, which limit the registers of a thread
+constexpr int kLinesAhead = 2;  // lines of a tile in flight
+constexpr int kFindBlocks = 6;  // per multiprocessor; this limits the registers of a thread
 constexpr int kTouchers = 512;  // entries of a block's table of slots and touching threads
 // An entry holds the number of a thread and, in higher bits, the number of others with the same
 // slot.
@@ -137,7 +137,7 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
   }
   __syncwarp();
   const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
-  __syncwarp();  // the next call writes there
+  __syncwarp();  // the next call overwrites `looks`
   return answer;
 }
 
@@ -166,11 +166,11 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 }
 
 // kOneTable: the view is a parameter of the launch. spread: most ids occur at one position only.
-// Then steps are exchanged, and steps of many tables are prefetched before the ids have been
+// Steps are then exchanged, and steps of many tables are prefetched before the ids have been
 // compared. Otherwise steps are written without a test, because waiting for a hot id's step costs
-// more than the saved writes. Mostly one of a block's threads with the same slot writes. kPacked:
-// packed entries, one table. kScores: whether a table stores scores. sums: whether lookups add to
-// some of them; the block then counts its threads with the same slot (score_update.cuh).
+// more than the saved writes; usually only one of a block's threads with the same slot writes.
+// kPacked: packed entries, one table. kScores: whether a table stores scores. sums: whether lookups
+// add to some scores; the block then counts its threads with the same slot (score_update.cuh).
 template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id (packed: the hash), to save registers; later the slot that it touches.
   __shared__ int64_t of_thread[kThreads];
-  // By slot, modulo their number: one of the threads that touch it.
+  // By slot modulo kTouchers: one of the threads that touch it.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
@@ -257,9 +257,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
   bool first = false;  // whether it is the first position of the call to touch its slot, if wanted
   const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
-  bool adds = false;     // what the block adds to the slot's score
+  bool adds = false;     // this thread adds the block's lookups to the slot's score
   bool counted = false;  // another thread adds this thread's score
-  bool apart = false;    // the warp's lanes of the slot update its score
+  bool apart = false;    // the warp's lanes with this slot update its score together
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {

@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether a thread is the first of the call to claim its slot; kNoSlot claims nothing. Mostly one
-// of a block's threads with the same slot reads the slot's bit, because L2 serialises the requests
-// of all blocks for the word of a hot slot. Called by all threads of a block.
+// Whether a thread is the first of the call to claim its slot; kNoSlot claims nothing. Usually only
+// one of a block's threads with the same slot reads the slot's bit, because L2 serialises the
+// requests of all blocks for the word of a hot slot. Called by all threads of a block.
 template <int kEntries>
 struct BlockClaims {
   int64_t slots[kThreads];
-  uint32_t threads[kEntries];  // by slot, modulo their number: one of the threads with this slot
+  uint32_t threads[kEntries];  // by slot modulo kEntries: one of the threads with this slot
 
   __device__ __forceinline__ bool claim(uint32_t* claims, int64_t slot) {
     uint32_t& entry = threads[static_cast<uint64_t>(slot) % kEntries];
@@ -123,7 +123,7 @@ struct BlockClaims {
   }
 };
 
-// Of several rows for one slot, writes that of the writer, or of the first thread to claim the
+// Of several rows for one slot, writes that of the `writer`, or of the first thread to claim the
 // slot.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads)
   copy_from_matrix<kRowLanes>(rows, i, table.rows.type, row, table.dim(), lane);
 }
 
-// Without ids, rows are zeros for kNoSlot.
+// If `ids` is null, rows for kNoSlot are zeros.
 void gather_of_one(const TableView& table, const RowStore& store, const int64_t* ids,
                    const int64_t* slots, int64_t n, char* rows, bool* found, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;

@@ -37,8 +37,8 @@ __device__ __forceinline__ float rounded(RowType type, float value) {
   return load_element(type, to, 0);
 }
 
-// As add_runs_kernel, for a row of 8 bits, which is rounded to nearest after each addition. By a
-// warp.
+// As add_runs_kernel, for a row of 8 bits, which is rounded to nearest after each addition. Called
+// by a warp.
 __device__ __forceinline__ void add_run_to_int8(const TableView& table, const int64_t* slots,
                                                 const int64_t* positions, const RowMatrix& rows,
                                                 int64_t first, int64_t n) {

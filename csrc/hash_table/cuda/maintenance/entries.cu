@@ -12,10 +12,10 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kRowLanes = 8;            // lanes that copy one entry
-constexpr int64_t kMostTables = 65535;  // that the grid's second dimension takes
-constexpr int64_t kMostBlocks = 4096;   // slots of a table that a block searches
+constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
+constexpr int64_t kMostBlocks = 4096;   // blocks that search a table
 
-// kOneTable: the view is a parameter of the launch. The same below.
+// kOneTable, here and below: the view is a parameter of the launch.
 template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
     touch_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,

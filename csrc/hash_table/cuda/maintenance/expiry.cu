@@ -8,7 +8,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int64_t kMostTables = 65535;  // that the grid's second dimension takes
+constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
 
 // Blocks of one table have one blockIdx.y, so that a block counts with one atomic.
 __global__ void __launch_bounds__(kThreads)

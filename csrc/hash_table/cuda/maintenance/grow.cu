@@ -11,7 +11,7 @@ namespace {
 // Warps of one launch; each processes items until there are no more.
 constexpr int64_t kMostWarps = int64_t{1} << 24;
 
-// The work of a warp: item, item + stride, ...
+// A warp processes first_item(), first_item() + item_stride(), ...
 __device__ __forceinline__ int64_t first_item() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
 }
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
     const uint16_t digest = *from;
     const int64_t slot = static_cast<int64_t>(bucket) * table.bucket_slots + position;
     const int64_t low = int64_t{2} * bucket * table.bucket_slots + position;
-    int side = -1;  // which of the two buckets it goes to
+    int side = -1;  // which of the two buckets the entry goes to
     if (digest != kEmptyDigest) {
       const BucketChoice choice = choose_buckets(table.ids[slot], table.num_buckets * 2);
       side = static_cast<int>(split_target(choice, bucket) & 1u);
@@ -190,7 +190,7 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
   };
   for (int64_t begin = 0, end = doubled.num_slots; begin < doubled.num_slots;) {
     const int64_t number = list_between(begin, end);
-    if (number > kAstrayRoom) {  // number of slots that have memory
+    if (number > kAstrayRoom) {  // more than the list has room for
       end = begin + (end - begin) / 2;
       continue;
     }

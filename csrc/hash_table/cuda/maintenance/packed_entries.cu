@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
     load_kernel(const __grid_constant__ TableView table, const int64_t* __restrict__ ids,
                 const uint32_t* __restrict__ last_steps) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  // A bucket has at least one slot.
+  // Every bucket has a slot: all are covered.
   if (slot < table.num_buckets)
     reinterpret_cast<uint4*>(table.oldest.get())[slot] = uint4{0, 0, 0, 0};
   if (slot >= table.num_slots) return;

@@ -3,8 +3,8 @@
 // Entries that are inserted as new ids are placed in two launches. The first fills free slots,
 // claimed by compare-and-swap on their digests. The second only finds full buckets with complete
 // entries. It claims a victim by compare-and-swap on its last step, which then marks the slot as
-// busy. If an entry ranks below all entries that it can read but does not see a busy one, it is
-// returned as displaced and tried again, because it may rank above the new entry of the busy slot.
+// busy. If an entry ranks below all entries that it can read, but a slot is busy, it is returned as
+// displaced and tried again, because it may rank above the new entry of the busy slot.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kBusyStep = 0xffffffffu;
 
-// Copies a displaced entry.
+// The data of a displaced entry.
 struct Source {
   int64_t id;
   uint64_t score;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
 struct Victim {
   int64_t slot;  // kNoSlot: no victim
   Rank rank;
-  bool busy;  // whether a slot did not take part
+  bool busy;  // whether a busy slot was left out
 };
 
 // The slot of the lowest rank in two full buckets; the same result in all lanes.

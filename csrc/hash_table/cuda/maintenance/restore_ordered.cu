@@ -1,7 +1,7 @@
 // Inserts entries of a file as new ids, one after the other as on a CPU, if the result must be
 // deterministic. Only entries that share a bucket wait for each other: each is in the queues of its
 // two buckets, and its warp waits for its turn in both. Warps take entries in order, so that the
-// first one that a warp processes never waits.
+// first entry in progress never waits.
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -90,7 +90,7 @@ __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice
   return Victim{starts[place / kBucketDigests] + place % kBucketDigests, lowest};
 }
 
-// The entry that entry i replaces goes to place i.
+// Copies the entry that entry i replaces to place i.
 __device__ void note_displaced(const TableView& table, const Victim& victim,
                                const Displaced& displaced, int64_t i) {
   const Widths widths(table);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
     const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
     const uint32_t first_ticket = order.tickets[2 * i], second_ticket = order.tickets[2 * i + 1];
     const bool one_bucket = choice.first == choice.second;
-    // Every lane itself reads that it is the entry's turn, so it sees all earlier writes.
+    // Every lane reads the turns itself, so that it sees all earlier writes.
     while (!__all_sync(kAllLanes, load_acquire(&order.turns[choice.first]) == first_ticket &&
                                       (one_bucket || load_acquire(&order.turns[choice.second]) ==
                                                          second_ticket))) {

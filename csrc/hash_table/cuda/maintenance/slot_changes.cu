@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
                             look.marked != nullptr && look.marked[i]);
 }
 
-// Most entries are still in their slots, so that little is written across the link.
+// Writes only differences: most entries are still in their slots, so little crosses the link.
 __global__ void __launch_bounds__(kThreads)
     exchange_contents_kernel(const SlotContents contents, const int64_t* __restrict__ slots,
                              const int64_t* __restrict__ ids, const bool* __restrict__ occupied,

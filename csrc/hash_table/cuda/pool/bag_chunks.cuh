@@ -9,8 +9,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A chunk: consecutive positions, at most one for each lane, of at most as many bags. A lane has
-// the data of the position and of the bag with its number.
+// A chunk: consecutive positions, at most one per lane, of at most as many bags. A lane has the
+// data of the position and of the bag with the lane's number.
 struct BagChunk {
   uint32_t at;     // first position
   int32_t count;   // number of positions
@@ -21,7 +21,7 @@ struct BagChunk {
                    // lanes + 1
   int64_t slot;    // of the lane's position
   float mean_scale;  // of the lane's bag
-  bool good;         // offsets are valid; otherwise those of the tile's bags from here on are not
+  bool good;         // false: some offsets of the tile's bags from here on are invalid
 
   // Whether the lane's bag ends in the chunk and has a position.
   __device__ __forceinline__ bool ends_a_bag(int lane) const { return (done & ~empty) >> lane & 1; }
@@ -57,8 +57,8 @@ struct BagChunks : Tile<kLanes> {
   using Tile<kLanes>::of_lane;
   using Tile<kLanes>::ballot;
 
-  // Registers are scarce. Batches have fewer than 2^31 positions and bags; after an invalid offset
-  // no position is used.
+  // 32 bits save registers: batches have fewer than 2^31 positions and bags. After an invalid
+  // offset no position is used.
   uint32_t first;  // number of the tile's first bag
   int32_t bags;
   int32_t bag;  // the first bag that is not done
@@ -70,7 +70,7 @@ struct BagChunks : Tile<kLanes> {
   int32_t left_in_bag = 0;
   float scale_of_bag = 1.0f;
 
-  // active: otherwise the tile has no bags.
+  // active: whether the tile has bags.
   __device__ __forceinline__ BagChunks(const Batch& batch, const int64_t* __restrict__ slots,
                                        const BagRange& range, bool active)
       : first(static_cast<uint32_t>(range.first)), bags(active ? range.bags : 0), bag(0) {
@@ -133,7 +133,7 @@ struct BagChunks : Tile<kLanes> {
   // The scale of the lane's position: that of its bag, times its weight.
   __device__ __forceinline__ float scale_of(const BagChunk& chunk, const float* weights) const {
     const bool there = lane() < chunk.count;
-    // The number of bags that end at the position or before: its bag.
+    // The position's bag: the number of bags that end at or before it.
     int its_bag = 0;
     if (Tile<kLanes>::any(chunk.done != 0)) {
 #pragma unroll

@@ -81,8 +81,7 @@ struct BagTile : Tile<kLanes> {
   int64_t begin, end;    // positions of all bags
   int64_t starts, ends;  // of the bag with the lane's number
 
-  // Invalid offsets are reported, and the bags of the tile have no positions then. number: of the
-  // tile.
+  // number: of the tile. Invalid offsets are reported; the bags of the tile then have no positions.
   __device__ __forceinline__ BagTile(const Batch& batch, const BagTiling& tiling, int64_t number) {
     const BagRange range = tiling.range_of(batch, number);
     feature = range.bags == 0 ? batch.num_features : range.feature;
@@ -103,7 +102,7 @@ struct BagTile : Tile<kLanes> {
     end = of_lane(ends, bags - 1);
   }
 
-  // Of the bag with the lane's number.
+  // The scale of the bag with the lane's number.
   __device__ __forceinline__ float mean_scale(bool mean) const {
     return mean && ends > starts ? 1.0f / static_cast<float>(ends - starts) : 1.0f;
   }

@@ -1,4 +1,4 @@
-// Pooling on the GPU: chooses the kernel of a group, and has those for rows of any width.
+// Pooling on the GPU: chooses the kernel of a group. Also has the kernels for rows of any width.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// As many as fit the parameters of a kernel. So no host memory has to stay alive, not even for a
-// CUDA graph.
+// As many as fit a kernel's parameters. A launch copies them, so no host memory has to stay alive,
+// not even for a CUDA graph.
 constexpr int64_t kFeaturesOfCopy = 128;
 struct SomeFeatureBags {
   FeatureBags of[kFeaturesOfCopy];
@@ -106,9 +106,9 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& length,
                  const PoolCall& call, int64_t most_bags) {
-  // The bags of a tile share the latency of its start, but there should be several rounds of tiles.
-  // If few chunks for each tile are enough for all tiles to run at once, they do so, and leave room
-  // for concurrent kernels.
+  // Long tiles spread the latency of their start over many bags, but there should be several rounds
+  // of tiles. If all tiles can run at once with few chunks each, they do, and leave room for
+  // concurrent kernels.
   const Batch& batch = call.batch;
   const int64_t at_once = int64_t{blocks} * multiprocessors() * kPoolThreads;  // positions
   const int64_t together = max(int64_t{1}, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));

@@ -163,8 +163,8 @@ void launch_int8(const PoolCall& call) {
 
 void pool_int8(const PoolCall& call, const GroupShape& shape) {
   if (shape.widest <= 32) return launch_int8<8, 1>(call);
-  if (shape.widest <= 64) return launch_int8<16, 1>(call);
-  if (shape.widest <= 128) return launch_int8<32, 1>(call);
+  if (shape.widest <= 64) return launch_int8<8, 2>(call);
+  if (shape.widest <= 128) return launch_int8<16, 2>(call);
   launch_int8<32, 2>(call);
 }
 

@@ -17,7 +17,7 @@ constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16B
 
 // Blocks of a multiprocessor. Eight columns for each lane take more registers.
 constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
-constexpr int kGroup = 4;   // rows
+constexpr int kGroup = 4;   // rows of a group
 constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
 constexpr int kTags = 64;   // tags of the chunk and of the groups in flight
 
@@ -41,7 +41,7 @@ static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 constexpr int kScalePlace = 8;
 
 // Copies the lane's columns of a stored row, and the scale of a row of 8 bits. offset: of the
-// columns in the row. kStay: L2 evicts them last. columns: of 16 bits 8, or 4 at the end of a row.
+// columns in the row. kStay: L2 evicts them last. columns: for 16 bits 8, or 4 at the end of a row.
 // together: rows are multiples of 16 bytes.
 template <Storage kStorage, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_t offset,
@@ -75,8 +75,9 @@ __device__ __forceinline__ void copy_or_clear(float4* to, const char* from, bool
                : "memory");
 }
 
-// The items of a chunk: the positions whose rows are copied. These are all, or those that end a bag
-// or do not have the tile's hot slot. A lane has the data of the position with its number.
+// The items of a chunk: the positions whose rows are copied. These are all positions or, with a hot
+// slot, those that end a bag or have another slot. A lane has the data of the position with the
+// lane's number.
 struct Items {
   unsigned mask;   // of positions
   int number;      // of items

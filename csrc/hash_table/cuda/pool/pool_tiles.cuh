@@ -1,7 +1,7 @@
-// Pooling by tiles: as many lanes as a row has vectors work on neighbouring bags of one feature. A
-// vector holds four columns, or eight if all rows of the group have 16 bits a column. Each
-// lane looks up the address of one position's row. Rows are then copied to shared memory in groups,
-// several of which are in flight, also across chunks and bags; this holds no registers. Copies go
+// Pooling by tiles. A tile has as many lanes as a row has vectors, and works on neighbouring bags
+// of a feature. A vector has four columns, or eight if all rows have 16 bits a column. Each lane
+// looks up the address of one position's row. Rows are then copied to shared memory in groups,
+// several of which are in flight, also across chunks and bags; this needs no registers. Copies go
 // through L1, which serves hot rows. Each lane copies the columns that it sums, so lanes do not
 // wait for each other.
 //
@@ -92,10 +92,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     Row sum = Row::zero();
     HotSlot<kLanes> hot;
     Row hot_row = Row::zero();
-    bool is_first = true;  // of the chunks
-    int group = 0;         // number of the next one
+    bool is_first = true;  // whether the next chunk is the first
+    int group = 0;         // number of the next group
     int place = 0;         // its place among the groups in flight
-    int under_way = 0;     // groups
+    int under_way = 0;     // number of groups in flight
     // Adds the rows of the group at this place, the earliest of those in flight.
     // kType: the type of rows of 16 bits.
     const auto finish_as = [&]<RowType kType>(int its_place, int its_tags) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
             if (mine && missing >> (first + k) & 1) {
               const int64_t id = batch.ids[chunk.at + first + k];
               if constexpr (kStorage == Storage::k16Bits) {
-                // Initial rows are not rounded to 16 bits, so they do not fit here.
+                // Initial rows are not rounded to 16 bits and do not fit: the id is stored.
                 *reinterpret_cast<int64_t*>(to) = id;
               } else {
                 Row::initial(table.view.initial_rows, id, table.view.column_offset + column)

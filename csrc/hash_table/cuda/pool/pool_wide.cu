@@ -12,7 +12,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kPoolBlocks = 5;  // blocks of a multiprocessor, which limit the registers of a thread
+constexpr int kPoolBlocks = 5;  // per multiprocessor; this limits the registers of a thread
 constexpr int kVectors = 4;     // of a lane, of four columns; wider rows take several turns
 constexpr int32_t kTurn = kWarp * kVectors * 4;  // columns
 
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
       next_slot = slot_at(chunk + kWarp + lane);
       float scale = 1.0f;
       if (kScaled) {
-        // The number of bags that end at the position or before: its bag.
+        // The position's bag: the number of bags that end at or before it.
         int its_bag = 0;
 #pragma unroll
         for (int step = kWarp / 2; step; step /= 2) {

@@ -1,11 +1,11 @@
-// The update of rows by segments of equal slots in the sorted order, for any optimizer, row type
-// and number of columns. segments.cu is faster for the optimizers and rows that it serves.
+// Updates rows by segments of equal slots in the sorted order, for any optimizer, row type and
+// number of columns. segments.cu is faster for the optimizers and rows that it supports.
 //
-// A warp takes 32 neighbouring positions, and the segments that begin there. Each lane looks up the
-// data of one position: the address of its gradient and, at the end of a segment, its row and the
-// values that a row has once. Gradients, rows and states of several positions are copied to shared
-// memory asynchronously, which holds no registers. Each lane copies the columns that it updates, so
-// that lanes do not wait for each other. Columns are processed in a loop.
+// A warp takes 32 neighbouring positions and the segments that begin there. Each lane looks up the
+// data of one position: the address of its gradient and, at the end of a segment, the row and its
+// RowOnce. Gradients, rows and states of several positions are copied to shared memory
+// asynchronously, which needs no registers. Each lane copies the columns that it updates, so that
+// lanes do not wait for each other. Columns are processed in a loop.
 
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
@@ -19,15 +19,15 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
-constexpr int kLanes = kWarp;        // of a row
+constexpr int kLanes = kWarp;        // lanes of a row
 constexpr int kVectors = 1;          // vectors of a lane in a step
 
-// Shared memory of a tile, in bytes: the sum of the open segment, and places for the data of
-// positions.
+// Layout of a tile's shared memory, in bytes: the sum of the open segment, then places for the data
+// of positions.
 struct Ring {
   int32_t row;       // offset of the row in a place, after the gradient
   int32_t states;    // offset of its states
-  int32_t of_state;  // distance of two states
+  int32_t of_state;  // distance between two states
   int32_t of_place;
   int32_t sum;  // size of the tile's sum; the places follow
   int32_t of_tile;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void copy_columns(RowType type, char* to, const char*
   }
 }
 
-// The columns of a row of 8 bits, without its scale.
+// Copies columns of a row of 8 bits, without its scale.
 template <int kWidth>
 __device__ __forceinline__ void copy_int8(char* to, const char* row, int32_t column) {
   const char* const from = in_global(row) + kInt8Start;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
   SortedPlace place = SortedPlace::load(sorted, at + lane, n);
   const float rate = *update.learning_rate;
   if (is_refused(update.batch)) return;
-  uint32_t held = ~0u;  // the table of `table`
+  uint32_t held = ~0u;  // number of the table in `table`
   TableUpdate table(tables[0], optimizer, rate);
   bool carried = false;  // the chunk begins in a segment that the tile has begun
   bool open = false;     // the segment has a sum already
@@ -165,8 +165,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
       return reinterpret_cast<decltype(pointer)>(
           Lanes::of_lane(reinterpret_cast<unsigned long long>(pointer), source));
     };
-    // Begins to copy the data of the next position, if there is one, and ends a group of copies in
-    // any case.
+    // Begins to copy the data of the next position, if there is one. Always ends a group of copies.
     const auto begin = [&](char* to) {
       if (to_begin != 0) {
         const int source = __ffs(static_cast<int>(to_begin)) - 1;

@@ -1,5 +1,5 @@
-// Lists for the update kernels, from the sorted pairs: long segments, the number of segments of one
-// position and, in groups of several row classes, the positions of each class.
+// Makes lists for the update kernels from the sorted pairs: long segments and, in groups of several
+// row classes, the units of each class. Counts the segments of one position.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/update/update.cuh"
 

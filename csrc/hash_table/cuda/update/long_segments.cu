@@ -1,8 +1,8 @@
-// Updates the rows of long segments, after the sums of their pieces have been computed. The sum of
-// a segment is that of kPieceShares shares of its pieces, in a fixed order. One warp sums a segment
-// with at most that many pieces. Segments with more pieces are summed by blocks, each of which
-// takes a group of columns: each warp sums a share, and the block that finishes the last group
-// updates the row.
+// Updates the rows of long segments after the sums of their pieces have been computed. The pieces
+// are divided into kPieceShares shares, whose sums are added in a fixed order. One warp sums a
+// segment with at most that many pieces. Segments with more pieces are summed by blocks, each of
+// which takes a group of columns: each warp sums a share, and the block that finishes the last
+// group updates the row.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 static_assert(kPieceShares == kThreads / kWarp);
 
-// Columns that other blocks have just written.
+// Loads columns that other blocks have just written.
 template <int kWidth>
 __device__ __forceinline__ Columns<kWidth> load_columns_l2(const float* from) {
   Columns<kWidth> columns;
@@ -27,8 +27,8 @@ __device__ __forceinline__ Columns<kWidth> load_columns_l2(const float* from) {
   return columns;
 }
 
-// Sums pieces for kOwn columns of a lane: its column of each kWarp neighbouring ones. from: the
-// first piece's columns, of which there are `columns`. widest: distance of two pieces.
+// Sums kOwn columns per lane over some pieces. A lane takes one of each kWarp neighbouring columns.
+// from: the first piece's columns. columns: their number. widest: distance between pieces.
 template <int kOwn>
 __device__ __forceinline__ void sum_pieces(const float* from, uint32_t pieces, int32_t widest,
                                            int32_t columns, float* sums) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void sum_pieces(const float* from, uint32_t pieces, i
   for (int k = 0; k < kOwn; ++k) sums[k * kWarp + lane] = own[k];
 }
 
-// kWidth: columns of a vector, 4 where the group allows. kInt8: some table has rows of 8 bits.
+// kWidth: columns of a vector, 4 if the group allows. kInt8: some table has rows of 8 bits.
 template <int kWidth, bool kColumnStates, bool kInt8>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     long_segments_kernel(const TableView* __restrict__ tables,
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     } else {
       sum_pieces<4>(from, end - begin, longs.widest, columns, shares[warp]);
     }
-    __syncthreads();  // all pieces of these columns have been read, too
+    __syncthreads();  // the shares are written, and all pieces of these columns read
     float* const total = piece_sum(segment.first_piece, 0);
     if (warp == 0) {
       for (auto c = static_cast<int32_t>(lane); c < columns; c += kWarp) {

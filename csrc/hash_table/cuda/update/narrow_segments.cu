@@ -1,11 +1,11 @@
-// The update of rows of at most eight columns of 32 or 16 bits by segments of equal slots in the
-// sorted order, by SGD, Adagrad and row-wise Adagrad.
+// Updates rows of at most eight columns of 32 or 16 bits by segments of equal slots in the sorted
+// order, for SGD, Adagrad and row-wise Adagrad.
 //
-// A lane takes a whole segment, and has the row in registers. So a warp works on 32 rows at once,
-// and as many memory accesses are in flight: such rows are bound by latency. First a warp lists the
-// segments that begin at its positions, so that no lane is idle where segments have several
-// positions. For rows of 9 to 32 columns, with two or four lanes each, this was up to 8 % slower
-// than segments.cu in some shapes.
+// A lane takes a whole segment and holds the row in registers. So a warp works on 32 rows at once,
+// with as many memory accesses in flight: such rows are bound by latency. First it lists the
+// segments that begin at its positions, so that no lane is idle if segments have several positions.
+// For rows of 9 to 32 columns, two or four lanes per row were up to 8 % slower than segments.cu in
+// some shapes.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -20,8 +20,8 @@ constexpr int kNarrowThreads = 128;  // of a block
 constexpr int kNarrowWarps = kNarrowThreads / kWarp;
 constexpr int kMostSpan = 4;  // units whose segments a warp lists at a time
 constexpr int kTogether = 2;  // positions whose gradients are in flight
-constexpr int kGroups = 2;    // of four columns, of a row
-constexpr int kOfGroup = 4;   // columns
+constexpr int kGroups = 2;    // groups of columns in a row
+constexpr int kOfGroup = 4;   // columns of a group
 using Group = Columns<kOfGroup>;
 
 // Blocks that run on a multiprocessor at once. Their number bounds the registers of a thread.
@@ -69,7 +69,7 @@ __device__ __forceinline__ float squares_of(const RowColumns& columns) {
   return squares[0] + squares[1];
 }
 
-// Updates rows of segments, by a lane.
+// Updates the rows of segments, one lane per row.
 template <Optimizer kKind, typename Element>
 struct NarrowRows {
   static constexpr int kStates = column_states(kKind);
@@ -81,7 +81,7 @@ struct NarrowRows {
   const float rate;
   const bool scaled;
   const bool adapts;    // row-wise Adagrad
-  uint32_t held = ~0u;  // the table of `terms`
+  uint32_t held = ~0u;  // number of the table of `terms`
   RowTerms terms{};
 
   __device__ __forceinline__ NarrowRows(const TableView* __restrict__ of_tables,
@@ -141,7 +141,7 @@ struct NarrowRows {
     const RowPlace to(table, key);
     char* const values = in_global(to.row);
     float* const state = in_global(to.state);
-    // Requested before the gradients, so that nothing waits for memory later.
+    // Requested before the gradients, so that the loads overlap.
     prefetch_l2(values);
     if (kStates > 0) prefetch_l2(state);
     const float square = adapts ? *state : 0.0f;
@@ -157,7 +157,7 @@ struct NarrowRows {
       return kFloat32 ? Group::load(reinterpret_cast<const float*>(values) + c)
                       : Group::load_16_bits(type, values, c);
     });
-    RowColumns sums;  // Adagrad's, of squares
+    RowColumns sums;  // Adagrad's sums of squares
     if constexpr (kStates > 0) {
       sums = RowColumns::load(dim, [&](int32_t c) { return Group::load(state + c); });
     }
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kNarrowThreads, narrow_blocks(column_states(kK
       }
       __syncwarp();
       for (uint32_t i = lane; i < number; i += kWarp) rows.update_row(begins[i], n);
-      __syncwarp();  // the list is written next
+      __syncwarp();  // the next turn overwrites the list
     }
   }
   if (!first) wait_for_kernel_before();
@@ -228,7 +228,7 @@ template <Optimizer kKind, typename Element>
 void launch_narrow(const SegmentCall& call) {
   constexpr int kBlocks = narrow_blocks(column_states(kKind));
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
-  // Small batches need all warps.
+  // Small batches need spans of 1 to keep all warps busy.
   const int64_t at_once = int64_t{multiprocessors()} * kBlocks * kNarrowWarps;
   const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMostSpan});
   const int64_t warps = (units + span - 1) / span;
@@ -242,7 +242,7 @@ void launch_narrow(const SegmentCall& call) {
 }  // namespace
 
 bool updates_narrow_segments(const GroupShape& shape, const OptimizerConfig& optimizer) {
-  // Adam's two states of a column move twice the bytes; its uniform batches were 4 % slower here.
+  // Adam has two states per column, twice the bytes: uniform batches were 4 % slower here.
   return shape.widest <= kGroups * kOfGroup && column_states(optimizer.kind) < 2;
 }
 

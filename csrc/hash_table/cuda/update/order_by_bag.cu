@@ -15,7 +15,7 @@ namespace {
 constexpr int kOrderRounds = 4;  // positions of a thread
 static_assert(kBagBins == kThreads);
 
-// A short segment that begins at a position; no positions if none begins there.
+// The short segment that begins at a position; of length 0 if none begins there.
 struct ShortSegment {
   uint32_t length = 0;
   uint32_t bin = 0;

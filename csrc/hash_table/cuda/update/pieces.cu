@@ -12,8 +12,8 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kPieceThreads = 128;
-constexpr int kPieceBlocks = 6;  // of a multiprocessor
-constexpr int kFloats = 32;      // that a lane has in flight
+constexpr int kPieceBlocks = 6;  // per multiprocessor
+constexpr int kFloats = 32;      // floats that a lane has in flight
 
 // The gradients of a chunk of positions, without repetitions.
 template <int kLanes>
@@ -25,8 +25,8 @@ struct Items {
   int32_t times[kMost];  // how often each is added
 };
 
-// A tile sums kLanes * kVectors * kWidth columns at a time. Of wide rows the first columns of all
-// pieces are summed first, so that these columns of all gradients stay in L2.
+// A tile sums kLanes * kVectors * kWidth columns at a time. The first columns of all pieces are
+// summed before further ones, so that these columns of all gradients stay in L2.
 template <int kLanes, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
     sum_pieces_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
       const int count = write_items();
       __syncwarp();
       chunk += kChunk;
-      look();  // loaded meanwhile
+      look();  // loads while the items are added
 #pragma unroll 1
       for (int first = 0; first < count; first += kTogether) {
         Vector gradients[kTogether][kVectors];

@@ -10,11 +10,11 @@ namespace {
 constexpr int kPreparedOfThread = 8;
 constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
 
-// A block finds the bags of neighbouring positions from the begins of bags.
+// A block marks where bags begin among neighbouring positions, and derives their bags by a scan.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
                    const Scratch scratch) {
-  __shared__ uint32_t bags[kPrepared];  // counted from the first
+  __shared__ uint32_t bags[kPrepared];  // relative to first_bag
   __shared__ int64_t first_bag;
   using Scan = BlockScan<uint32_t, kThreads, Largest>;
   __shared__ Scan::Storage scan;

@@ -111,7 +111,7 @@ class RowUpdate {
       limit_row(optimizer, squares, &terms);
     }
     if constexpr (!kColumnStates) {
-      // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
+      // Row-wise Adagrad's columns have SGD's formula, with the row's own rate in `terms`.
       update_columns<Optimizer::kSgd>(terms, once.rounding);
     } else {
       switch (optimizer.kind) {
@@ -184,8 +184,8 @@ class RowUpdate {
     });
   }
 
-  // The size of the step depends on the new moments of all columns. These are computed once more
-  // when it is known.
+  // The size of the step depends on the new moments of all columns. These are computed twice: for
+  // the size and for the update.
   __device__ __forceinline__ void apply_lamb(const RowTerms& terms, uint64_t rounding) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
     float row_squares = 0.0f, direction_squares = 0.0f;

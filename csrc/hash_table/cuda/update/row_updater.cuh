@@ -7,9 +7,9 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "common/optimizers.h"
+#include "common/rounding.h"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/int8_row.cuh"
 #include "hash_table/cuda/row_vector.cuh"
@@ -17,28 +17,32 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether RowUpdater implements an optimizer: no bounds on gradients or rows, no coupled decay, no
-// steps counted by row.
+// Whether RowUpdater implements an optimizer: one of the most common ones, without steps counted by
+// row.
 inline bool has_row_updater(const OptimizerConfig& optimizer) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const bool known = optimizer.kind == Optimizer::kSgd ||
                      optimizer.kind == Optimizer::kRowWiseAdagrad ||
                      optimizer.kind == Optimizer::kAdagrad || optimizer.kind == Optimizer::kAdam;
-  return known && !optimizer.own_steps && optimizer.clip_norm == kInfinity &&
-         optimizer.clip_value == kInfinity && optimizer.max_norm == kInfinity &&
-         optimizer.coupled_decay == 0.0f && !optimizer.stochastic_rounding;
+  return known && !optimizer.own_steps;
+}
+
+// Whether an update uses the gradient as it is, does not bound the norm of the row, and rounds rows
+// of 16 bits to nearest. The code for the rest takes registers that most updates need.
+inline bool is_plain_update(const OptimizerConfig& optimizer, RowType type) {
+  const bool draws = optimizer.stochastic_rounding && element_size(type) == sizeof(uint16_t);
+  return has_plain_gradient(optimizer) && !limits_norm(optimizer) && !draws;
 }
 
 // Values of a row that RowUpdater needs besides its columns.
 struct RowExtras {
   float square;       // row-wise Adagrad's mean of squares
   float scale;        // of a row of 8 bits
-  uint64_t rounding;  // key of the stochastic rounding of a row of 8 bits
+  uint64_t rounding;  // key of stochastic rounding
 };
 
 // kKind: kSgd also serves row-wise Adagrad, whose columns have the same formula. Element: float,
-// uint16_t for both 16-bit types, or int8_t.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors>
+// uint16_t for both 16-bit types, or int8_t. kPlain: is_plain_update.
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, bool kPlain>
 struct RowUpdater {
   static constexpr int kWidth = sizeof(Element) == sizeof(uint16_t) ? 8 : 4;  // of a vector
   static constexpr int kStates = column_states(kKind);
@@ -64,7 +68,8 @@ struct RowUpdater {
   RowTerms terms;
   int32_t dim = 0;
   RowType type;
-  uint64_t policy;  // cache policy of data that is not read again soon
+  uint32_t column_offset = 0;  // of rows of 16 bits
+  uint64_t policy;             // cache policy of data that is not read again soon
 
   // Whether rows have one mean of squares (row-wise Adagrad).
   __device__ __forceinline__ static bool adapts(const OptimizerConfig& config) {
@@ -74,6 +79,7 @@ struct RowUpdater {
                                         float learning_rate) {
     dim = table.rows.width;
     type = kFloat32 ? RowType::kFloat32 : table.rows.type;
+    if constexpr (k16Bits && !kPlain) column_offset = static_cast<uint32_t>(table.column_offset);
     policy = evict_first();
     terms = begin_row(config, learning_rate, static_cast<float>(*table.optimizer_step));
   }
@@ -83,9 +89,9 @@ struct RowUpdater {
   // Whether rows begin at multiples of 16 bytes; always true for float32. Not for rows of 8 bits.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
-  // Begins to copy the lane's columns of float32 values. kOnce: with the evict-first policy,
-  // because gradients in L2 are read again. Not in kernels for column states, for which nvcc 13.0
-  // generates illegal instructions.
+  // Begins to copy the lane's columns of float32 values. kOnce: evicts these lines from L2 first,
+  // so that gradients, which are read again, stay there. Not in kernels for column states, for
+  // which nvcc 13.0 generates illegal instructions.
   template <bool kOnce>
   __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll
@@ -103,7 +109,7 @@ struct RowUpdater {
       }
     }
   }
-  // The same for 16-bit values, which begin at multiples of 8 bytes.
+  // As copy_floats, for 16-bit values, which begin at multiples of 8 bytes.
   __device__ __forceinline__ void copy_halves(char* to, const uint16_t* from) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -161,20 +167,21 @@ struct RowUpdater {
     return own;
   }
 
-  // active: whether the tile has a row to update. sum: the row's gradient. values, state: the row
-  // and its column states in memory; arrived: their copies, states `of_state` bytes apart. Returns
-  // row-wise Adagrad's new mean of squares.
-  __device__ __forceinline__ float update(bool active, const OptimizerConfig& config,
-                                          const Own& sum, const char* arrived_row,
-                                          const char* arrived_states, int32_t of_state,
-                                          char* values, float* state, const RowExtras& extras,
-                                          bool adapts) const {
+  // active: whether the tile has a row to update. sum: the row's gradient,
+  // which this may change if the tile is active. values, state: the row and its column states in
+  // memory. arrived_*: their copies, states `of_state` bytes apart. Returns row-wise Adagrad's new
+  // mean of squares.
+  __device__ __forceinline__ float update(bool active, const OptimizerConfig& config, Own& sum,
+                                          const char* arrived_row, const char* arrived_states,
+                                          int32_t of_state, char* values, float* state,
+                                          const RowExtras& extras, bool adapts) const {
     values = in_global(values);
     state = in_global(state);
     RowTerms its = terms;
     float renewed = 0.0f;
     [[maybe_unused]] Own row;  // of 8 bits, until its scale is known
     [[maybe_unused]] uint32_t largest = 0;
+    if constexpr (!kPlain) clip_and_decay(active, config, arrived_row, extras.scale, sum, its);
     if (kKind == Optimizer::kSgd && adapts) {
       float squares = 0.0f;
 #pragma unroll
@@ -185,18 +192,14 @@ struct RowUpdater {
       squares = Tile<kLanes>::sum(squares);
       if (active) renewed = adapt_row(config, squares, dim, extras.square, &its);
     }
+    if constexpr (kStates == 0 && !kPlain) {
+      limit_norm(active, config, arrived_row, extras.scale, sum, its);
+    }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t at = column(i);
       if (!active || at >= dim) continue;
-      Vector value;
-      if constexpr (kInt8) {
-        value = Vector::load_int8(arrived_row + at, extras.scale);
-      } else if constexpr (k16Bits) {
-        value = Vector::load_16_bits(type, arrived_row, at);
-      } else {
-        value = Vector::load(type, arrived_row, at);
-      }
+      Vector value = load_value(arrived_row, at, extras.scale);
       Vector first, second;
       if constexpr (kStates >= 1) {
         first = Vector::load(reinterpret_cast<const float*>(arrived_states) + at);
@@ -216,6 +219,8 @@ struct RowUpdater {
         row.v[i] = value;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) largest = max(largest, magnitude_bits(value.v[k]));
+      } else if (k16Bits && !kPlain && config.stochastic_rounding) {
+        store_by_chance(value, extras.rounding, values, at);
       } else {
         store_row(value, values, at);
       }
@@ -230,6 +235,71 @@ struct RowUpdater {
   }
 
  private:
+  // Columns of the copy of a row. scale: of a row of 8 bits.
+  __device__ __forceinline__ Vector load_value(const char* arrived_row, int32_t at,
+                                               float scale) const {
+    if constexpr (kInt8) {
+      return Vector::load_int8(arrived_row + at, scale);
+    } else if constexpr (k16Bits) {
+      return Vector::load_16_bits(type, arrived_row, at);
+    } else {
+      return Vector::load(type, arrived_row, at);
+    }
+  }
+
+  // Calls visit(gradient, value) for the lane's columns of a row.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_column(const char* arrived_row, float scale, Own& sum,
+                                                  const Visit& visit) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int32_t at = column(i);
+      if (at >= dim) break;
+      const Vector value = load_value(arrived_row, at, scale);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (k < 4 || at + 4 < dim) visit(sum.v[i].v[k], value.v[k]);
+      }
+    }
+  }
+
+  // Replaces the gradient of an active tile by gradient_of.
+  __device__ __forceinline__ void clip_and_decay(bool active, const OptimizerConfig& config,
+                                                 const char* arrived_row, float scale, Own& sum,
+                                                 RowTerms& its) const {
+    if (clips_by_norm(config)) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          const float g = clipped(config, sum.v[i].v[k]);
+          squares += g * g;
+        }
+      }
+      clip_row(config, Tile<kLanes>::sum(squares), &its);
+    }
+    if (!active) return;
+    for_each_column(arrived_row, scale, sum, [&](float& gradient, float value) {
+      gradient = gradient_of(config, its, value, gradient);
+    });
+  }
+
+  // Bounds the norm of the new row, for optimizers without column states. sum: of gradient_of.
+  __device__ __forceinline__ void limit_norm(bool active, const OptimizerConfig& config,
+                                             const char* arrived_row, float scale, Own& sum,
+                                             RowTerms& its) const {
+    if (!limits_norm(config)) return;
+    float squares = 0.0f;
+    if (active) {
+      for_each_column(arrived_row, scale, sum, [&](float gradient, float value) {
+        const float renewed = moved(its, value, gradient);
+        squares += renewed * renewed;
+      });
+    }
+    limit_row(config, Tile<kLanes>::sum(squares), &its);
+  }
+
   __device__ __forceinline__ void store_floats(const Vector& vector, float* to, int32_t at) const {
 #pragma unroll
     for (int k = 0; k < kWidth; k += 4) {
@@ -255,6 +325,26 @@ struct RowUpdater {
       *reinterpret_cast<uint32_t*>(to + kInt8Start + at) = word;
     }
     if (Tile<kLanes>::lane() == 0) *reinterpret_cast<float*>(to) = scale.scale;
+  }
+  // Columns of a row of 16 bits.
+  __device__ __forceinline__ void store_by_chance(const Vector& vector, uint64_t rounding, char* to,
+                                                  int32_t at) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 4) {
+      if (at + k >= dim) break;
+      const uint32_t first = column_offset + static_cast<uint32_t>(at + k);
+      const bool one_quad = first % 4 == 0;  // the same for all columns of the table
+      const uint64_t bits = rounding_bits(rounding, first / 4);
+      uint32_t draws[4];
+#pragma unroll
+      for (uint32_t c = 0; c < 4; ++c) {
+        draws[c] =
+            one_quad ? static_cast<uint32_t>(bits >> 16 * c) : rounding_draw(rounding, first + c);
+      }
+      *reinterpret_cast<uint2*>(to + (at + k) * sizeof(Element)) = make_uint2(
+          narrow_pair_by_chance(type, vector.v[k], vector.v[k + 1], draws[0], draws[1]),
+          narrow_pair_by_chance(type, vector.v[k + 2], vector.v[k + 3], draws[2], draws[3]));
+    }
   }
   __device__ __forceinline__ void store_row(const Vector& vector, char* to, int32_t at) const {
     if constexpr (kFloat32) {

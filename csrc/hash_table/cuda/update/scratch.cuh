@@ -1,5 +1,5 @@
-// The scratch memory of an update. Each part is written (w) and read (r) by these kernels, in their
-// order; the last may run much later than those before it:
+// The scratch memory of an update. These kernels write (w) and read (r) its parts, in this order.
+// The last kernel may run much later than those before it:
 //
 //              prepare  sort  list  update
 //   a half        w      r w    r      r
@@ -14,10 +14,10 @@
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// After the sort its scratch and one of the halves are free. Whichever half this is, the two are
-// one span, which then holds the lists and the sums of pieces. The middle is as long as the sort
-// needs, or longer if the lists need more than it and one half. A few words, and the bags of
-// positions if values are positions, are used all the time and are stored apart.
+// After the sort, the middle and one half are free. They are adjacent, and hold the lists and the
+// sums of pieces. The middle is as long as the sort needs, or longer if the lists need more than it
+// and one half. A few words, and the bags of positions if values are positions, are used all the
+// time and are stored apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,31 +37,32 @@ struct LongSegment {
   uint32_t first;  // in the sorted order
   uint32_t length;
   uint32_t first_piece;
-  uint32_t summed;  // number of groups of columns whose sum is complete; only of many pieces
+  uint32_t summed;  // groups of columns whose sum is complete; only with many pieces
 
   HKV_HOST_DEVICE uint32_t pieces() const {
     return (length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
   }
 };
 
-// The sum of a segment is that of this number of shares of its pieces, in a fixed order.
+// The pieces of a segment are divided into this number of shares, whose sums are added in a fixed
+// order.
 constexpr uint32_t kPieceShares = 8;
 
 // Segments longer than kLongest, and their pieces. Those with more than kPieceShares pieces are
-// listed from the end of the array on.
+// listed backwards from the end of the array.
 struct LongSegments {
   uint32_t* number;       // of segments with few pieces
   uint32_t* number_many;  // of those with many
-  uint32_t* pieces;       // their number
+  uint32_t* pieces;       // number of pieces
   LongSegment* segments;  // [capacity]
   uint32_t capacity;
-  uint32_t* segment_of;  // by piece
+  uint32_t* segment_of;  // [pieces] the piece's segment
   float* sums;           // [pieces][widest]
   int32_t widest;
 };
 
-// Units of 32 neighbouring positions that a warp takes, by the row class of their tables; only if
-// these differ.
+// Lists the units of each row class, if the group has several. A unit: 32 neighbouring positions
+// for a warp.
 struct Units {
   uint32_t* number;  // [kRowClasses]
   uint32_t* lists;   // [classes of the group][capacity]
@@ -99,11 +100,11 @@ constexpr int kBagBins = 256;  // ranges of bags by which short segments are ord
 
 struct Scratch {
   SortedPairs pairs;
-  // The pairs of the segments that are not long: those of `pairs`, which has long ones too, or if
-  // `orders` a copy in the order of bags.
+  // The pairs of the segments that are not long. If `orders`: a copy in the order of bags;
+  // otherwise all of `pairs`, including the long ones.
   Pairs short_pairs;
   bool orders;
-  uint32_t* number_short;  // if `orders`, of short_pairs
+  uint32_t* number_short;  // if `orders`: number of short_pairs
   uint32_t* bag_bins;      // if `orders`, [2][kBagBins]: number of positions, and of those written
   uint32_t* bags;          // by position; null if values are bags
   void* words;             // words that are initially zero, including those of the lists
@@ -128,10 +129,10 @@ struct Scratch {
     return orders ? *number_short : static_cast<uint32_t>(num_ids);
   }
 #endif
-  // Allocates all but the lists from `base` on, which is aligned to 256 bytes. Returns the number
-  // of bytes; `base` may be null.
+  // Places all but the lists from `base` on, which is aligned to 256 bytes. Returns the number of
+  // bytes. If `base` is null, does nothing else.
   size_t place(const UpdateSize& size, char* base);
-  // Allocates the lists in free memory, after the sort has set the half of the pairs.
+  // Places the lists in free memory, after the sort has chosen the half of the pairs.
   void begin_lists(const UpdateSize& size);
 };
 

@@ -20,14 +20,15 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int kSegmentThreads = 64;  // of a block; small blocks free their resources early
 constexpr int kSegmentWarps = kSegmentThreads / kWarp;
 
-// row_class: of the tables to update, or kAllRowClasses. whole: each tile takes a unit.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, int kBlocks>
-__global__ void __launch_bounds__(kSegmentThreads, kBlocks)
-    segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                   const __grid_constant__ Scratch scratch,
-                   const __grid_constant__
-                   typename SegmentTile<kKind, Element, kLanes, kVectors, kDepth>::Memory memory,
-                   int32_t row_class, bool whole, bool first) {
+// row_class: of the tables to update, or kAllRowClasses. whole: each tile takes a whole unit.
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain,
+          int kBlocks>
+__global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
+    const TableView* __restrict__ tables, const __grid_constant__ Update update,
+    const __grid_constant__ Scratch scratch,
+    const __grid_constant__
+    typename SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>::Memory memory,
+    int32_t row_class, bool whole, bool first) {
   extern __shared__ __align__(16) char shared[];
   // The first of several kernels waits for the inputs of all. The next one may start when all
   // blocks of this one have begun.
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
   let_next_kernel_start();
   if (!is_refused(update.batch)) {
     const bool listed = row_class != kAllRowClasses;  // the group has other classes
-    using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
+    using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>;
     constexpr uint32_t kTiles = kWarp / kLanes, kSpans = kLanes / Segments::kSpan;
     const uint32_t n = scratch.short_positions(update.batch.num_ids);
     const uint32_t* const list = listed ? scratch.units.of(row_class) : nullptr;
@@ -58,14 +59,20 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
   if (!first) wait_for_kernel_before();
 }
 
-// Blocks that run on a multiprocessor at once. Their number bounds the registers of a thread.
-constexpr int blocks_of(int vectors, bool column_states, bool int8) {
+// Blocks that run on a multiprocessor at once, which bounds the registers of a thread. More blocks
+// hide more of the latency of memory. For eight lanes of 16-bit rows, spilled registers cost more
+// than that gains. Updater: a RowUpdater. vectors: of a lane, four columns each.
+template <typename Updater, int kLanes, bool kPlain>
+constexpr int blocks_of(int vectors) {
+  if (Updater::kStates > 0) return vectors <= 2 ? 8 : 6;
+  if (!kPlain) return vectors <= 2 ? 10 : vectors <= 4 ? 8 : 6;
+  if (vectors <= 2) return Updater::k16Bits && kLanes == 8 ? 12 : 14;
   // Rows of 8 bits are held until their scale is known.
-  if (int8 && !column_states) return vectors <= 2 ? 10 : vectors <= 4 ? 8 : 6;
-  return column_states ? (vectors <= 2 ? 8 : 6) : (vectors <= 2 ? 12 : vectors <= 4 ? 10 : 8);
+  if (Updater::kInt8) return vectors <= 4 ? 8 : 6;
+  return vectors <= 4 ? 10 : 8;
 }
 
-// The arguments of update_segments, except for the class that selects the kernel.
+// The arguments of update_segments.
 struct SegmentCall {
   const TableView* tables;
   const Update& update;
@@ -77,11 +84,11 @@ struct SegmentCall {
 };
 
 // kDepth: positions in flight.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain>
 void launch_segments(const SegmentCall& call) {
-  using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth>;
-  constexpr int kBlocks = blocks_of(kVectors * Segments::Updater::kWidth / 4,
-                                    column_states(kKind) > 0, Segments::Updater::kInt8);
+  using Segments = SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>;
+  constexpr int kBlocks = blocks_of<typename Segments::Updater, kLanes, kPlain>(
+      kVectors * Segments::Updater::kWidth / 4);
   const bool listed = call.scratch.units.any();
   const int32_t columns =
       min(call.shape.widest, most_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
@@ -96,30 +103,30 @@ void launch_segments(const SegmentCall& call) {
       listed ? min(all, int64_t{resident_grid(2 * kBlocks, units * kWarp)}) : all;
   LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
   launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.of_tile;
-  launch_chained(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kBlocks>, launch_shape,
-                 call.stream, call.tables, call.update, call.scratch, memory,
+  launch_chained(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
+                 launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
                  listed ? call.row_class : kAllRowClasses, whole, call.first);
 }
 
 // Selects lanes and vectors for rows of a width, and the positions in flight.
-template <Optimizer kKind, typename Element>
+template <Optimizer kKind, typename Element, bool kPlain = true>
 void launch_for_width(const SegmentCall& call) {
   // A lane has eight columns of 16 bits, or four of another type.
   constexpr bool k16Bits = sizeof(Element) == sizeof(uint16_t);
   // Two wide rows keep the memory as busy as four narrow ones.
   switch (max(call.row_class % kWidthClasses - (k16Bits ? 1 : 0), 0)) {
     case 0:
-      return launch_segments<kKind, Element, 8, 1, 4>(call);
+      return launch_segments<kKind, Element, 8, 1, 4, kPlain>(call);
     case 1:
-      return launch_segments<kKind, Element, 16, 1, 4>(call);
+      return launch_segments<kKind, Element, 16, 1, 4, kPlain>(call);
     case 2:
-      return launch_segments<kKind, Element, 32, 1, 4>(call);
+      return launch_segments<kKind, Element, 32, 1, 4, kPlain>(call);
     case 3:
-      return launch_segments<kKind, Element, 32, 2, 4>(call);
+      return launch_segments<kKind, Element, 32, 2, 4, kPlain>(call);
     case 4:
-      return launch_segments<kKind, Element, 32, 4, 2>(call);
+      return launch_segments<kKind, Element, 32, 4, 2, kPlain>(call);
     case 5:
-      if constexpr (!k16Bits) return launch_segments<kKind, Element, 32, 8, 2>(call);
+      if constexpr (!k16Bits) return launch_segments<kKind, Element, 32, 8, 2, kPlain>(call);
   }
 }
 
@@ -136,9 +143,11 @@ void with_updater_kind(const OptimizerConfig& optimizer, const Visit& visit) {
   }
 }
 
-// Rows of 8 bits (segments_int8.cu).
+// Updates rows of 8 bits (segments_int8.cu).
 void update_int8_segments(const SegmentCall& call);
-// Rows of at most eight columns of 32 or 16 bits, if a group has no others (narrow_segments.cu).
+// Updates rows of 32 and 16 bits whose update is not plain (segments_extended.cu).
+void update_extended_segments(const SegmentCall& call);
+// For groups all of whose rows have at most eight columns of 32 or 16 bits (narrow_segments.cu).
 bool updates_narrow_segments(const GroupShape& shape, const OptimizerConfig& optimizer);
 void update_narrow_segments(const SegmentCall& call);
 

@@ -1,6 +1,6 @@
-// The work of a tile of lanes in segments.cu: it updates the rows of segments that are not long.
+// A tile of lanes of segments.cu. It updates the rows of segments that are not long.
 //
-// Gradients and rows of several positions are copied to shared memory asynchronously, which holds
+// Gradients and rows of several positions are copied to shared memory asynchronously, which needs
 // no registers. Each lane copies the columns that it updates, so that lanes do not wait for each
 // other.
 #pragma once
@@ -20,7 +20,8 @@ struct alignas(16) Item {
 };
 
 // The layout of a tile's shared memory, in bytes. kInt8: rows have 8 bits.
-template <int kLanes, int kStates, bool kInt8>
+// kRounds: rows may be rounded stochastically.
+template <int kLanes, int kStates, bool kInt8, bool kRounds>
 struct TileMemory {
   // Arrays with a value for each position of a chunk of segments.
   static constexpr int32_t kScales = kLanes * sizeof(Item);
@@ -29,7 +30,7 @@ struct TileMemory {
   static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
   static constexpr int32_t kRowScales = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
   static constexpr int32_t kRoundings = kRowScales + (kInt8 ? kLanes * sizeof(float) : 0);
-  static constexpr int32_t kArrays = kRoundings + (kInt8 ? kLanes * sizeof(uint64_t) : 0);
+  static constexpr int32_t kArrays = kRoundings + (kRounds ? kLanes * sizeof(uint64_t) : 0);
   static constexpr int32_t kPlaces = (kArrays + 15) / 16 * 16;
 
   int32_t row;       // offset of the row in a place, after the gradient
@@ -53,17 +54,18 @@ struct TileMemory {
 };
 
 // kDepth: positions in flight.
-template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain>
 struct SegmentTile {
   using Lanes = Tile<kLanes>;
-  using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
+  using Updater = RowUpdater<kKind, Element, kLanes, kVectors, kPlain>;
   using Own = typename Updater::Own;
-  using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8>;
+  using Memory = TileMemory<kLanes, column_states(kKind), Updater::kInt8,
+                            Updater::kInt8 || (Updater::k16Bits && !kPlain)>;
 
   static constexpr bool kAlone = kLanes == kWarp;  // the only tile of its warp
 
-  // Positions of a warp at which the segments begin that it takes at a time. Wide rows take longer,
-  // and fewer of them distribute them more evenly.
+  // Number of positions whose segments a tile updates at a time. Wide rows take longer; smaller
+  // spans distribute them more evenly.
   static constexpr int kSpan = kVectors >= 4 ? kLanes / 4 : kLanes;
   static_assert(kSpan == kLanes || kLanes == kWarp);
 
@@ -79,8 +81,9 @@ struct SegmentTile {
   const RowType gradient_type;
   const bool scaled;
   const bool adapts;  // row-wise Adagrad
+  const bool rounds;  // stochastically
   Updater updater;
-  uint32_t held = ~0u;  // the table of the updater
+  uint32_t held = ~0u;  // number of the table in `updater`
 
   __device__ __forceinline__ SegmentTile(const TableView* __restrict__ of_tables,
                                          const Update& of_update, const Scratch& of_scratch,
@@ -96,7 +99,9 @@ struct SegmentTile {
         rate(*update.learning_rate),
         gradient_type(update.grad.type),
         scaled(update.pooling.mean || update.pooling.weights != nullptr),
-        adapts(Updater::adapts(update.optimizer)) {}
+        adapts(Updater::adapts(update.optimizer)),
+        rounds(Updater::kInt8 ||
+               (Updater::k16Bits && !kPlain && update.optimizer.stochastic_rounding)) {}
 
   __device__ __forceinline__ Item* items() const { return reinterpret_cast<Item*>(own); }
   __device__ __forceinline__ float* floats(int32_t at) const {
@@ -122,7 +127,7 @@ struct SegmentTile {
                                       row_class);
       carried = chunk.goes_on;
       at += kLanes;
-      // Loaded meanwhile.
+      // Loads the next chunk meanwhile.
       if (carried || at < last) place = SortedPlace::load(sorted, at + lane, n);
       update_chunk(chunk, &sum);
     } while (Lanes::any(carried || at < last));
@@ -139,9 +144,9 @@ struct SegmentTile {
       row = to.row;
       state = to.state;
       if (update.optimizer.kind == Optimizer::kRowWiseAdagrad) extras.square = *state;
-      if constexpr (Updater::kInt8) {
+      if constexpr (Updater::kInt8) extras.scale = *reinterpret_cast<const float*>(row);
+      if (rounds) {
         const TableView& table = *chunk.table;
-        extras.scale = *reinterpret_cast<const float*>(row);
         extras.rounding = rounding_key(update.optimizer.rounding_seed, table.initial_rows.seed,
                                        id_of_slot(table, to.slot), *table.optimizer_step);
       }
@@ -154,7 +159,7 @@ struct SegmentTile {
     auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
     unsigned left = chunk.mask;
     while (Lanes::any(left != 0)) {
-      // Neighbours of one table, numbered from 0.
+      // Numbers the positions of one table from 0.
       const uint32_t table = Lanes::of_lane(chunk.share.table, __ffs(static_cast<int>(left)) - 1);
       const bool mine = (left >> lane & 1) != 0 && chunk.share.table == table;
       const unsigned active = Lanes::ballot(mine);
@@ -171,13 +176,11 @@ struct SegmentTile {
       const unsigned ends = Lanes::bits_of_all(mine && chunk.ends ? 1u << number : 0u);
       __syncwarp();
       update_items(count, ends, sum, [&] {
-        if (!adapts && !Updater::kInt8) return;
+        if (!adapts && !rounds) return;
         if (mine && chunk.ends) {
           if (adapts) squares[number] = extras.square;
-          if constexpr (Updater::kInt8) {
-            row_scales[number] = extras.scale;
-            roundings[number] = extras.rounding;
-          }
+          if constexpr (Updater::kInt8) row_scales[number] = extras.scale;
+          if (rounds) roundings[number] = extras.rounding;
         }
         __syncwarp();
       });
@@ -204,8 +207,7 @@ struct SegmentTile {
       return it == last_place ? places : it + memory.of_place;
     };
     int begun = 0;
-    // Begins to copy the data of the next item, if there is one, and ends a group of copies in any
-    // case.
+    // Begins to copy the data of the next item, if there is one. Always ends a group of copies.
     const auto begin = [&](char* to) {
       if (begun < count) {
         const Item item = items()[begun];
@@ -241,13 +243,11 @@ struct SegmentTile {
       }
       const bool ends_here = (ends >> i & 1) != 0;
       if (Lanes::any(ends_here)) {
-        // A tile without a row to update goes along; what it reads is not used.
+        // A tile without a row to update takes part, but what it reads is not used.
         const bool active = kAlone || ends_here;
         RowExtras extras{squares[i], 0.0f, 0};
-        if constexpr (Updater::kInt8) {
-          extras.scale = row_scales[i];
-          extras.rounding = roundings[i];
-        }
+        if constexpr (Updater::kInt8) extras.scale = row_scales[i];
+        if (rounds) extras.rounding = roundings[i];
         const float its =
             updater.update(active, update.optimizer, *sum, arrived + memory.row,
                            arrived + memory.states, memory.of_state, items()[i].row,

@@ -1,5 +1,5 @@
-// The update of rows of 32 and 16 bits by segments of equal slots in the sorted order, for
-// optimizers that have a RowUpdater.
+// Updates rows of 32 and 16 bits by segments of equal slots in the sorted order, for optimizers
+// that have a RowUpdater.
 #include "hash_table/cuda/update/segment_kernel.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -13,6 +13,8 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream) {
   const SegmentCall call{tables, update, scratch, shape, row_class, first, stream};
   if (row_class >= first_row_class(RowType::kInt8)) return update_int8_segments(call);
+  const RowType type = row_class < kWidthClasses ? RowType::kFloat32 : RowType::kFloat16;
+  if (!is_plain_update(update.optimizer, type)) return update_extended_segments(call);
   if (updates_narrow_segments(shape, update.optimizer)) return update_narrow_segments(call);
   with_updater_kind(update.optimizer, [&]<Optimizer kKind>() {
     row_class < kWidthClasses ? launch_for_width<kKind, float>(call)

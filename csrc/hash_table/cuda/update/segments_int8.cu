@@ -5,8 +5,11 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 void update_int8_segments(const SegmentCall& call) {
-  with_updater_kind(call.update.optimizer,
-                    [&]<Optimizer kKind>() { launch_for_width<kKind, int8_t>(call); });
+  with_updater_kind(call.update.optimizer, [&]<Optimizer kKind>() {
+    is_plain_update(call.update.optimizer, RowType::kInt8)
+        ? launch_for_width<kKind, int8_t, true>(call)
+        : launch_for_width<kKind, int8_t, false>(call);
+  });
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,14 +1,14 @@
-// The sort by slot if each feature has a table of its own. The positions of a table are then
+// Sorts positions by slot if each feature has a table of its own. The positions of a table are then
 // contiguous, and a key needs only the bits of a slot number in one table. A cluster of blocks
 // sorts the positions of a table in one kernel. In each pass, least significant digit first, a
 // block ranks its share of the positions, the blocks exchange their counts of digits, and positions
 // are written through shared memory, so that neighbours are written together.
 //
 // A slot with a large part of a table's positions gets a digit of its own in the first pass, after
-// all others. Its positions stay there, and the other passes do not touch them.
+// all other digits. Its positions stay there, and the other passes do not touch them.
 //
-// Blocks have many threads, which keep their keys in registers. Beside other kernels they have half
-// as many threads, which find room sooner but read their keys twice.
+// Blocks have many threads, which keep their keys in registers. Beside other kernels, blocks have
+// half as many: they find room sooner, but read their keys twice.
 #include <cooperative_groups.h>
 
 #include <utility>
@@ -44,7 +44,7 @@ struct SortedShare {
   uint16_t counts[kSortWarps][kCounts];  // keys of a digit in this warp, then in earlier warps
   uint32_t totals[kCounts];              // keys of a digit in the block
   uint32_t starts[kCounts];              // first place of a digit among the staged keys
-  uint32_t to[kCounts];                  // the same in memory, minus that among the staged
+  uint32_t to[kCounts];                  // place in memory minus place among the staged keys
   uint32_t warp_sums[2][kCounts / kWarp];
   uint32_t num_hot;
 };
@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
   const int shift = pairs.format.shift;
   uint16_t* const counts = shared.counts[warp];
 
-  // All blocks of a cluster find the same slot. Its positions must be where the last pass writes.
+  // All blocks of a cluster find the same slot. Only the first pass writes its positions, so it
+  // must write to the same buffer as the last pass.
   uint32_t hot = kNoHotSlot;
   if (passes % 2 == 1 && end > begin) {
     const uint64_t length = end - begin;
@@ -138,7 +139,8 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     // All warps have equally many items, kWarp positions each; the lane has one of each.
     const uint32_t of_warp = (min(share, kShare) + kSortThreads - 1) / kSortThreads * kWarp;
     uint32_t keys[kKeys], ranks[kItems / 2];
-    // In a round, `first` and `left` are of the lane's first position, which is there if left > 0.
+    // first: the lane's first position of the round, if left > 0. left: the warp's positions from
+    // there on.
     const auto load_keys = [&](uint32_t first, int left, int item) {
 #pragma unroll
       for (int k = 0; k < kKeys; ++k) {
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (i * kWarp >= left + lane) break;  // all lanes
+        if (i * kWarp >= left + lane) break;  // taken by all lanes
         if (!kHeld && i % kKeys == 0) load_keys(first, left, i);
         const bool given = i * kWarp < left;
         const uint32_t digit = digit_of(keys[i % kKeys]);
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
         __syncwarp();
       }
     };
-    // Counts of warps become those of the warps before; returns the sum.
+    // Replaces each warp's count by the sum of earlier warps. Returns the total.
     const auto scan_warps = [&]() {
       uint32_t sum = 0;
 #pragma unroll
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (i % kTogether == 0) {
-          if (i * kWarp >= left + lane) break;  // all lanes
+          if (i * kWarp >= left + lane) break;  // taken by all lanes
           if (!kHeld) load_keys(first, left, i);
 #pragma unroll
           for (int k = 0; k < kTogether; ++k) {

@@ -14,8 +14,8 @@ __device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_
   return row_class == kAllRowClasses || row_class_of(table.dim(), table.rows.type) == row_class;
 }
 
-// A chunk of the segments that a tile updates: those that begin at its first positions and are not
-// long. The last one may continue for several chunks.
+// A chunk of a tile's positions. The tile updates the segments that begin before `tile_end` and are
+// not long. The last one may continue for several chunks.
 template <int kLanes>
 struct SortedChunk {
   using Lanes = Tile<kLanes>;
@@ -28,8 +28,8 @@ struct SortedChunk {
   bool goes_on;   // the last segment continues in the next chunk
 
   // All tiles of a warp call it together. at: the chunk's first position. tile_end: the tile takes
-  // segments that begin before. n: number of positions. carried: the last segment of the previous
-  // chunk continues.
+  // segments that begin before it. n: number of positions. carried: the last segment of the
+  // previous chunk continues.
   __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, const SortedPlace& place,
                                          uint32_t at, uint32_t tile_end, uint32_t n, bool carried,

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "common/optimizers.h"
 #include "common/rounding.h"
@@ -43,8 +42,6 @@ struct Step {
 // Values that all rows of a table share in one update. The table's optimizer_step already counts
 // this update.
 struct TableUpdate {
-  static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
-
   const OptimizerConfig* optimizer;
   float learning_rate;
   int32_t dim;
@@ -61,8 +58,7 @@ struct TableUpdate {
         dim(table.dim()),
         type(table.rows.type),
         rounds_by_chance(config.stochastic_rounding && type != RowType::kFloat32),
-        plain(config.clip_value == kUnbounded && !clips_by_norm(config) &&
-              config.coupled_decay == 0.0f),
+        plain(has_plain_gradient(config)),
         column_offset(static_cast<uint32_t>(table.column_offset)) {
     if (!config.own_steps) {
       terms = begin_row(config, rate, static_cast<float>(*table.optimizer_step));

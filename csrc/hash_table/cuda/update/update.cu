@@ -1,10 +1,10 @@
 // The backward on the GPU.
 //
 // First the positions of a batch are grouped by slot: pairs of slot and bag are written
-// (prepare.cu) and sorted, in one sort or, if each feature has a table of its own, for each table
-// apart (sort_by_table.cu). Where gradients would not stay in L2, segments of equal slots are then
-// put in the order of their bags (order_by_bag.cu). All this needs no gradients, so it can run
-// beside the forward as soon as slots are known.
+// (prepare.cu) and sorted, in one sort or, if each feature has a table of its own, separately by
+// table (sort_by_table.cu). If gradients would not stay in L2, segments of equal slots are then
+// ordered by bag (order_by_bag.cu). Grouping needs no gradients, so it can run beside the forward
+// as soon as slots are known.
 //
 // Then rows are updated. Adjacent pairs of equal slots form a segment. Its gradients are summed in
 // the order of the batch, and its row is updated once (segments.cu, any_segments.cu). Long segments
@@ -29,7 +29,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Sorts all pairs; the result may be in the other half. Without memory, returns the number of bytes
+// Sorts all pairs; the result may be in the other half. Without `memory`, only returns the bytes
 // that it needs.
 template <typename Key, typename Value>
 size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t bytes,
@@ -55,8 +55,8 @@ size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t by
   return sort(pairs, n, bits, memory, bytes, stream);
 }
 
-// Whether the gradients of a table's bags do not stay in L2. Those of bags with few ids are read
-// once in any order.
+// Whether to order by bag, because the gradients of a table's bags do not stay in L2. Bags with few
+// ids are read once in any order.
 bool orders_by_bag(int64_t num_ids, int64_t num_bags, const GroupShape& shape) {
   constexpr int64_t kCachedBytes = int64_t{16} << 20;
   const int64_t bytes = num_bags * shape.widest * static_cast<int64_t>(sizeof(float));
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
-  // The host may have read the report since the positions were grouped, and have continued.
+  // Reports again: the host may have read the first report and continued.
   const int64_t bad = *scratch.bad_bag;
   if (bad > 0) refuse_bag(batch, bad - 1, batch.offsets[bad - 1], batch.offsets[bad]);
 }
@@ -124,8 +124,8 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
   prepare_pairs(batch, slots, no_slot, scratch, stream);
   if (sorts_by_table(shape, batch, size.format(), hint)) {
-    // A graph would begin the other branch first, whose blocks leave no room for large ones. Where
-    // calls follow each other, waiting costs more than it gains.
+    // A graph would start the other branch first, whose blocks leave no room for this sort's large
+    // ones. Without a graph, waiting costs more than it gains.
     const bool holds = beside != nullptr && is_captured(stream);
     if (holds) beside->hold_other();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,

@@ -92,7 +92,7 @@ __device__ __forceinline__ void note_long_segment(const LongSegments& longs, int
 struct Share {
   uint32_t table;
   int64_t gradient;  // position of its bag's gradient
-  float scale;       // of it
+  float scale;       // of the gradient
 };
 
 __device__ __forceinline__ Share share_of(const Update& update, const Scratch& scratch,
@@ -135,7 +135,7 @@ void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
 // (sort_by_table.cu).
 bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
                     const UpdateHint* hint);
-// Groups the pairs of equal slots, for each table apart and in the order of the batch. The result
+// Groups the pairs of equal slots, separately by table and in the order of the batch. The result
 // may be in the other half. most_slots: of one table. hot_slots: as in Scratch. beside: whether
 // other kernels occupy most of the GPU when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
@@ -156,13 +156,13 @@ void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot
 void sum_pieces(const TableView* tables, const Update& update, const Scratch& scratch,
                 const GroupShape& shape, cudaStream_t stream);
 
-// Whether update_segments serves an optimizer and a row class.
+// Whether update_segments supports an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
 // Updates the rows of all segments but long ones, for tables of this row class. first: whether it
 // is the first of the kernels that may overlap (segments.cu).
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
-// The same, for any optimizer and rows of any width; row_class may be kAllRowClasses
+// As update_segments, for any optimizer and rows of any width; row_class may be kAllRowClasses
 // (any_segments.cu).
 void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                          const GroupShape& shape, int32_t row_class, cudaStream_t stream);
@@ -171,8 +171,7 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                           const GroupShape& shape, UpdateHint* hint, cudaStream_t stream);
 
-// Number of blocks for this number of blocks on each multiprocessor, but not more than the threads
-// need.
+// Number of blocks of a grid: so many per multiprocessor, but not more than the threads need.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,9 +1,10 @@
 // Single-precision products from three half-precision products on tensor cores, of values that are
 // scaled by powers of two.
 //
-// A value x is split as x 2^e = high + low, both in half precision: 22 bits. e is of many values:
-// the largest of them comes to 2^14 or more but below 2^15. Those down to 2^-17 of it have all 22
-// bits; what others lose is 2^-40 of it. The product of the low parts is left out.
+// A value x is split as x 2^e = high + low, both in half precision, which gives 22 bits. Many
+// values share e, with which the largest of them is in [2^14, 2^15). Values down to 2^-17 of the
+// largest keep all 22 bits; smaller values lose 2^-40 of the largest. The product of the low parts
+// is omitted.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,11 +13,11 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The exponent for values whose largest magnitude has the bits `most`.
+// Returns the exponent for values whose largest magnitude has the bits `most`.
 __device__ __forceinline__ int exponent_for(uint32_t most) {
   return min(141 - static_cast<int>(most >> 23), 127);
 }
-// 2^e; 0 below 2^-126, and no more than 2^127.
+// Returns 2^e; 0 if it is below 2^-126, at most 2^127.
 __device__ __forceinline__ float power_of_two(int e) {
   return __uint_as_float(static_cast<uint32_t>(max(0, min(e + 127, 254))) << 23);
 }
@@ -38,7 +39,7 @@ __device__ __forceinline__ uint32_t halves(float first, float second) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   return pair;
 }
-// Of scaled values.
+// Splits two scaled values.
 __device__ __forceinline__ HalfPair half_pair(float first, float second) {
   const uint32_t high = halves(first, second);
   const float2 back = __half22float2(*reinterpret_cast<const __half2*>(&high));
@@ -49,10 +50,11 @@ __device__ __forceinline__ uint32_t times(uint32_t pair, __half2 factor) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// c[16][8] += a[16][16] b[16][8]. Lane l, with row = l / 4 and column = l % 4, holds of a two
-// neighbours (row, 2 column) in a0, (row + 8, 2 column) in a1, and what is eight columns further in
-// a2 and a3; of b (2 column, row) and the one below it in b0, and eight rows further in b1; of c
-// what it holds in mma_tf32.
+// c[16][8] += a[16][16] b[16][8]. With row = l / 4 and column = l % 4, lane l has
+// of a: two neighbours from (row, 2 column) on in a0, from (row + 8, 2 column) on in a1, and those
+// eight columns further in a2 and a3;
+// of b: (2 column, row) and the value below it in b0, those eight rows further in b1;
+// of c: the same values as in mma_tf32.
 __device__ __forceinline__ void mma_half(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
   asm volatile(
@@ -70,9 +72,9 @@ __device__ __forceinline__ void mma_half(float (&c)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// Four matrices of 8 rows of 8 halves in shared memory. row: that of this lane, row lane % 8 of
-// matrix lane / 8, aligned to 16 bytes. to[i]: two neighbours, (lane / 4, 2 (lane % 4)), of matrix
-// i; of its transpose with kTransposed.
+// Loads four matrices of 8 rows of 8 halves from shared memory. row: address of row lane % 8 of
+// matrix lane / 8, aligned to 16 bytes. to[i]: two neighbours from (lane / 4, 2 (lane % 4)) on, of
+// matrix i or, with kTransposed, of its transpose.
 template <bool kTransposed>
 __device__ __forceinline__ void load_halves(const __half* row, uint32_t (&to)[4]) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));

@@ -1,6 +1,6 @@
-// The distinct ids of one prefix, by one warp, two at a time, as in pair_ids.cuh, by three products
-// of half precision. Split values are scaled by the exponent of their id, so that the precision of
-// a row does not depend on the other row.
+// One warp processes the distinct ids of one prefix, two at a time, like in pair_ids.cuh, but with
+// three products in half precision. Split values are scaled by the exponent of their id, so that
+// the precision of a row does not depend on the other row.
 #pragma once
 
 #include "tensor_train/cuda/contract/half_tile.cuh"
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// exponent: of the prefix.
+// exponent: exponent of the prefix.
 template <typename Config>
 __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
                                              const Piece<Config>& piece, const __half* prefix,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
       for (int i = 0; i < 4; ++i) {
         b[i] = half_pair(part(values.low, i) * scale, part(values.high, i) * scale);
       }
-      float sums[3][4] = {};  // shorter chains of dependent products
+      float sums[3][4] = {};  // separate sums, for shorter chains of dependent products
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         mma_half(sums[0], low[s], b[2 * s].high, b[2 * s + 1].high);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
   }
 }
 
-// Sums of the gradient of a prefix, scaled by one exponent: the lowest of its ids so far.
+// Sums of the gradient of a prefix, scaled by one exponent, the lowest of its ids so far.
 struct ScaledSums {
   static constexpr int kNone = 1024;
   float sums[4][4] = {};
@@ -95,15 +95,15 @@ struct ScaledSums {
   }
 };
 
-// exponent: of the prefix. Returns that of its gradient.
+// exponent: exponent of the prefix. Returns the exponent of its gradient.
 template <typename Config>
 __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<Config>& piece,
                                               IdLane id, __half* prefix, int exponent, int begin,
                                               int end, TwoIds<Config>& two) {
   using Tile = HalfTile<Config>;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  // The prefix as the left operand, transposed: depth (head column, middle column), in the order
-  // in which TwoIds::other has it.
+  // The prefix as the left operand, transposed. Depth is (head column, middle column), in the order
+  // of TwoIds::other.
   uint32_t high[2][4], low[2][4];
   {
     const __half* const from = prefix + (lane / 16 * 2 + lane % 2) * Tile::kRowStep +
@@ -134,7 +134,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
       }
       grad.lower(least);
       const float scales[2] = {power_of_two(of_grads[0]), power_of_two(of_grads[1])};
-      {  // depth (id, last column): the two exponents of an id add up to that of the sums
+      {  // depth (id, last column); the two exponents of an id add up to the exponent of the sums
         const float rest[2] = {power_of_two(least - of_grads[0]),
                                power_of_two(least - of_grads[1])};
         const HalfPair a0 = half_pair(two.low[0] * scales[0], two.low[1] * scales[1]);
@@ -170,7 +170,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
       if (mine < limit) add_last_pair(piece, slice, 4 * row, d);
     }
   }
-  // The sum of two ids is bounded.
+  // The sum of two ids is bounded, so its largest value is not needed.
   const int shift =
       end - begin <= 2 ? Tile::kGradShift : exponent_for(largest_of_warp(grad.most()));
   __syncwarp();  // all lanes have read the prefix

@@ -1,11 +1,10 @@
-// The products of a tile as in tile_gemm.cuh, by three products of half precision: for ranks up to
-// 32, each q at most 4, eight prefixes and as many warps.
+// The products of a tile like in tile_gemm.cuh, but with three products in half precision. For
+// ranks up to 32, each q at most 4, and eight prefixes and warps.
 //
-// Matrices lie in shared memory as halves, high parts and then low ones of 32 values at a time.
-// Heads are [prefix, head column][32]; the middle is [r_1][middle column][32], prefixes and their
-// gradients [prefix, head column][middle column][32]. Of these the 32 ranks r_2 are permuted: r_2
-// lies at 8 (r_2 % 4) + r_2 / 4. So lanes have four neighbours of what they read or write in
-// memory.
+// Matrices are in shared memory as halves: the high parts of 32 values, then their low parts. Heads
+// are [prefix, head column][32]; the middle is [r_1][middle column][32]; prefixes and their
+// gradients are [prefix, head column][middle column][32]. In the middle, prefixes and gradients,
+// rank r_2 is at 8 (r_2 % 4) + r_2 / 4, so that a lane has four neighbouring values of memory.
 #pragma once
 
 #include "tensor_train/cuda/contract/half_core.cuh"
@@ -17,8 +16,8 @@ template <typename Config>
 struct HalfTile {
   static_assert(Config::kRank == 32 && Config::kSlice == 32);
   static_assert(Config::kPrefixes == 8 && Config::kWarps == 8);
-  // Steps in halves. Eight neighbouring rows of one column, and the columns of two rows, are in
-  // different banks.
+  // Steps in halves, with which eight neighbouring rows of one column, and the columns of two rows,
+  // are in different banks.
   static constexpr int kHeadStep = 72;
   static constexpr int kColumnStep = 80;
   static constexpr int kRowStep = 4 * kColumnStep + 8;
@@ -28,18 +27,18 @@ struct HalfTile {
   static constexpr int kProductHalves = Config::kRows * kRowStep;
   static constexpr size_t kBytes = sizeof(__half) * (kMiddleHalves + kHeadHalves + kProductHalves);
 
-  // Sums of 32 products of values below 2^15 are below 2^35, those of 8 below 2^33.
+  // Sums of 32 products of values below 2^15 are below 2^35; sums of 8 products are below 2^33.
   static constexpr int kPrefixShift = -20;
   static constexpr int kGradShift = -18;
 
-  // In shared memory: exponents of the values of each prefix, and the largest of the middle.
+  // In shared memory: exponents of the values of each prefix, and the largest values of the middle.
   struct Scales {
     alignas(16) uint32_t middle[Config::kWarps];
     int heads[Config::kPrefixes];
     int grads[Config::kPrefixes];
   };
 
-  // Called by all threads, after they have used the previous contents. Returns the exponent.
+  // All threads call this after they have used the previous contents. Returns the exponent.
   static __device__ __forceinline__ int load_middle(int thread, const Piece<Config>& piece,
                                                     Scales& scales, __half* to) {
     constexpr int kLines = Config::kRank * 4 / (Config::kThreads / 4);  // of this thread
@@ -88,7 +87,7 @@ struct HalfTile {
     return e;
   }
 
-  // A warp has the heads of a prefix, a thread four values of a row.
+  // A warp stores the heads of a prefix, a thread four values of a row.
   static __device__ __forceinline__ void store_heads(int thread, const HeadLoad<Config>& load,
                                                      Scales& scales, __half* to) {
     static_assert(HeadLoad<Config>::kMine == 1);
@@ -103,13 +102,13 @@ struct HalfTile {
     *reinterpret_cast<uint2*>(at + kLow) = make_uint2(a.low, b.low);
   }
 
-  // The exponent of a prefix that multiply_prefixes has made.
+  // The exponent of a prefix from multiply_prefixes.
   static __device__ __forceinline__ int prefix_exponent(const Scales& scales, int prefix,
                                                         int middle_exponent) {
     return scales.heads[prefix] + middle_exponent + kPrefixShift;
   }
 
-  // prefixes = heads x middle, of `count` prefixes. A warp has 16 rows of a middle column.
+  // prefixes = heads x middle, for `count` prefixes. A warp computes 16 rows of a middle column.
   static __device__ __forceinline__ void multiply_prefixes(int thread, const __half* heads,
                                                            const __half* middle, __half* prefixes,
                                                            int count) {
@@ -142,7 +141,8 @@ struct HalfTile {
                8 * kRowStep);
   }
 
-  // Sums of 16 rows and 32 columns, scaled, as halves. row: row lane % 8; step: to the eight below.
+  // Stores scaled sums of 16 rows and 32 columns as halves. row: row lane % 8; step: offset of the
+  // row eight below.
   static __device__ __forceinline__ void store_rows(const float (&sums)[4][4], float scale,
                                                     __half* row, int step) {
     const int lane = threadIdx.x % 32;
@@ -160,8 +160,7 @@ struct HalfTile {
     }
   }
 
-  // Part of the gradient of a middle slice in registers: a warp has 16 of its rows and a middle
-  // column.
+  // Part of the gradient of a middle slice in registers. A warp has 16 rows of a middle column.
   struct MiddleGrad {
     float sums[4][4];
 
@@ -173,8 +172,8 @@ struct HalfTile {
       }
     }
 
-    // Adds the gradients of `count` prefixes. Their exponents differ, so heads of prefixes with
-    // smaller gradients are scaled down to the largest exponent.
+    // Adds the gradients of `count` prefixes. Because their exponents differ, heads of prefixes
+    // with smaller gradients are scaled down.
     __device__ __forceinline__ void add(int thread, const Scales& scales, const __half* heads,
                                         const __half* grads, int count) {
       const int warp = thread / 32, lane = thread % 32, column = lane % 4;
@@ -225,8 +224,8 @@ struct HalfTile {
       }
     }
 
-    // Adds it to the gradient in memory. Lanes exchange fours so that the four of a row add 64
-    // neighbouring bytes at a time.
+    // Adds the registers to the gradient in memory. Lanes first exchange groups of four values, so
+    // that the four lanes of a row add 64 neighbouring bytes at a time.
     __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int, int) const {
       const int warp = thread / 32, lane = thread % 32, row = lane / 4, column = lane % 4;
       const int middle_column = warp % 4;
@@ -261,7 +260,7 @@ struct HalfTile {
     }
   };
 
-  // head_grad rows += grads middle^T, of `count` prefixes. A warp has 16 rows and eight columns.
+  // head_grad rows += grads middle^T, for `count` prefixes. A warp computes 16 rows, eight columns.
   static __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
                                                        const int4* prefixes, int count,
                                                        const Scales& scales, int middle_exponent,
@@ -270,7 +269,7 @@ struct HalfTile {
     const int row_tile = warp % 2, first = warp / 2 * 8;
     const int32_t head_r = piece.head_r();
     if (row_tile * 4 >= count || first >= head_r) return;
-    float sums[3][4] = {};  // shorter chains of dependent products
+    float sums[3][4] = {};  // separate sums, for shorter chains of dependent products
     const __half* const its_grads = grads + (row_tile * 16 + lane % 16) * kRowStep + lane / 16 * 8;
     const __half* const its_middle = middle + (first + lane % 8) * kRowStep + lane / 8 * 8;
 #pragma unroll 2

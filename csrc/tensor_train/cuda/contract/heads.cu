@@ -1,5 +1,5 @@
-// Tables of four cores: the product of the first two is the head of the three parts that kernels
-// see. The work grows with the number of heads, p_0 p_1, not with the batch; products are in fp32.
+// Heads of tables with four cores: the products of the first two cores. The work grows with the
+// number of heads, p_0 p_1, not with the batch. Products are in fp32.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/kernels.h"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) make_heads_kernel(HeadView view) {
   }
 }
 
-// A thread has a column (d1, r) of slice i1 = block x, for kRanks of r_1.
+// A thread computes a column (d1, r) of slice i1 = block x, for kRanks values of r_1.
 __global__ void __launch_bounds__(kThreads) second_grad_kernel(HeadView view) {
   enter_chain();
   const int i1 = blockIdx.x;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) second_grad_kernel(HeadView view) {
   }
 }
 
-// A warp has the row (i0, d0) = (block x, block z), for kRanks of r_1 = block y.
+// A warp computes row (i0, d0) = (block x, block z), for kRanks values of r_1 from block y.
 __global__ void __launch_bounds__(kThreads) first_grad_kernel(HeadView view) {
   enter_chain();
   __shared__ float shared[kThreads / 32][kRanks];

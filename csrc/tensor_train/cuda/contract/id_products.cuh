@@ -1,6 +1,6 @@
-// The gradient products of four distinct ids of a prefix, by one warp: the gradient of the prefix
-// from those of rows and the last core, and the gradients of the last core from those of rows and
-// the prefix.
+// One warp computes the gradient products of four distinct ids of a prefix: the gradient of the
+// prefix from the rows' gradients and the last core, and the gradients of the last core from the
+// rows' gradients and the prefix.
 #pragma once
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -11,9 +11,9 @@ __device__ __forceinline__ float part(const float4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// The gradient of a prefix, 16 rows (head column, middle column) of 32 ranks, from four distinct
-// ids: depth (id, last column). low, high: gradients of their rows; lasts: their slices, four ranks
-// of a last column. more_columns: whether there are more than two last columns.
+// Adds four distinct ids to the gradient of a prefix, 16 rows (head column, middle column) of 32
+// ranks; depth is (id, last column). low, high: gradients of their rows; lasts: their slices, four
+// ranks of a last column. more_columns: whether there are more than two last columns.
 template <int kProducts>
 __device__ __forceinline__ void add_prefix_grad(float (&sums)[4][4], const float4& low,
                                                 const float4& high, const float4 (&lasts)[4],
@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_prefix_grad(float (&sums)[4][4], const float
   }
 }
 
-// The gradient replaces the prefix in shared memory.
+// Replaces the prefix in shared memory by its gradient.
 template <typename Config>
 __device__ __forceinline__ void store_prefix_grad(const float (&sums)[4][4], float* prefix) {
   const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
@@ -49,8 +49,9 @@ __device__ __forceinline__ void store_prefix_grad(const float (&sums)[4][4], flo
   }
 }
 
-// Columns of a prefix for the product that gives gradients of the last core, in such an order that
-// the four lanes of a row have 16 neighbouring ones at a time: whole sectors of memory.
+// Reads columns of a prefix for the product that gives gradients of the last core. In their order,
+// the four lanes of a row have 16 neighbouring columns at a time, which are whole sectors of
+// memory.
 template <typename Config>
 __device__ __forceinline__ void read_columns(const float* prefix, float4 (&values)[4]) {
   const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
@@ -61,8 +62,9 @@ __device__ __forceinline__ void read_columns(const float* prefix, float4 (&value
   }
 }
 
-// Gradients of the slices of the last core that four distinct ids have, rows (id, last column),
-// from columns of the prefix: depth (head column, middle column). other: gradients of their rows.
+// Computes the gradients of four distinct ids' slices of the last core, rows (id, last column),
+// from columns of the prefix; depth is (head column, middle column). other: gradients of the ids'
+// rows.
 template <int kProducts>
 __device__ __forceinline__ void last_grad_of(float (&d)[4][4], const float2 (&other)[4],
                                              const float4 (&values)[4]) {

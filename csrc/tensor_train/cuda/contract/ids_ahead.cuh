@@ -1,5 +1,5 @@
-// The distinct ids of one prefix, by one warp, for q of at most 4: four at a time. The next four
-// are loaded while results are stored. tile_ids.cuh has the same products for tables of any shape.
+// One warp processes the distinct ids of one prefix, four at a time, for q of at most 4. The next
+// four are loaded while results are stored. tile_ids.cuh has the same products for any shape.
 //
 // Loaded values stay in the registers of the load until they are used: a copy, or a product with a
 // factor, would wait for the load too early.
@@ -9,14 +9,14 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The first 32 ids of each warp's next prefix, which are copied to shared memory during the present
-// one. A lane reads only what it has copied.
+// Copies the first 32 ids of each warp's next prefix to shared memory during the current prefix. A
+// lane reads only the ids that it has copied.
 template <int kWarps>
 struct NextIds {
   int32_t lasts[kWarps][32];
   uint32_t sources[kWarps][32];
 
-  // For a prefix with the distinct ids [begin, end).
+  // Starts copies for a prefix with the distinct ids [begin, end).
   __device__ __forceinline__ void start(const TileInput& in, int warp, int32_t begin, int32_t end) {
     const int lane = threadIdx.x % 32;
     if (begin + lane >= end) return;
@@ -32,7 +32,7 @@ struct NextIds {
   }
 };
 
-// The gradient of the row of a distinct id if places count in units of four values.
+// The gradient of a distinct id's row if places are in units of four values.
 __device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
   const char* const base = reinterpret_cast<const char*>(slot ? in.slot_grads : in.grad);
@@ -44,11 +44,11 @@ __device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t s
 template <typename Config>
 struct FourIds {
   static_assert(Config::kSlice == 32);
-  float4 low, high;  // of the id of this lane's column: (head column, middle column) by row
-  float2 other[4];   // of the id of row / 2: two columns; middle column by column
-  float4 lasts[4];   // of the id of column: four ranks by row
+  float4 low, high;  // for the id of this lane's column: (head column, middle column) by row
+  float2 other[4];   // for the id of row / 2: two columns; middle column by column
+  float4 lasts[4];   // for the id of column: four ranks by row
 
-  // The ids from `from` on of the `limit` in the lanes; the last one repeats for those after it.
+  // Reads ids from `from` on, of the `limit` ids in the lanes. Beyond them, the last id repeats.
   __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -81,7 +81,7 @@ struct FourIds {
     }
   }
 
-  // Zeroes those of the four that do not exist: from `left` on.
+  // Zeroes ids from `left` on, which do not exist.
   __device__ __forceinline__ void cut(int left) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     if (column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -91,7 +91,7 @@ struct FourIds {
     }
   }
 
-  // first: distinct id of the first of the four, of which `left` exist.
+  // first: the first of the four distinct ids, of which `left` exist.
   __device__ __forceinline__ void scale(const float* factors, int first, int left) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const float factor = factors[first + min(column, left - 1)];
@@ -106,7 +106,7 @@ struct FourIds {
   }
 };
 
-// As lookup_ids, for a prefix whose first 32 ids are in `id`, and whose first four slices of the
+// Like lookup_ids, for a prefix whose first 32 ids are in `id` and whose first four slices of the
 // last core are already in `values`.
 template <typename Config, typename Last>
 __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
@@ -124,7 +124,7 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
   for (int base = begin; base < end; base += 32) {
     const int limit = min(32, end - base);
     auto read = [&](int from) {
-      const int at = min(from + row / 2, limit - 1);  // the last one repeats for those after it
+      const int at = min(from + row / 2, limit - 1);  // beyond the ids, the last id repeats
       last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, at), 0, 0, &values);
     };
     if (base > begin) {
@@ -144,9 +144,9 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
   }
 }
 
-// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks. The first 32 are in
-// `id`, and the first four have been loaded. The gradient of the prefix replaces it in shared
-// memory; those of slices of the last core go to last_grad.
+// Processes gradients of the distinct ids [begin, end) of a prefix, for one slice of ranks. The
+// first 32 ids are in `id`, and the first four have been loaded. The gradient of the prefix
+// replaces the prefix in shared memory; gradients of the last core go to last_grad.
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Piece<Config>& piece,
                                                    IdLane id, float* prefix, int begin, int end,

@@ -1,18 +1,18 @@
-// The distinct ids of one prefix, by one warp, two at a time. If most prefixes have one or two ids,
-// half of the work of four at a time would be wasted. For ranks up to 32 and q of at most 4.
-// half_pairs.cuh has the same for products in single precision.
+// One warp processes the distinct ids of one prefix, two at a time. If most prefixes have one or
+// two ids, processing four at a time would waste half of the work. For ranks up to 32 and q of at
+// most 4. half_pairs.cuh does the same in single precision.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Slices of the last core of two distinct ids: eight ranks of the column row % 4 of the id of
-// row / 4.
+// Slices of the last core of two distinct ids. A lane has eight ranks of column row % 4 of id row /
+// 4.
 struct LastPair {
   float4 low, high;
 
-  // The ids from `from` on of the `limit` in the lanes; the last one repeats for those after it.
+  // Reads ids from `from` on, of the `limit` ids in the lanes. Beyond them, the last id repeats.
   template <typename Config>
   __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id, int from,
                                        int limit) {
@@ -31,7 +31,7 @@ struct LastPair {
   }
 };
 
-// Two columns of a row of a distinct id, of which `count` exist, as put_rows puts four.
+// Writes two columns of a distinct id's row, of which `count` exist, like put_rows.
 template <typename Config>
 __device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Config>& place,
                                          int32_t last_column, int count, int32_t distinct,
@@ -62,7 +62,7 @@ __device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Con
   }
 }
 
-// As lookup_ids_ahead.
+// Like lookup_ids_ahead.
 template <typename Config>
 __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
                                              const Piece<Config>& piece, const float* prefix,
@@ -70,7 +70,7 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
   static_assert(Config::kRank == 32 && Config::kProducts == 1);
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const RowPlace<Config> place(piece);
-  float4 low[2], high[2];  // of the prefix
+  float4 low[2], high[2];  // values of the prefix
   {
     const float* const from =
         prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + column * 8;
@@ -117,11 +117,11 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
 template <typename Config>
 struct TwoIds {
   static_assert(Config::kRank == 32);
-  float low[2], high[2];  // of each id: (head column, middle column) by row, last column by column
-  float other[4];         // of the id of row / 4: middle column by column, last column by row % 4
-  float4 lasts[2];        // of each id: last column by column, four ranks by row
+  float low[2], high[2];  // for each id: (head column, middle column) by row, last column by column
+  float other[4];         // for the id of row / 4: middle column by column, last column by row % 4
+  float4 lasts[2];        // for each id: last column by column, four ranks by row
 
-  // As LastPair::read.
+  // Like LastPair::read.
   __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -158,8 +158,8 @@ struct TwoIds {
     }
   }
 
-  // `left` distinct ids are left, beginning with `first`. If only one is left, the second of the
-  // pair is set to zeros, so that it adds nothing to the sum over ids.
+  // `left` distinct ids from `first` on exist. If it is only one, zeroes the second of the pair, so
+  // that it adds nothing to the sum over ids.
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
     if (left == 1) low[1] = high[1] = 0.0f;
     if (factors == nullptr) return;
@@ -175,8 +175,8 @@ struct TwoIds {
   }
 };
 
-// Adds the gradients of two slices of the last core: d has ranks as rows, of which a lane has four
-// neighbours from first_r on, and (id, last column) as columns.
+// Adds the gradients of two slices of the last core. The rows of d are ranks, of which a lane has
+// four neighbours from first_r on; its columns are (id, last column).
 template <typename Config>
 __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_t slice,
                                               int first_r, const float (&d)[2][4]) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_
   }
 }
 
-// As gradient_ids_ahead; gradients of the last core are added in memory.
+// Like gradient_ids_ahead; adds gradients of the last core in memory.
 template <typename Config>
 __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<Config>& piece,
                                                IdLane id, float* prefix, int begin, int end,

@@ -1,6 +1,7 @@
-// The output of a lookup from rows in scratch. If most ids repeat, bags gather the rows of their
-// distinct ids. Otherwise the rows of repeated ids are added to the output, which already has the
-// rows of ids that occur once. Only the device knows which applies, so one kernel does both.
+// Computes the output of a lookup from rows in scratch memory. If most ids repeat, bags gather the
+// rows of their distinct ids. Otherwise the rows of repeated ids are added to the output, which
+// already has the rows of ids that occur once. Only the device knows the case, so one kernel has
+// both.
 
 #include "common/scan.cuh"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -10,12 +11,12 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kMostRunning = 2048;  // threads of a multiprocessor
-constexpr int kBlocks = 5;          // blocks of a multiprocessor; gathering waits for rows
+constexpr int kMostRunning = 2048;  // threads per multiprocessor
+constexpr int kBlocks = 5;          // blocks per multiprocessor; gathering waits for rows
 constexpr int kSpan = 128;          // sorted positions that a warp processes at once
 
-// Lists those of the kSpan positions from `first` on that are repeats, in order, for the warp.
-// Returns their number.
+// Lists the repeats among the kSpan positions from `first` on, in order, for the warp. Returns
+// their number.
 __device__ __forceinline__ int list_repeats(const RepeatsInput& in, int64_t first, uint8_t* list) {
   static_assert(kSpan == 4 * 32, "four positions a lane");
   const int lane = threadIdx.x % 32;
@@ -50,14 +51,14 @@ struct GatherInput {
   const int32_t* distinct_of;
   const float* rows;
   int32_t widest;
-  int64_t num_bags;  // or positions
+  int64_t num_bags;  // number of bags, or of positions without pooling
 };
 
-// kLanes threads for each row, kWidth columns for each thread; kGroups rows of a bag at once.
+// kLanes threads per row, kWidth columns per thread, kGroups rows of a bag at once.
 template <int kLanes, int kWidth, int kGroups, bool kWeighted>
 __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
-  constexpr int kTeam = kLanes * kGroups;  // threads of a bag
-  constexpr int kAhead = 4;                // rows of a lane that are read before the first is used
+  constexpr int kTeam = kLanes * kGroups;  // threads per bag
+  constexpr int kAhead = 4;                // rows per lane that are read before the first is used
   static_assert(kTeam <= 32);
   const Batch& batch = in.batch;
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kTeam;
@@ -74,8 +75,8 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     const uint32_t feature = feature_of(batch, bag);
     const int64_t from = batch.offsets[bag];
     begin = static_cast<uint32_t>(from);
-    // Compared before the conversion to 32 bits, because an offset below 0 must not become a large
-    // one.
+    // Compared before the conversion to 32 bits, so that a negative offset does not become a large
+    // offset.
     end = static_cast<uint32_t>(max(from, batch.offsets[bag + 1]));
     const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
     to = out + sample * batch.stride + batch.feature_columns[feature];
@@ -87,7 +88,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   // Loads the first ids before it waits for rows.
   auto read = [&](uint32_t at, int32_t* row, float* weight) {
     *row = -1;
-    *weight = scale;  // of rows with weights
+    *weight = scale;  // multiplied with the weight if there are weights
     if (at >= end) return;
     *row = in.distinct_of[at];
     if (kWeighted) *weight *= batch.weights[at];
@@ -100,7 +101,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     const int column = first + lane % kLanes * kWidth;
     float sum[kWidth] = {};
     const auto* const rows = reinterpret_cast<const char*>(in.rows + column);
-    const auto step = static_cast<uint32_t>(in.widest) * 4u;  // bytes of a row
+    const auto step = static_cast<uint32_t>(in.widest) * 4u;  // bytes per row
     const bool exists = column < dim;
     for (uint32_t base = begin; base < end; base += kTeam) {
       int32_t mine = first_row;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
       if (base > begin) read(base + lane, &mine, &weight);
       const int limit = min(kTeam, static_cast<int>(end - base));
 #pragma unroll 1
-      for (int j = 0; j < limit; j += kAhead * kGroups) {  // lanes behind the end have row -1
+      for (int j = 0; j < limit; j += kAhead * kGroups) {  // lanes after the end have row -1
         Columns<kWidth> ahead[kAhead];
         float factors[kAhead];
 #pragma unroll
@@ -149,20 +150,20 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   }
 }
 
-// kLanes lanes for each row, kWidth columns for each lane.
+// kLanes lanes per row, kWidth columns per lane.
 template <int kLanes, int kWidth>
 __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
                                             const float* __restrict__ slot_rows, bool store,
                                             float* out) {
-  constexpr int kAtOnce = 32 / kLanes;  // rows of a warp
-  constexpr int kAhead = 4;             // rows of a lane that are read before the first is used
-  // Small, because the rest of shared memory is the L1 cache from which bags gather.
+  constexpr int kAtOnce = 32 / kLanes;  // rows per warp
+  constexpr int kAhead = 4;             // rows per lane that are read before the first is used
+  // Small, because the rest of shared memory is the L1 cache, from which bags gather.
   __shared__ uint8_t lists[kMostThreads / 32][kSpan];
   const int lane = threadIdx.x % 32;
   uint8_t* const list = lists[threadIdx.x / 32];
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  bool waits = true;  // for the rows
+  bool waits = true;  // whether it must still wait for the rows
   for (int64_t first = warp * kSpan; first < in.num_ids; first += warps * kSpan) {
     const int all = list_repeats(in, first, list);
     if (waits) wait_for_kernel_before();
@@ -200,8 +201,8 @@ __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
   if (waits) wait_for_kernel_before();
 }
 
-// kAlways: bags gather for any number of repeats. The previous kernels let this one start when the
-// index is complete, so that it waits for rows only.
+// kAlways: bags gather for any number of repeats. The previous kernels let this kernel start when
+// the index is complete, so it only waits for rows.
 template <int kLanes, int kWidth, int kGroups, bool kAlways>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     pool_kernel(GatherInput in, RepeatsInput repeats, bool store, float* out) {
@@ -217,14 +218,15 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   }
 }
 
-// Few bags are distributed over the device in small blocks, and over the lanes of a warp.
+// If there are few bags, distributes them over the device in small blocks, and over lanes of a
+// warp.
 template <int kLanes, int kWidth>
 void launch(const GatherInput& in, const RepeatsInput& repeats, bool always, bool store, float* out,
             cudaStream_t stream) {
   auto run = [&](auto kernel, int team, int threads) {
     int64_t blocks = (in.num_bags * team + threads - 1) / threads;
     if (!always) {
-      const int64_t spans = (in.batch.num_ids + kSpan - 1) / kSpan;  // a warp each, if they run
+      const int64_t spans = (in.batch.num_ids + kSpan - 1) / kSpan;  // one per warp, if all run
       const int64_t most = int64_t{kMostRunning / threads} * repeats.multiprocessors;
       blocks = max(blocks, min((spans * 32 + threads - 1) / threads, most));
     }

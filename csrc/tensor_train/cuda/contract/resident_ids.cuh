@@ -1,14 +1,15 @@
-// The distinct ids of one prefix if each block keeps the last core, or its gradient, in shared
-// memory: gradients of the prefix from those of rows and the last core, and gradients of the last
-// core from those of rows and the prefix. Four ids at a time; eight more are in flight.
+// Processes the distinct ids of one prefix if each block keeps the last core, or its gradient, in
+// shared memory. Computes the gradient of the prefix from the rows' gradients and the last core,
+// and gradients of the last core from the rows' gradients and the prefix. Four ids are processed at
+// a time; loads of eight more are in flight.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Gradients of the rows of four distinct ids; the last one repeats after `limit`. (head column,
-// middle column) by row, of the id of this lane's column.
+// Gradients of the rows of four distinct ids; after `limit` the last id repeats. A lane has (head
+// column, middle column) by row, for the id of its column.
 struct FourRowsByColumn {
   float4 low, high;
 
@@ -23,7 +24,7 @@ struct FourRowsByColumn {
     low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
     high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
   }
-  // Of the first of the four, `left` exist; others are set to zero. first: its distinct id.
+  // Zeroes ids that do not exist: `left` exist. first: the first of the four distinct ids.
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
     const int column = threadIdx.x % 4;
     if (left < 4 && column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -34,7 +35,7 @@ struct FourRowsByColumn {
   }
 };
 
-// The same with two columns of the id of row / 2, middle column by column.
+// The same, but a lane has two columns of the id of row / 2, middle column by column.
 struct FourRowsByRow {
   float2 other[4];
 
@@ -68,7 +69,7 @@ struct FourRowsByRow {
   }
 };
 
-// The loads of the first eight distinct ids of a prefix, and of those after them.
+// Loads the distinct ids of a prefix eight ahead.
 template <typename Config, typename Rows>
 struct RowsAhead {
   const Piece<Config>& piece;
@@ -76,15 +77,15 @@ struct RowsAhead {
 
   __device__ __forceinline__ explicit RowsAhead(const Piece<Config>& of) : piece(of) {}
 
-  // count: ids of the prefix, of which the first 32 are in `id`.
+  // count: number of ids of the prefix, of which the first 32 are in `id`.
   __device__ __forceinline__ void start(const TileInput& in, const IdLane& id, int count) {
     const int limit = min(32, count);
     if (limit > 0) first.read(in, piece, id, 0, limit);
     if (limit > 4) second.read(in, piece, id, 4, limit);
   }
 
-  // Calls use(rows, ids, from, limit) for the distinct ids [begin, end), four at a time, after
-  // start. The four are those from `from` on of the `limit` in `ids`.
+  // After start, calls use(rows, ids, from, limit) for the distinct ids [begin, end), four at a
+  // time: those from `from` on, of the `limit` in `ids`.
   template <typename Use>
   __device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
                                             const Use& use) {
@@ -110,14 +111,14 @@ struct RowsAhead {
   }
 };
 
-// A slice of ranks of the last core in shared memory, [lasts][4][32]; columns that do not exist are
+// A slice of ranks of the last core in shared memory, [lasts][4][32]. Columns that do not exist are
 // 0. 16-byte units are swizzled by the last column, and lanes of different columns read different
-// last columns at a time, so that they read different banks whatever their ids are.
+// last columns at a time, so that they read different banks for any ids.
 template <typename Config>
 struct LastSlice {
-  static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
+  static constexpr int kUnits = Config::kSlice;  // units of 4 values in a slice of the core
   const float* values;
-  int32_t count;  // ranks of the slice
+  int32_t count;  // number of ranks in the slice
 
   __device__ __forceinline__ static int place_of(int unit) {
     return unit ^ (unit / (Config::kSlice / 4) % 4 * 2);
@@ -145,8 +146,8 @@ __device__ __forceinline__ float4 by_column(float4 v) {
   return v;
 }
 
-// The gradient of a prefix, [4 head columns][4 middle columns][32], from its ids into shared
-// memory.
+// Computes the gradient of a prefix, [4 head columns][4 middle columns][32], from its ids, in
+// shared memory.
 template <typename Config>
 __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
                                             int end, const LastSlice<Config>& last,
@@ -166,7 +167,7 @@ __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& i
   store_prefix_grad<Config>(sums, prefix);
 }
 
-// Adds the gradients of slices of the last core that the ids of a prefix have.
+// Adds the gradients of the last core's slices of a prefix's ids.
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
                                            int end, const float* prefix,

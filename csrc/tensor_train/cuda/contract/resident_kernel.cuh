@@ -1,7 +1,7 @@
-// Gradients of one table whose prefixes have many ids. Each block keeps the last core, and then its
-// gradient, for a slice of ranks in shared memory, and the gradient of a middle slice in registers,
-// so that none of them goes through memory for each id or tile. Blocks have equal shares of the
-// sorted prefixes.
+// Gradients of one table whose prefixes have many ids. For a slice of ranks, each block keeps the
+// last core, and later its gradient, in shared memory, and the gradient of a middle slice in
+// registers, so that ids and tiles need no traffic to memory for them. Blocks have equal shares of
+// the sorted prefixes.
 #pragma once
 
 #include "tensor_train/cuda/contract/resident_ids.cuh"
@@ -9,13 +9,13 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Of shared memory, minus static shared memory.
+// Largest dynamic shared memory: all shared memory minus the static part.
 constexpr size_t kMostResidentBytes = (227 - 11) * 1024;
 
-// The cost of a prefix besides its ids, in ids.
+// The cost of a prefix without its ids, in units of an id's cost.
 constexpr int kPrefixCost = 12;
 
-// The first prefix at which `target` of the work is done, by one warp.
+// Returns the first prefix at which `target` of the work is done. Called by one warp.
 __device__ __forceinline__ int range_start(const int4* __restrict__ prefixes, int count,
                                            int64_t target) {
   int low = 0, high = count;
@@ -34,11 +34,11 @@ __device__ __forceinline__ int range_start(const int4* __restrict__ prefixes, in
   return low;
 }
 
-// The number of prefixes right before `at` with the same middle slice, modulo kPrefixes, by one
-// warp; 0 if they are many.
+// Returns the number of prefixes directly before `at` with the same middle slice, modulo kPrefixes;
+// 0 if there are many. Called by one warp.
 template <int kPrefixes>
 __device__ __forceinline__ int behind_a_tile(const int4* __restrict__ prefixes, int at) {
-  constexpr int kLooks = 8;  // of 32 prefixes
+  constexpr int kLooks = 8;  // at 32 prefixes each
   static_assert(32 % kPrefixes == 0);
   const int4 here = prefixes[at];
   const int first = at - 1 - static_cast<int>(threadIdx.x % 32);
@@ -60,9 +60,9 @@ __device__ __forceinline__ int behind_a_tile(const int4* __restrict__ prefixes, 
   return 0;
 }
 
-// The prefixes of one of `shares` equal shares of the work, by two warps. kWholeTiles: shares end
-// with a tile, counted from the begin of a middle slice; otherwise each may have two that are not
-// full.
+// Finds the prefixes of one of `shares` equal shares of the work. Called by two warps. kWholeTiles:
+// shares end with a tile, counted from the begin of a middle slice; otherwise a share may have two
+// partial tiles.
 template <typename Config, bool kWholeTiles>
 __device__ __forceinline__ void find_share(const TileInput& in, const Counts& counts, int share,
                                            int shares, int thread, int* bounds) {
@@ -71,11 +71,11 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
   int at;
   if (in.one_table && few_a_prefix(counts)) {
     // Equal numbers of prefixes balance as well and need no search. Prefixes of small tables have
-    // more ids than those of large ones.
+    // more ids than prefixes of large tables.
     at = static_cast<int>(static_cast<int64_t>(counts.prefixes) * bound / shares);
   } else {
     const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
-    // The target of the last share is all of the work, so rounding leaves nothing over.
+    // The last share ends with the last prefix, so rounding leaves no work over.
     at = bound == shares ? counts.prefixes
                          : range_start(in.prefixes, counts.prefixes, work * bound / shares);
   }
@@ -85,21 +85,21 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
   if (thread % 32 == 0) bounds[thread / 32] = at;
 }
 
-// The gradient of a slice of ranks of the last core in shared memory, [lasts][4][kSlice], with a
-// word for each slice of the core: kHeld while a warp adds to it, kTouched from its first sum on.
-// 16-byte units are swizzled by the upper bit of the last column.
+// The gradient of a slice of ranks of the last core in shared memory, [lasts][4][kSlice]. Each
+// slice of the core has a word: kHeld while a warp adds to the slice, kTouched from its first sum
+// on. 16-byte units are swizzled by the upper bit of the last column.
 template <typename Config>
 struct LastGradInBlock {
-  static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
+  static constexpr int kUnits = Config::kSlice;  // units of 4 values in a slice of the core
   static constexpr int kHeld = 1;
   static constexpr int kTouched = 2;
   float* values;
   int* locks;
-  int32_t count;  // ranks of the slice
+  int32_t count;  // number of ranks in the slice
 
-  // A word is taken with acquire and released with release. Fences would be slower, because they
-  // also wait for loads of the next ids.
-  // compute-sanitizer's racecheck does not know locks, and reports what they guard.
+  // A warp locks a word with acquire and unlocks it with release. Fences would be slower, because
+  // they also wait for loads of the next ids. compute-sanitizer's racecheck does not know locks,
+  // and reports the data that they guard.
   __device__ __forceinline__ void add(bool exists, int32_t slice, int32_t last_column,
                                       const float (&d)[4][4]) const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -154,11 +154,11 @@ struct LastGradInBlock {
   }
 };
 
-// Two passes over the prefixes of a block: gradients of heads and middles with the last core in
-// shared memory, then gradients of the last core, which are in shared memory. Both read the
-// gradients of the rows; a single pass would read the last core from memory, which is more.
+// Makes two passes over the prefixes of a block: first gradients of heads and middles, with the
+// last core in shared memory, then gradients of the last core, in shared memory. Both passes read
+// the gradients of the rows; a single pass would read the last core from memory, which is more.
 //
-// kSubs groups of Config::kThreads work on prefixes of their own; groups share the last core and
+// kSubs groups of Config::kThreads threads process different prefixes and share the last core and
 // its gradient. Block b has slice b % kSlices of ranks.
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(TileInput in) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   constexpr int kThreads = Config::kThreads * kSubs;
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
-  constexpr int kLine = Config::kSlice / 4;  // units of a last column
+  constexpr int kLine = Config::kSlice / 4;  // units per last column
   extern __shared__ float4 memory[];
   __shared__ TableView table;
   __shared__ PrefixList all_prefixes[kSubs];
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   float* middle = reinterpret_cast<float*>(memory) + sub * kSubValues;
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
-  float* const product = products + thread / 32 * Config::kPrefixStep;  // of the warp
+  float* const product = products + thread / 32 * Config::kPrefixStep;  // the warp's prefix
   __syncthreads();                                                      // the view has arrived
   const int32_t lasts = static_cast<int32_t>(table.lasts);
   float4* const last_units = memory + kSubs * kSubValues / 4;
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   piece.find_row_width(in.unit);
   const int32_t last_q = piece.last_q(), last_r = piece.last_r();
   const int32_t ranks = min(last_r - slice * Config::kSlice, Config::kSlice);
-  // The offset of unit i of shared memory, (slice of the core, last column, unit), in the last core
-  // and in its gradient, in units; negative if it does not exist.
+  // Returns the offset of unit i of shared memory, (slice of the core, last column, unit), in the
+  // last core and in its gradient, in units; negative if it does not exist.
   auto unit_in_core = [&](int i) -> int64_t {
     const int line = i / kLine, unit = i % kLine;
     if constexpr (Config::kExact) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         in_global(table.head_touched)[prefixes[thread].w] = 1;
       }
       walk.head_load.store(thread, heads);
-      // Warps without a prefix store zeros, which are multiplied with the zeros of its heads.
+      // Warps without a prefix store zeros, which are multiplied with heads of zeros.
       prefix_grad(in, id, begin, stop, last, rows, product);
       wait();
       walk.move_on(0);
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       if (locks[i] != 0) in_global(table.last_touched)[i] = 1;
     }
   }
-  // Blocks begin at different places.
+  // Blocks begin at different places, to avoid contention.
   const int shift = static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x);
   for (int i = threadIdx.x; i < units; i += kThreads) {
     const int at = i + shift < units ? i + shift : i + shift - units;
@@ -329,8 +329,8 @@ bool fits_resident(int64_t lasts) {
   return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;
 }
 
-// Launches it where it fits; whether it does. It sets the flags of slices itself, which it can do
-// on the way.
+// Launches the kernel if it fits. Returns whether it does. The kernel also sets the flags of
+// slices.
 template <typename Config, int kSubs>
 bool launch_resident(const TileRun& run, const TileInput& in) {
   if (!fits_resident<Config, kSubs>(run.only_lasts)) return false;

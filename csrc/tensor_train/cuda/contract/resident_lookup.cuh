@@ -10,7 +10,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 // the last column, so that lanes of neighbouring columns read different banks.
 template <typename Config>
 struct LastInBlock {
-  static constexpr int kUnits = Config::kRank;  // of 4 values, in a slice of the core
+  static constexpr int kUnits = Config::kRank;  // units of 4 values in a slice of the core
   const float* values;
 
   __device__ __forceinline__ static int place_of(int unit) {
@@ -37,7 +37,7 @@ struct LastInBlock {
   }
 };
 
-// kSubs groups of Config::kThreads work on prefixes of their own.
+// kSubs groups of Config::kThreads threads process different prefixes.
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(TileInput in) {
   static_assert(Config::kVectors && Config::kRank == 32 && Config::kSlices == 1);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
 
   copy_view(in.tables[0], &table);
   if (!in.early) wait_for_kernel_before();
-  let_next_kernel_start();  // which may read the index
+  let_next_kernel_start();  // the next kernel may read the index
   const Counts counts = *in.counts;
   if (counts.dense == 0 || counts.prefixes == 0) {
     wait_for_kernel_before();

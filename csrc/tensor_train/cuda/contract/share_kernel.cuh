@@ -1,8 +1,8 @@
 // Lookup and gradients for prefixes with few ids. Each block has an equal share of the sorted
-// prefixes, so that all blocks run at the same time, and a middle slice is read, and its gradient
-// added in memory, once for each of its blocks. A warp has a prefix of a tile. The data of the next
-// tile is loaded during the present one, because the time of a tile is that of a chain of loads and
-// products, not of their number.
+// prefixes. So all blocks run at the same time, and each block reads a middle slice, and adds its
+// gradient in memory, only once. A warp has a prefix of a tile. The data of the next tile is loaded
+// during the current tile, because latencies of loads and products, not their number, determine the
+// time of a tile.
 #pragma once
 
 #include <type_traits>
@@ -13,12 +13,12 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// In single precision all products are in halves: half_tile.cuh.
+// Whether products are in halves (half_tile.cuh), which single precision uses.
 template <typename Config>
 constexpr bool kOfHalves = Config::kProducts == 3;
 
-// All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
-// index is complete; they wait for sums of repeated ids after their first prefixes are multiplied.
+// All tables are of the class. Gradients run after sum_repeated_grads, which lets them start when
+// the index is complete; they wait for sums of repeated ids after multiplying their first prefixes.
 // kPairs: distinct ids are processed two at a time instead of four.
 template <typename Config, bool kBackward, bool kPairs>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  // The same in halves.
+  // For products in halves.
   __shared__ std::conditional_t<kHalf, typename Half::Scales, int> scales;
   [[maybe_unused]] __half* const half_middle = reinterpret_cast<__half*>(memory);
   [[maybe_unused]] __half* const half_heads = half_middle + Half::kMiddleHalves;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   copy_view(in.tables[0], &table);
   bool waits = kBackward;
   if (!waits) wait_for_kernel_before();
-  let_next_kernel_start();  // behind a lookup it may read the index
+  let_next_kernel_start();  // after a lookup, the next kernel may read the index
   const Counts counts = *in.counts;
   if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
     if (waits) wait_for_kernel_before();
@@ -71,13 +71,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
-  int number = 0;  // of the table whose view is loaded
+  int number = 0;  // number of the table whose view is loaded
   walk.start(bounds[0], bounds[1], false, number, wait);
 #pragma unroll 1
   while (walk.run > 0) {
     const int4* const prefixes = walk.prefixes();
     const int run = walk.run;
-    if (prefixes[0].y != number) {  // the same in all threads, like the following ones
+    if (prefixes[0].y != number) {  // uniform in the block, like the following conditions
       if constexpr (kBackward) {
         if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
         middle_grad.clear();
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   if (kBackward && piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
 }
 
-// As many blocks as run at the same time.
+// Launches as many blocks as run at the same time.
 template <typename Config, bool kBackward, bool kPairs>
 void launch_shares(const TileRun& run, const TileInput& in) {
   auto kernel = share_kernel<Config, kBackward, kPairs>;

@@ -7,8 +7,8 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The first distinct ids of a tile, which are loaded to shared memory together with other data.
-// Otherwise each warp would wait for memory once more for its prefix.
+// The first distinct ids of a tile. They are loaded to shared memory together with other data, so
+// that warps need not wait for memory once more for their prefix.
 struct StagedIds {
   const int2* ids;  // [count] (last, source)
   int32_t first;
@@ -21,14 +21,14 @@ struct StagedIds {
   }
 };
 
-// Without staging: a tile of few ids would wait for them before anything else.
+// Reads ids without staging, because a tile of few ids would first wait for all of them.
 struct UnstagedIds {
   __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
     return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
   }
 };
 
-// Data of 32 distinct ids that a warp loads at once, one id for each lane.
+// Data of 32 distinct ids that a warp loads at once, one id per lane.
 struct IdLane {
   int32_t last = 0;
   uint32_t source = 0;

@@ -13,8 +13,8 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Products of one multiply-add: 1 is plain tf32, 3 splits each operand into its tf32 value and the
-// remainder.
+// kProducts: number of products of a multiply-add. 1 is plain tf32; 3 splits each operand into its
+// tf32 value and the remainder.
 template <int kProducts>
 struct Operand;
 template <>
@@ -27,12 +27,12 @@ struct Operand<3> {
   uint32_t low;
 };
 
-// The tensor core drops the low 13 bits of an operand; half a unit is added first, to round.
+// The tensor core drops the low 13 bits of an operand, so this adds half a unit, to round.
 __device__ __forceinline__ float round_tf32(float x) {
   return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 
-// The value for shared memory: rounded, or exact if it is split later.
+// Returns the value for shared memory: rounded, or exact if it is split later.
 template <int kProducts>
 __device__ __forceinline__ float prepared(float x) {
   return kProducts == 1 ? round_tf32(x) : x;
@@ -59,10 +59,10 @@ __device__ __forceinline__ Operand<kProducts> rounded_operand(float x) {
   return operand<kProducts>(prepared<kProducts>(x));
 }
 
-// c[16][8] += a[16][8] b[8][8]. Lane l, with row = l / 4 and column = l % 4, holds of a (row,
-// column), (row + 8, column), (row, column + 4), (row + 8, column + 4); of b (column, row), (column
-// + 4, row); of c (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column +
-// 1).
+// c[16][8] += a[16][8] b[8][8]. With row = l / 4 and column = l % 4, lane l has
+// of a: (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4);
+// of b: (column, row), (column + 4, row);
+// of c: (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column + 1).
 __device__ __forceinline__ void mma_tf32(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -86,8 +86,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const Operand<kProdu
   mma_tf32(c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
 }
 
-// The same, with separate sums for the lower parts of split operands, so that chains of dependent
-// products are shorter.
+// The same with separate sums for the lower parts of split operands, for shorter chains of
+// dependent products.
 template <int kProducts>
 __device__ __forceinline__ void multiply_add(
     float (&c)[4], float (&low)[4], const Operand<kProducts>& a0, const Operand<kProducts>& a1,
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_add(
 }
 
 __device__ __forceinline__ void add_one(float* to, float value) { atomicAdd(in_global(to), value); }
-// to: aligned to 8 bytes.
+// to: address aligned to 8 bytes.
 __device__ __forceinline__ void add_two(float* to, float a, float b) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1,%2};" ::"l"(to), "f"(a), "f"(b)
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_two(float* to, float a, float b) {
   atomicAdd(to + 1, b);
 #endif
 }
-// to: aligned to 16 bytes.
+// to: address aligned to 16 bytes.
 __device__ __forceinline__ void add_four(float* to, float4 v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(v.x),
@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_four(float* to, float4 v) {
 #endif
 }
 
-// Four matrices of 8 rows of 4 values in shared memory. row: that of this lane, row lane % 8 of
+// Loads four matrices of 8 rows of 4 values from shared memory. row: address of row lane % 8 of
 // matrix lane / 8, aligned to 16 bytes. to[i]: value lane % 4 of row lane / 4 of matrix i.
 __device__ __forceinline__ void load_matrices(const float* row, float (&to)[4]) {
   uint32_t bits[4];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void load_matrices(const float* row, float (&to)[4]) 
   for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(bits[i]);
 }
 
-// kCount neighbouring values of shared memory, aligned to their size.
+// Loads kCount neighbouring values from shared memory, aligned to their size.
 template <int kCount>
 __device__ __forceinline__ void load_neighbours(const float* from, float (&to)[kCount]) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);

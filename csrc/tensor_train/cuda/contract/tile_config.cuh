@@ -18,11 +18,11 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 // Assumptions of a kernel. kAny: none. kVectors: cores are float32 and ranks are multiples of 4, at
 // most kRank, so that cores are read 4 values at a time. kQuads: as kVectors, and all q are 4.
-// kRanks: as kVectors, and head_r = last_r = kRank. kNarrow: as kRanks, and q = 4, 2, 4, which 32
-// columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of type kType, so
-// that there are no bounds to check. kFours: as kWhole, and all q are 4. Known shapes save
-// registers and tests.
-enum class Fit { kAny, kVectors, kQuads, kRanks, kNarrow, kWhole, kFours };
+// kRanks: as kVectors, and head_r = last_r = kRank. kLasts: as kRanks, and the last q is a multiple
+// of 4. kNarrow: as kLasts, and q = 4, 2, 4, which 32 columns have. kWhole: as kLasts, but all q
+// are multiples of 4 and cores are of type kType, so that there are no bounds to check. kFours: as
+// kWhole, and all q are 4. Known shapes save registers and tests.
+enum class Fit { kAny, kVectors, kQuads, kRanks, kLasts, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
           RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
@@ -36,9 +36,11 @@ struct TileConfig {
   static constexpr bool kFours = kFit_ == Fit::kFours;
   static constexpr bool kNarrow = kFit_ == Fit::kNarrow;
   static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
-  static constexpr bool kKnownRanks = kExact || kNarrow || kFit_ == Fit::kRanks;
+  static constexpr bool kKnownRanks =
+      kExact || kNarrow || kFit_ == Fit::kLasts || kFit_ == Fit::kRanks;
   static constexpr bool kKnownQ = kFours || kNarrow || kFit_ == Fit::kQuads;  // 4, kMiddleQ, 4
-  static constexpr bool kWholeLasts = kExact || kKnownQ;  // the last q is a multiple of 4
+  // Whether the last q is a multiple of 4.
+  static constexpr bool kWholeLasts = kExact || kKnownQ || kFit_ == Fit::kLasts;
   static constexpr int kMiddleQ = kNarrow ? 2 : 4;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor

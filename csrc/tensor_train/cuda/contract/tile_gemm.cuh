@@ -8,10 +8,10 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 // prefixes[kRows][kColumns] = heads[kRows][kRank] middle[kRank][kColumns].
 //
-// Of eight ranks the even ones are the first four of the depth of a product, the odd ones the other
-// four, and a lane's columns of kVector products are neighbours: so a fragment of the heads is one
-// load of matrices, those of the middle and what is stored are vectors, and no two lanes of a load
-// want different lines of one bank. For `count` prefixes; results of others are not used.
+// Of eight ranks, the even ranks are the first four of the depth of a product and the odd ranks the
+// other four, and a lane's columns of kVector products are neighbours. So a fragment of the heads
+// is one load of matrices, fragments of the middle and stored results are vectors, and loads have
+// no bank conflicts. Computes `count` prefixes; results of others are not used.
 template <typename Config>
 __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config>& piece,
                                                   const float* heads, const float* middle,
@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
   constexpr int kMine = kRowTiles / kRowGroups;
   constexpr int kMyColumns = Config::kColumns / (Config::kWarps / kRowGroups) / 8;
   static_assert(kMyColumns >= 1 && kMine >= 1);
-  // Vectors of operands that are not split would have to be moved to adjacent registers.
+  // Without split operands, vectors would have to be moved to adjacent registers.
   constexpr int kVector = kProducts == 1 ? 1 : kMyColumns < 4 ? kMyColumns : 4;
   static_assert(kMyColumns % kVector == 0);
   const int warp = thread / 32 / kRowGroups;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
                         at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float values[2 * kVector];  // of neighbouring columns
+        float values[2 * kVector];  // neighbouring columns
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
           values[v] = prepared<kProducts>(sums[m][j + v][2 * half]);

@@ -1,5 +1,5 @@
-// The gradients of the middle and of the heads, from the gradients of a tile's prefixes in shared
-// memory.
+// Computes the gradients of the middle and the heads from the gradients of a tile's prefixes in
+// shared memory.
 #pragma once
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -7,13 +7,12 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// A part of the gradient of a middle slice, in registers of a block: kTiles tiles of 16 rows from
-// row first_row on, of [kRank][kColumns] = heads^T grads. Rows are ranks in the order in which
-// heads lie in shared memory: a lane has two neighbours of a tile, and kColumnTiles neighbouring
-// columns.
+// A part of the gradient of a middle slice, [kRank][kColumns] = heads^T grads, in registers of a
+// block: kTiles tiles of 16 rows from row first_row on. Rows are ranks in the order of heads in
+// shared memory. A lane has two neighbouring rows of a tile and kColumnTiles neighbouring columns.
 template <typename Config>
 struct MiddleGrad {
-  static constexpr int kColumnTiles = Config::kColumns / Config::kWarps / 8;  // of a warp
+  static constexpr int kColumnTiles = Config::kColumns / Config::kWarps / 8;  // tiles per warp
   static constexpr int kAllTiles = Config::kRank / 16;
   static constexpr int kTiles = kAllTiles * kColumnTiles <= 16 ? kAllTiles : 16 / kColumnTiles;
   static constexpr int kVector = kColumnTiles < 4 ? kColumnTiles : 4;
@@ -38,7 +37,7 @@ struct MiddleGrad {
     constexpr int kProducts = Config::kProducts;
     const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
     const int depth = (count + 1) / 2 * 8;  // rows of absent prefixes are 0
-    // k = column stands for row 2 column, k = column + 4 for the next: no bank conflicts.
+    // k = column is row 2 column, and k = column + 4 is the next row, to avoid bank conflicts.
     const float* const its_heads = heads + 2 * column * Config::kHeadStep + first_row + 2 * row;
     const float* its_grads[kColumnTiles / kVector];
 #pragma unroll
@@ -62,7 +61,7 @@ struct MiddleGrad {
       }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        float even[2], odd[2];  // of rows 2 column and the next
+        float even[2], odd[2];  // rows 2 column and 2 column + 1
         load_neighbours(its_heads + k * Config::kHeadStep + m * 16, even);
         load_neighbours(its_heads + (k + 1) * Config::kHeadStep + m * 16, odd);
         const auto a0 = operand<kProducts>(even[0]), a1 = operand<kProducts>(even[1]);
@@ -75,7 +74,7 @@ struct MiddleGrad {
     }
   }
 
-  // Adds it to the gradient in memory.
+  // Adds the registers to the gradient in memory.
   __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int slice,
                                         int first_row) const {
     const int32_t last_r = piece.last_r(), middle_q = piece.middle_q();
@@ -133,15 +132,15 @@ __device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>&
   }
 }
 
-// head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, of `count` prefixes. kChains:
-// independent sums of a value, so that as many products do not depend on each other.
+// head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, for `count` prefixes. kChains:
+// number of independent sums of a value, and so of products that don't depend on each other.
 template <typename Config, int kChains = 1>
 __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
                                               const int4* prefixes, int count, const float* middle,
                                               const float* grads) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kRowTiles = Config::kRows / 16;
-  constexpr int kSharing = Config::kWarps / kRowTiles;  // warps of one row tile
+  constexpr int kSharing = Config::kWarps / kRowTiles;  // warps per row tile
   constexpr int kMine = Config::kRank / 8 / kSharing;   // column tiles
   static_assert(Config::kWarps % kRowTiles == 0 && kMine >= 1);
   const TableView& table = *piece.table;

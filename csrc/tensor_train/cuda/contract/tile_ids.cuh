@@ -1,6 +1,6 @@
-// The distinct ids of one prefix, by one warp, four at a time: rows from the prefix and slices of
-// the last core; gradients of both from gradients of rows. Columns are permuted so that all reads
-// and writes in memory are of 16 bytes.
+// One warp processes the distinct ids of one prefix, four at a time. It computes rows from the
+// prefix and slices of the last core, and gradients of both from gradients of rows. Columns are
+// permuted so that all reads and writes in memory are of 16 bytes.
 #pragma once
 
 #include "tensor_train/cuda/contract/id_products.cuh"
@@ -16,7 +16,7 @@ template <int kProducts>
 struct PrefixOperand {
   Operand<kProducts> a[4][4];
 
-  // from: first of the columns.
+  // from: the first of the columns.
   template <typename Config>
   __device__ __forceinline__ void read(const float* from) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
@@ -37,9 +37,9 @@ struct PrefixOperand {
   }
 };
 
-// 32 columns of four slices of the last core, 4 columns of the row each. A lane has eight of the
-// columns last_column + row % 2 and, in the second part, two further, of the id of its row / 2:
-// four ranks from 4 * column on, and those 16 further.
+// 32 ranks of four slices of the last core, with 4 columns each. A lane has the slice of the id of
+// row / 2, of column last_column + row % 2 and, in the second part, two columns further: four ranks
+// from 4 * column on, and four ranks 16 further.
 struct LastValues {
   float b[2][8];
 };
@@ -47,8 +47,8 @@ struct LastValues {
 // The last core in memory.
 template <typename Config>
 struct LastInMemory {
-  // slice: that of the id of this lane's row / 2, which is not read where it does not exist. r:
-  // first of the ranks.
+  // slice: slice of the id of this lane's row / 2, which is not read if it does not exist. r: the
+  // first rank.
   __device__ __forceinline__ void read(const Piece<Config>& piece, bool exists, int32_t slice,
                                        int32_t last_column, int r, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
@@ -74,7 +74,8 @@ struct LastInMemory {
   }
 };
 
-// more_columns: whether there are more than two last columns; more_ranks: more than 16 ranks.
+// more_columns: whether there are more than two last columns; more_ranks: whether there are more
+// than 16 ranks.
 template <int kProducts>
 __device__ __forceinline__ void add_rows(float (&sums)[2][4],
                                          const PrefixOperand<kProducts>& prefix,
@@ -100,13 +101,13 @@ __device__ __forceinline__ void add_rows(float (&sums)[2][4],
   }
 }
 
-// The offsets of a lane's four values in a row: those of the lane's (head column, middle column),
-// and those two head columns further.
+// The offsets in a row of a lane's values at its (head column, middle column), and of its values
+// two head columns further.
 template <typename Config>
 struct RowPlace {
   int32_t first;
-  int32_t step;   // to the second
-  int32_t width;  // of what is aligned
+  int32_t step;   // distance of the second offset
+  int32_t width;  // number of aligned values
   bool has_first;
   bool has_second;
 
@@ -155,8 +156,9 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
   }
 }
 
-// Rows of distinct ids [begin, end) of a prefix. Those of ids that occur once are added to the
-// output, and others stored by slot; if bags gather, all are stored by number. chunks: of 32 ranks.
+// Computes the rows of distinct ids [begin, end) of a prefix. Adds rows of ids that occur once to
+// the output, and stores others by slot; if bags gather, stores all by number. chunks: number of
+// chunks of 32 ranks.
 template <typename Config, typename Ids, typename Last>
 __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
                                            const Piece<Config>& piece, const float* prefix,
@@ -234,8 +236,8 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
 // Adds gradients of the last core in memory.
 template <typename Config>
 struct LastGradInMemory {
-  // Four columns from r on and four from r + 16 on, of two rows of a slice of the last core: those
-  // that d has of this lane.
+  // Adds this lane's values of d: four ranks from r on and four from r + 16 on, of two columns of a
+  // slice of the last core.
   __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
                                       int32_t last_column, int r, const float (&d)[4][4]) const {
     if (!exists) return;
@@ -257,13 +259,13 @@ struct LastGradInMemory {
   }
 };
 
-// Four columns of the gradients of four distinct ids, as both products take them.
+// Four columns of the gradients of four distinct ids, in the layouts of both products.
 template <typename Config>
 struct FourGrads {
-  float4 low, high;  // of the id of this lane's column: (head column, middle column) by row
-  float2 other[4];   // of the id of row / 2: two columns; middle column by column
+  float4 low, high;  // for the id of this lane's column: (head column, middle column) by row
+  float2 other[4];   // for the id of row / 2: two columns; middle column by column
 
-  // Of ids base + from on, of which those below base + limit exist.
+  // Reads ids from base + from on, of which those below base + limit exist.
   __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
                                        const RowPlace<Config>& place, const IdLane& id,
                                        int32_t last_column, int base, int from, int limit) {
@@ -303,7 +305,7 @@ struct FourGrads {
   }
 };
 
-// Four columns of the last core's slices of four distinct ids: 32 ranks, four a lane by row.
+// Four columns of the last core's slices of four distinct ids: 32 ranks, four per lane, by row.
 template <typename Config>
 struct FourLasts {
   float4 b[4];
@@ -325,8 +327,9 @@ struct FourLasts {
   }
 };
 
-// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks. The gradient of the
-// prefix replaces it in shared memory; those of slices of the last core go to last_grad.
+// Processes gradients of the distinct ids [begin, end) of a prefix, for one slice of ranks. The
+// gradient of the prefix replaces the prefix in shared memory; gradients of the last core go to
+// last_grad.
 template <typename Config, typename Ids, typename LastGrad>
 __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids,
                                              const Piece<Config>& piece, int slice, float* prefix,

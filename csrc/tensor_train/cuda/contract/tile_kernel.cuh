@@ -218,7 +218,9 @@ void run_shapes(const TileRun& run, const TileInput& in) {
 template <template <int, Fit, RowType> typename Shapes, int kProducts>
 void run_class(const TileRun& run, const TileInput& in) {
   if (!run.kernel.exact) {
-    if (run.kernel.whole && run.kernel.vectors) {
+    if (run.kernel.lasts) {
+      run_shapes<Shapes<kProducts, Fit::kLasts, RowType::kFloat32>>(run, in);
+    } else if (run.kernel.whole) {
       run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
     } else if (run.kernel.vectors) {
       run_shapes<Shapes<kProducts, Fit::kVectors, RowType::kFloat32>>(run, in);

@@ -6,11 +6,11 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// A slice of the middle core: [kRank][4 middle columns][kSlice] -> shared memory.
+// Loads a slice of the middle core, [kRank][4 middle columns][kSlice], to shared memory.
 template <typename Config>
 __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& piece, int slice,
                                             float* to) {
-  constexpr int kQuads = Config::kRank * Config::kSlice;  // of 4 values
+  constexpr int kQuads = Config::kRank * Config::kSlice;  // number of groups of 4 values
   constexpr int kMine = kQuads / Config::kThreads;
   static_assert(kQuads % Config::kThreads == 0);
   // All loads come before the first store: in a loop of loads and stores each load would wait,
@@ -53,14 +53,14 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   }
 }
 
-// Heads of `count` prefixes for shared memory, [prefix][4 head columns][kRank]; other rows are 0.
-// Loads and stores are separate, so that other loads overlap.
+// Loads the heads of `count` prefixes to shared memory, [prefix][4 head columns][kRank]; other rows
+// are 0. Loads and stores are separate, so that other loads overlap.
 template <typename Config>
 struct HeadLoad {
-  static constexpr int kQuads = Config::kPrefixes * Config::kRank;  // of 4 values
+  static constexpr int kQuads = Config::kPrefixes * Config::kRank;  // number of groups of 4 values
   static constexpr int kMine = (kQuads + Config::kThreads - 1) / Config::kThreads;
   static_assert(kQuads % Config::kThreads == 0);
-  // Whether there are registers to hold them while the middle is loaded.
+  // Whether there are enough registers to hold the heads while the middle is loaded.
   static constexpr bool kEarly = Config::kVectors && Config::kSlices == 1 && kMine <= 2;
   float4 values[kMine];
 
@@ -84,7 +84,7 @@ struct HeadLoad {
     }
   }
 
-  // Of eight neighbouring ranks the even ones come first, see multiply_prefixes.
+  // Of eight neighbouring ranks, the even ranks come first; see multiply_prefixes.
   __device__ __forceinline__ void store(int thread, float* to) const {
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
@@ -103,7 +103,7 @@ struct HeadLoad {
 template <typename Config>
 struct HeadPrefixes {
   static constexpr int kLine = Config::kSlice / 4;  // units of 4 values
-  static constexpr int kUnits = 16 * kLine;         // of a prefix
+  static constexpr int kUnits = 16 * kLine;         // units per prefix
 
   // Calls use(element of the head, offset in the prefixes in shared memory, number of existing
   // values) for the units of `count` prefixes.

@@ -1,8 +1,8 @@
-// The tiles of a share of the sorted prefixes, one after the other: prefixes of one middle slice,
-// of which a warp has one.
+// Walks through the tiles of a share of the sorted prefixes. A tile has prefixes of one middle
+// slice, one per warp.
 //
-// Warps of a tile wait for each other, so its prefixes should have similar numbers of ids: those of
-// one middle slice are sorted by their number of ids, most first.
+// Warps of a tile wait for each other, so its prefixes should have similar numbers of ids. The
+// prefixes of one middle slice are therefore sorted by their number of ids, most first.
 #pragma once
 
 #include "tensor_train/cuda/contract/ids_ahead.cuh"
@@ -10,8 +10,8 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The number of prefixes from `first` on, out of `count`, with the same table and middle slice; to
-// all lanes of a warp.
+// Returns, to all lanes of a warp, the number of prefixes from `first` on, out of `count`, with the
+// same table and middle slice.
 __device__ __forceinline__ int run_length(const int4* prefixes, int first, int count) {
   const int at = first + threadIdx.x % 32;
   const bool same =
@@ -19,23 +19,23 @@ __device__ __forceinline__ int run_length(const int4* prefixes, int first, int c
   return __ffs(~__ballot_sync(kAllLanes, same)) - 1;
 }
 
-// Some of the sorted prefixes in shared memory.
+// A part of the sorted prefixes in shared memory.
 struct PrefixList {
   static constexpr int kMost = 128;
   static constexpr int kWarps = kMost / 32;
-  int4 items[kMost];  // as Index::prefixes
+  int4 items[kMost];  // like Index::prefixes
   union {
-    int32_t ends[kMost];               // behind the last of their distinct ids
-    alignas(16) uint32_t keys[kMost];  // while they are ordered
+    int32_t ends[kMost];               // ends of their distinct ids
+    alignas(16) uint32_t keys[kMost];  // sort keys, during the sort
   };
   unsigned starts[kWarps];  // begins of middle slices
-  int32_t first, count;     // of the list,
-  int32_t end;              // and of the share
+  int32_t first, count;     // first prefix and length of the list
+  int32_t end;              // end of the share
   bool ordered;
 
-  // Loads prefixes from `from` on, as many as fit, by a group of threads that `wait` synchronises.
-  // by_ids: sorts those of a middle slice by their number of ids. The previous list must have been
-  // used.
+  // Loads prefixes from `from` on, as many as fit. Called by a group of threads, which `wait`
+  // synchronises, after they have used the previous list. by_ids: whether to sort the prefixes of a
+  // middle slice by their number of ids.
   template <typename Wait>
   __device__ __forceinline__ void load(const int4* prefixes, int from, int to, int thread,
                                        bool by_ids, const Wait& wait) {
@@ -94,8 +94,8 @@ struct PrefixList {
   }
 };
 
-// For one group of threads, which `wait` synchronises. The heads and ids of the next tile are
-// loaded during the present one.
+// The walk of one group of threads, which `wait` synchronises. The heads and ids of the next tile
+// are loaded during the current tile.
 template <typename Config>
 struct TileWalk {
   const TileInput& in;
@@ -103,7 +103,7 @@ struct TileWalk {
   PrefixList& list;
   NextIds<Config::kWarps>& next_ids;
   int thread;
-  int at = 0, run = 0;  // of the tile, in the list
+  int at = 0, run = 0;  // begin and length of the tile in the list
   HeadLoad<Config> head_load = {};
 
   __device__ __forceinline__ const int4* prefixes() const { return list.items + at; }
@@ -113,14 +113,14 @@ struct TileWalk {
   __device__ __forceinline__ int begin() const { return mine() ? prefixes()[warp()].x : 0; }
   __device__ __forceinline__ int stop() const { return mine() ? list.ends[at + warp()] : 0; }
 
-  // number: of the table whose view is loaded; heads of others are not read.
+  // number: number of the table whose view is loaded; heads of other tables are not read.
   __device__ __forceinline__ void read_heads() { head_load.read(thread, piece, prefixes(), run); }
   __device__ __forceinline__ void read_tile(int number) {
     run = run_length(list.items, at, min(list.count, at + Config::kPrefixes));
     if (prefixes()[0].y == number) read_heads();
     if (mine()) next_ids.start(in, warp(), begin(), stop());
   }
-  // The prefixes [first, end), and their first tile; empty if there are none.
+  // Loads the prefixes [first, end) and their first tile, which is empty if there are none.
   template <typename Wait>
   __device__ __forceinline__ void start(int first, int end, bool ordered, int number,
                                         const Wait& wait) {
@@ -129,8 +129,8 @@ struct TileWalk {
     list.load(in.prefixes, first, end, thread, ordered, wait);
     read_tile(number);
   }
-  // Advances to the next tile of the list, if there is one. Otherwise the run is 0, and `refill`
-  // continues after the data of this tile's prefixes has been read.
+  // Advances to the next tile of the list, if there is one. Otherwise sets the run to 0; `refill`
+  // then continues after the data of this tile's prefixes has been read.
   __device__ __forceinline__ void move_on(int number) {
     at += run;
     run = 0;

@@ -4,7 +4,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-// Four prefixes fill a multiprocessor. All kernels read the table's shape at run time.
+// Four prefixes fill a multiprocessor. All kernels read table shapes at run time.
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes256 {
   using Many = TileConfig<256, 32, 4, 8, kProducts, Fit::kAny, RowType::kFloat32, 1>;

@@ -10,7 +10,7 @@ namespace {
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes32 {
   static constexpr bool kAny = kFit == Fit::kAny;
-  static constexpr bool kLean = kFit == Fit::kFours && kProducts == 1;  // in registers
+  static constexpr bool kLean = kFit == Fit::kFours && kProducts == 1;  // needs few registers
   using Few = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 3 : 5>;
   using FewBackward = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 2 : kLean ? 5 : 4>;
   using Many = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kAny ? 2 : 3>;
@@ -20,7 +20,8 @@ struct Shapes32 {
 template <int kProducts, Fit kFit>
 using Resident32 = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 1>;
 
-// Launches the kernel for many ids a prefix, if there is one for the table. Returns whether it did.
+// Launches the kernel for many ids per prefix, if there is one for the table. Returns whether it
+// did.
 template <int kProducts, Fit kFit>
 bool launch_dense(const TileRun& run, const TileInput& in) {
   return run.backward ? launch_resident<Resident32<kProducts, kFit>, 2>(run, in)
@@ -30,8 +31,8 @@ bool launch_dense(const TileRun& run, const TileInput& in) {
 template <int kProducts>
 using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
-// Few ids, and all ids in single precision, are processed in pairs. Lookups have registers for
-// three blocks a multiprocessor.
+// Processes ids in pairs if there are few, and always in single precision. Lookups have registers
+// for three blocks per multiprocessor.
 template <int kProducts, Fit kFit>
 void run_shares(const TileRun& run, const TileInput& in) {
   using Lookup = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 3>;
@@ -49,7 +50,7 @@ void run_shares(const TileRun& run, const TileInput& in) {
 }  // namespace
 
 bool has_dense_gradients_32(int64_t only_lasts) {
-  return fits_resident<Resident32<1, Fit::kFours>, 2>(only_lasts);  // of any precision
+  return fits_resident<Resident32<1, Fit::kFours>, 2>(only_lasts);  // the same for any precision
 }
 
 void run_tiles_32(const TileRun& run, const TileInput& input) {

@@ -5,7 +5,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-// Tiles of which two fit on a multiprocessor.
+// Two tiles fit on a multiprocessor.
 template <int kProducts, Fit kFit, RowType kType>
 struct Shapes64 {
   static constexpr int kBlocks = kFit == Fit::kAny ? 1 : 2;
@@ -30,7 +30,7 @@ using Repeatable64 = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFl
 }  // namespace
 
 bool has_dense_gradients_64(int64_t only_lasts) {
-  return fits_resident<Resident64<1, Fit::kFours>, 1>(only_lasts);  // of any precision
+  return fits_resident<Resident64<1, Fit::kFours>, 1>(only_lasts);  // the same for any precision
 }
 
 void run_tiles_64(const TileRun& run, const TileInput& input) {

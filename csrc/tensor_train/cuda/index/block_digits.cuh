@@ -17,9 +17,9 @@ struct BlockDigits {
   int32_t all[kDigits];
 };
 
-// Counts the digits of present items, of several kinds at once, each in its own memory. ranks:
-// number of earlier lanes with the digit. The counts are valid after the next barrier. Needs at
-// least kDigits threads.
+// Counts the digits of existing items, for several kinds of digits at once, each in its own memory.
+// ranks: number of earlier lanes with the same digit. The counts are valid after the next barrier.
+// Needs at least kDigits threads.
 template <int kKinds>
 __device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t (&digits)[kKinds],
                                              bool here, int (&ranks)[kKinds]) {

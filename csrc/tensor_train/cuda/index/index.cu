@@ -37,8 +37,8 @@ KernelClass class_of(const TableView& table) {
   const bool whole = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
                      table.head_r == kernel.rank && table.last_r == kernel.rank;
   kernel.whole = kernel.vectors && whole;
-  kernel.ranks = kernel.whole && table.last_q % 4 == 0;
-  kernel.narrow = kernel.ranks && kernel.rank == 32 && table.head_q == 4 && table.middle_q == 2 &&
+  kernel.lasts = kernel.whole && table.last_q % 4 == 0;
+  kernel.narrow = kernel.lasts && kernel.rank == 32 && table.head_q == 4 && table.middle_q == 2 &&
                   table.last_q == 4;
   kernel.exact = whole && table.head_q % 4 == 0 && table.middle_q % 4 == 0 && table.last_q % 4 == 0;
   if (kernel.exact) kernel.type = table.head_type;

@@ -12,41 +12,41 @@ namespace torchrec_hkv::tensor_train::cuda {
 constexpr int kChunk = 32;
 
 // Positions are sorted by (table, middle, head, last). Ids that occur once are read from and
-// written to the batch's rows. Ids that occur more often have a slot each, at most num_ids / 2, in
-// which their gradients are summed first and from which their rows are distributed.
+// written to the batch's rows. Each id that occurs more often has a slot, of at most num_ids / 2
+// slots. Its gradients are first summed in the slot, and its row is distributed from the slot.
 constexpr uint32_t kSlotBit = 0x80000000u;
-constexpr int32_t kNoSlot = -1;   // occurs once
-constexpr int32_t kOutside = -2;  // of its table
+constexpr int32_t kNoSlot = -1;   // the id occurs once
+constexpr int32_t kOutside = -2;  // the id is outside its table
 
-// Ids that occur this many times may be processed as several ids that occur once: at rank 32, a sum
-// of two gradients would pass through memory once more and save little work.
+// Ids that occur at most this many times may be processed as several ids that occur once: at rank
+// 32, summing two gradients would need another pass through memory and save little work.
 constexpr int kShortRun = 2;
 
-// Distinct ids a prefix from which on gradients of the last core are summed in shared memory.
+// Distinct ids per prefix from which on gradients of the last core are summed in shared memory.
 constexpr int kDensePrefix = 8;
 
 struct Counts {
   int32_t distinct;
   int32_t prefixes;
   int32_t slots;
-  int32_t gather;  // enough repeats that bags gather the rows of distinct ids
-  int32_t dense;   // many distinct ids a prefix
+  int32_t gather;  // whether enough ids repeat that bags gather the rows of distinct ids
+  int32_t dense;   // whether there are many distinct ids per prefix
 };
 
 struct Index {
   Counts* counts;
   int4* prefixes;        // [.. + 1] first distinct id, table, middle, head
-  int32_t* lasts;        // of each distinct id: its slice of the last core
-  uint32_t* sources;     // of each distinct id: kSlotBit | slot, or the place of its only row
-  float* factors;        // of each distinct id, where rows are scaled; 1 for slots
-  int32_t* distinct_of;  // of each position in the batch: its distinct id, -1 outside of the table
-  uint32_t* places;      // of each sorted position: where its row begins, in units
-  int32_t* slots;        // of each sorted position: its slot, kNoSlot or kOutside
-  float* place_factors;  // of each sorted position, where rows are scaled
-  int32_t* slot_dims;    // of each slot, where dims differ
+  int32_t* lasts;        // by distinct id: slice of the last core
+  uint32_t* sources;     // by distinct id: kSlotBit | slot, or the place of its only row
+  float* factors;        // by distinct id, if rows are scaled; 1 for slots
+  int32_t* distinct_of;  // by position in the batch: distinct id, -1 outside the table
+  uint32_t* places;      // by sorted position: begin of its row, in units
+  int32_t* slots;        // by sorted position: slot, kNoSlot or kOutside
+  float* place_factors;  // by sorted position, if rows are scaled
+  int32_t* slot_dims;    // by slot, if dims differ
 };
 
-// Allocates pieces of a buffer, or only counts their bytes if it is null.
+// Allocates pieces of a buffer, or only counts their bytes if the buffer is null.
 struct Carver {
   char* base;
   size_t used = 0;
@@ -63,7 +63,7 @@ struct Carver {
 inline bool is_scaled(const Batch& batch) {
   return batch.weights != nullptr || (batch.mean && batch.pooled);
 }
-// Places count in units of this number of values.
+// Places are in units of this number of values.
 inline int32_t unit_of(const Plan& plan, const Batch& batch) {
   return plan.vectors && batch.aligned ? 4 : 1;
 }
@@ -71,20 +71,20 @@ inline int64_t most_prefixes(const Plan& plan, const Batch& batch) {
   return plan.num_prefixes < batch.num_ids ? plan.num_prefixes : batch.num_ids;
 }
 inline int64_t most_slots(const Batch& batch) { return batch.num_ids / 2 + 1; }
-// Up to this number one cluster sorts, and repeated rows are always distributed by slots.
+// Up to this number of ids, one cluster sorts, and repeated rows are always distributed by slots.
 constexpr int64_t kSmallBatch = 16384;
 inline bool is_small(const Plan& plan, const Batch& batch) {
   return plan.clusters && batch.num_ids <= kSmallBatch && plan.num_keys < 0xffffffffu;
 }
 // Whether bags may gather the rows of distinct ids; the device decides by the number of repeats.
 inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(plan, batch); }
-// Whether they do so for any number of repeats: in a small batch, in which launches cost more than
-// traffic and the output then need not be cleared, and in deterministic mode.
+// Whether bags gather for any number of repeats: in deterministic mode, and in a small batch, in
+// which launches cost more than traffic, and gathering needs no cleared output.
 inline bool always_gathers(const Batch& batch) {
   return batch.num_ids <= kSmallBatch || batch.deterministic;
 }
 
-// Allocates the pieces, or counts their bytes.
+// Allocates the index in memory, or only counts its bytes if memory is null.
 inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, size_t* bytes) {
   Carver carver{static_cast<char*>(memory)};
   const int64_t n = batch.num_ids;
@@ -111,14 +111,14 @@ struct IndexInput {
   int32_t num_tables;
   int32_t unit;
   bool may_gather;
-  bool splits_short;  // runs, of up to kShortRun positions; only large batches
-  uint64_t num_keys;  // also the key of ids outside of their tables, which sorts last
+  bool splits_short;  // whether runs of up to kShortRun positions are split; only large batches
+  uint64_t num_keys;  // also the key of ids outside their tables, which sorts last
   unsigned long long* invalid;
-  float* cleared;  // zeroed in passing; null: nothing
+  float* cleared;  // output to zero, or null
   int64_t cleared_values;
 };
 
-// Called by all threads of the grid.
+// Zeroes in.cleared. Called by all threads of the grid.
 __device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
   if (in.cleared == nullptr) return;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
   }
 }
 
-// The place of the row of a position, and its factor.
+// The place of a position's row, and the row's factor.
 struct Place {
   uint32_t row;
   float factor;
@@ -164,15 +164,15 @@ __device__ __forceinline__ Place place_of(const IndexInput& in, int64_t at, int6
   return place;
 }
 
-// number / by in fewer instructions than a division. inverse: 2^32 / by, rounded down; the product
-// is at most one too small.
+// Computes number / by in fewer instructions than a division. inverse: 2^32 / by, rounded down; the
+// product is at most one too small.
 __device__ __forceinline__ uint32_t quotient(uint32_t number, int64_t by, uint32_t inverse) {
   const uint32_t low = __umulhi(number, inverse);
   const auto of = static_cast<uint32_t>(by);
   return number - low * of >= of ? low + 1 : low;
 }
 
-// The sort key of an id of a bag. Counts ids outside of their tables.
+// Returns the sort key of an id of a bag. Counts ids outside their tables.
 __device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int64_t bag) {
   const TableView& table = in.tables[in.batch.feature_tables[feature_of(in.batch, bag)]];
   if (id < 0 || id >= table.rows) {
@@ -193,8 +193,8 @@ __device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int
   return table.first_key + number * table.lasts + (id - prefix * table.lasts);
 }
 
-// The parts of a key: its table, and (middle * heads + head) in it. Number: uint32_t if all keys
-// are below 2^32.
+// The parts of a key: the table, and (middle * heads + head) in the table. Number: uint32_t if all
+// keys are below 2^32.
 template <typename Number>
 struct KeyParts {
   int32_t table;
@@ -206,7 +206,7 @@ struct KeyParts {
   }
 };
 
-// The quotient, in 32 bits if keys have 32 bits. by: slices of a core.
+// The quotient, in 32 bits if keys have 32 bits. by: number of slices of a core.
 template <typename Number>
 __device__ __forceinline__ Number divided(Number number, int64_t by, uint32_t inverse) {
   if (sizeof(Number) == 4 || number <= 0xffffffffull) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ KeyParts<Number> parts_of(const IndexInput& in, Numbe
   return {low, prefix, number - prefix * static_cast<Number>(table.lasts)};
 }
 
-// The bag of a position: the last one in [low, high) that begins there or before.
+// Returns the bag of a position: the last bag in [low, high) that begins at or before it.
 __device__ __forceinline__ int64_t bag_between(const int64_t* __restrict__ offsets, int64_t low,
                                                int64_t high, int64_t at) {
   while (high - low > 1) {
@@ -249,12 +249,12 @@ __device__ __forceinline__ int64_t bag_between(const int64_t* __restrict__ offse
 
 // One sorted position, with data of its neighbours and of earlier positions.
 struct Sorted {
-  int64_t at;        // among the sorted
-  int32_t position;  // in the batch
-  int32_t distinct;  // its distinct id,
-  int32_t prefix;    // its prefix
-  int32_t slot;      // and its slot, if it repeats
-  bool first;        // of its id
+  int64_t at;        // place in the sorted order
+  int32_t position;  // position in the batch
+  int32_t distinct;  // distinct id
+  int32_t prefix;    // prefix
+  int32_t slot;      // slot, if the id repeats
+  bool first;        // whether it is the first position of its id
   bool first_of_prefix;
   bool repeats;
 };
@@ -294,7 +294,7 @@ __device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& 
   write_first(in, index, s, parts, factor);
 }
 
-// A position outside of its table.
+// Writes a position whose id is outside its table.
 __device__ __forceinline__ void write_outside(const Index& index, int64_t at, int32_t position,
                                               uint32_t place) {
   index.distinct_of[position] = -1;
@@ -311,7 +311,7 @@ __device__ __forceinline__ void write_counts(const IndexInput& in, const Index& 
 }
 
 void index_small(const IndexInput& in, const Index& index, cudaStream_t stream);
-// Whether one launch sorts the batch though it is not small.
+// Whether one launch sorts the batch although the batch is not small.
 bool is_medium(const Plan& plan, const Batch& batch);
 size_t medium_scratch_bytes(const Plan& plan, const Batch& batch);
 void index_medium(const Plan& plan, const IndexInput& in, const Index& index, void* scratch,

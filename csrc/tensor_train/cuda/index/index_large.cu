@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = kThreads * kItems;
 
-// Blocks of a multiprocessor; keys of 32 bits leave registers for more.
+// Blocks per multiprocessor; keys of 32 bits leave registers for more blocks.
 template <typename Key>
 constexpr int kFindBlocks = sizeof(Key) == 4 ? 4 : 3;
 
@@ -28,7 +28,7 @@ template <typename Key>
 struct Scratch {
   Key* keys;
   Key* sorted_keys;
-  int32_t* positions;  // null: not needed
+  int32_t* positions;  // null if not needed
   int32_t* sorted_positions;
   uint32_t* places;  // by position
   float* factors;
@@ -75,15 +75,15 @@ size_t carve(uint64_t num_keys, int64_t n, bool scaled, void* memory, Scratch<Ke
   return carver.used;
 }
 
-// The bags of a tile of positions, in shared memory. Marks the begins of bags in the tile, and
-// propagates the marks.
+// Finds the bags of a tile of positions, in shared memory: marks the begins of bags in the tile,
+// and propagates the marks.
 __device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int64_t end,
                                           int32_t (&bags)[kTile], int32_t (&warp_bags)[kWarps]) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int64_t* const offsets = batch.offsets;
   const auto num_bags = static_cast<int32_t>(batch.num_bags());
   for (int i = thread; i < kTile; i += kThreads) bags[i] = 0;
-  // The last bag that begins at `begin` or before.
+  // Finds the last bag that begins at or before `begin`.
   int32_t first = 0, high = num_bags;
   while (high - first > 1) {
     const int32_t step = (high - first + kThreads - 1) / kThreads;
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
     find_distinct(IndexInput in, Index index, Scratch<Key> scratch) {
   __shared__ uint32_t ticket;
   __shared__ uint32_t of_warps[kWarps];
-  __shared__ Begins earlier;  // tiles
-  // The distinct ids of each warp, from which they are written to memory contiguously.
+  __shared__ Begins earlier;  // counts of earlier tiles
+  // Collects the distinct ids of each warp, for contiguous writes to memory.
   __shared__ int32_t lasts[kWarps][32 * kItems];
   __shared__ uint32_t sources[kWarps][32 * kItems];
   enter_chain();

@@ -1,7 +1,7 @@
-// The index of a batch with at most one id for each thread of the device: one launch, whose blocks
-// all run at the same time and wait for each other. Sorts through memory, least significant digit
-// first, then numbers distinct ids and prefixes. For smaller batches than those for which memory
-// bounds a radix sort, launches are most of its time.
+// The index of a batch with at most one id per thread of the device, in one launch, whose blocks
+// all run at the same time and wait for each other. It sorts through memory, least significant
+// digit first, then numbers distinct ids and prefixes. For batches of this size, launches would
+// take most of the time of a radix sort.
 #include <cooperative_groups.h>
 
 #include "common/cuda_check.h"
@@ -18,12 +18,12 @@ constexpr int kMostThreads = 1024;
 
 // Data that blocks exchange. Reads bypass L1, which is not coherent.
 struct Exchange {
-  uint64_t* pairs[2];  // [n] key << 32 | position, of this pass and the next
-  int32_t* counts;     // [digits][stride] of blocks
-  int32_t* heads;      // [3][stride] distinct ids, prefixes and slots that begin in a block
+  uint64_t* pairs[2];  // [n] key << 32 | position, for this pass and the next
+  int32_t* counts;     // [digits][stride] counts of blocks
+  int32_t* heads;      // [3][stride] distinct ids, prefixes and slots that begin in each block
   uint32_t* places;    // [n] by position
   float* factors;      // [n] by position; null if rows are not scaled
-  int32_t stride;      // blocks, rounded up to a multiple of 4
+  int32_t stride;      // number of blocks, rounded up to a multiple of 4
 };
 
 size_t carve(const Plan& plan, const Batch& batch, void* memory, Exchange* exchange) {
@@ -39,9 +39,9 @@ size_t carve(const Plan& plan, const Batch& batch, void* memory, Exchange* excha
 
 struct Shared {
   BlockDigits digits;
-  int32_t totals[kDigits];   // of all blocks
-  int32_t earlier[kDigits];  // of earlier blocks
-  int32_t starts[kDigits];   // place of this block's ids with a digit
+  int32_t totals[kDigits];   // counts of all blocks
+  int32_t earlier[kDigits];  // counts of earlier blocks
+  int32_t starts[kDigits];   // first place of this block's ids with each digit
   int32_t warp_sums[kDigits / 32];
   int32_t warp_heads[3][kMostWarps];
   int32_t heads_before[3];
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint64_t read_pair(const uint64_t* pair) {
   return __ldcg(reinterpret_cast<const unsigned long long*>(pair));
 }
 
-// The sums of a row of [stride] counts over all blocks and over earlier blocks, by four lanes.
+// Sums a row of [stride] counts over all blocks and over earlier blocks, with four lanes.
 __device__ __forceinline__ void sum_blocks(const int32_t* row, int blocks, int* all, int* before) {
   const int block = blockIdx.x;
   *all = *before = 0;
@@ -81,8 +81,8 @@ __device__ __forceinline__ void sum_blocks(const int32_t* row, int blocks, int* 
   }
 }
 
-// One pass: sorts by 8 bits of the key, stable. Item `at` of the order belongs to thread at % per
-// of block at / per; it exists where `here`.
+// One pass, which sorts by 8 bits of the key and is stable. Item `at` of the order belongs to
+// thread at % per of block at / per. here: whether the item exists.
 __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
                                           const Exchange& exchange, uint64_t* to, int shift, int at,
                                           bool here, Item& item) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (lane == 31) exchange.heads[warp * exchange.stride + block] = sum;
   }
   grid.sync();
-  if (thread < 32) {  // all lanes of a warp take part; those of the first three fours count
+  if (thread < 32) {  // all lanes of a warp take part; the first three groups of four lanes sum
     int all, before;
     const int row = min(thread / 4, 2);
     sum_blocks(exchange.heads + row * exchange.stride, blocks, &all, &before);

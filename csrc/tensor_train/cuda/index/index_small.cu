@@ -1,7 +1,7 @@
 // The index of a small batch in one launch: a cluster of 16 blocks sorts in distributed shared
-// memory, one id for each thread, then numbers distinct ids and prefixes. Evenly spread ids are
-// sorted into buckets of equal ranges of keys, and the items of a bucket by comparison, which needs
-// fewer barriers of the cluster. Otherwise a radix sort is used, least significant digit first.
+// memory, one id per thread, then numbers distinct ids and prefixes. Evenly spread ids are sorted
+// into buckets of equal ranges of keys, and within a bucket by comparison, which needs fewer
+// barriers of the cluster. Otherwise a radix sort is used, least significant digit first.
 #include <cooperative_groups.h>
 
 #include <climits>
@@ -18,21 +18,21 @@ namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 16;
 constexpr int kMostThreads = 1024;
-constexpr int kMostBucket = 128;    // items of a bucket that are ordered by comparing them
-constexpr int kMostOffsets = 4096;  // that a block keeps in shared memory
+constexpr int kMostBucket = 128;    // most items of a bucket that is sorted by comparison
+constexpr int kMostOffsets = 4096;  // most offsets that a block keeps in shared memory
 static_assert(kBlocks * kMostThreads == kSmallBatch);
 
 struct Shared {
-  uint64_t pairs[2][kMostThreads];  // key << 32 | position, of this pass and the next
+  uint64_t pairs[2][kMostThreads];  // key << 32 | position, for this pass and the next
   BlockDigits digits;
-  int32_t buckets[kDigits];  // items of this block in each bucket
-  int32_t starts[kDigits];   // place of this block's ids with a digit,
-  int32_t firsts[kDigits];   // the first place of the digit
-  int32_t sizes[kDigits];    // and how many places it has
+  int32_t buckets[kDigits];  // number of this block's items in each bucket
+  int32_t starts[kDigits];   // first place of this block's ids with each digit
+  int32_t firsts[kDigits];   // first place of each digit
+  int32_t sizes[kDigits];    // number of places of each digit
   int32_t warp_sums[kDigits / 32];
-  int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block,
-  int32_t heads_before[3];  // in earlier blocks,
-  int32_t heads_all[3];     // and in all
+  int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block
+  int32_t heads_before[3];  // the same for earlier blocks
+  int32_t heads_all[3];     // the same for all blocks
   int32_t warp_heads[3][kMostWarps];
   int32_t offsets[kMostOffsets + 1];
   uint64_t window[kMostThreads + 2 * kMostBucket];  // places of this block and those around it
@@ -46,8 +46,8 @@ struct Item {
   int32_t position;
 };
 
-// Computes the places of the items of each digit or bucket, after all blocks have counted. Returns
-// to all threads of the cluster whether some digit has more than `most` items.
+// Computes the places of the items of each digit or bucket, after all blocks have counted. Returns,
+// to all threads of the cluster, whether a digit has more than `most` items.
 __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t* counted,
                              int32_t most) {
   const int block = static_cast<int>(cluster.block_rank());
@@ -75,7 +75,8 @@ __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t
   return too_many;
 }
 
-// Moves items to the places of their digits in pairs[pass]. rank: among those of this block.
+// Moves items to the places of their digits in pairs[pass]. rank: number of earlier items of this
+// block with the digit.
 __device__ void move_items(cg::cluster_group& cluster, Shared& shared, int pass, uint32_t digit,
                            int rank, int per, bool here, const Item& item) {
   if (here) {
@@ -91,13 +92,13 @@ __device__ __forceinline__ Item item_of(uint64_t pair) {
   return {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
 }
 
-// Orders the items in the buckets of pairs[0] into pairs[1], by comparing each with all items of
+// Sorts the items of each bucket from pairs[0] into pairs[1], by comparing each with all items of
 // its bucket, at most kMostBucket.
 __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int per, int n,
                               uint32_t scale, bool here) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x;
-  const int first = block * per - kMostBucket;  // of the window
+  const int first = block * per - kMostBucket;  // first place of the window
   uint64_t mine = 0;
   if (here) mine = shared.window[kMostBucket + thread] = shared.pairs[0][thread];
   if (thread < 2 * kMostBucket) {
@@ -122,15 +123,15 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
   cluster.sync();
 }
 
-// Sorts the items of the cluster by key, equal ones by position. Item `at` of the order belongs to
-// thread at % per of block at / per; it exists where `here`. bits: that keys have. scale: 2^40 by
-// the number of keys, or 0. Returns the index of the sorted pairs.
+// Sorts the items of the cluster by key, and equal keys by position. Item `at` of the order belongs
+// to thread at % per of block at / per. here: whether the item exists. bits: number of bits of the
+// keys. scale: 2^40 / number of keys, or 0. Returns the index of the sorted pairs.
 __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
                           uint32_t scale, bool here, Item& item) {
   static_assert(2 * kMostBucket <= kDigits);
   BlockDigits& digits = shared.digits;
   if (scale != 0) {
-    // In any order; they are ordered after they have arrived.
+    // Items arrive in any order and are sorted afterwards.
     const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
     const int rank = here ? atomicAdd(shared.buckets + bucket, 1) : 0;
     cluster.sync();
@@ -156,7 +157,8 @@ __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, i
   return pass;
 }
 
-// The key of a sorted place of this block, or of the adjacent place of a neighbouring block.
+// Returns the key at a sorted place of this block, or at the adjacent place of a neighbouring
+// block.
 __device__ __forceinline__ uint32_t key_at(cg::cluster_group& cluster, Shared& shared, int pass,
                                            int per, int thread) {
   const int block = static_cast<int>(cluster.block_rank());
@@ -231,7 +233,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
     if (lane == block) shared.heads_before[warp] = sum - count;
     if (lane == 31) shared.heads_all[warp] = sum;
   }
-  cluster.barrier_arrive();  // this block has read the memory of others
+  cluster.barrier_arrive();  // this block no longer reads the memory of others
   __syncthreads();
   const int32_t* const before = shared.heads_before;
   const unsigned up_to = lane == 31 ? kAllLanes : (2u << lane) - 1;
@@ -252,7 +254,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   }
 }
 
-// Loads for a later use begin here.
+// Starts loads of inputs for later use.
 __device__ __forceinline__ void fetch_inputs(const IndexInput& in, int at, bool here) {
   auto fetch = [](const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); };
   constexpr unsigned kStep = 64;
@@ -294,7 +296,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (here) {
     int64_t bag;
     if (in.batch.num_features == 1) {
-      bag = 0;  // any id serves: only its table is needed
+      bag = 0;  // any bag will do: only its table is needed
     } else if (keeps) {
       int32_t low = 0, high = static_cast<int32_t>(num_bags);
       while (high - low > 1) {

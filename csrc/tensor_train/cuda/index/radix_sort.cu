@@ -1,4 +1,4 @@
-// The launches of radix_sort.cuh: one zeroes counts, and one for each digit moves the keys.
+// The launches of radix_sort.cuh. One launch zeroes counts, and one per digit moves the keys.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/block_digits.cuh"
@@ -9,23 +9,23 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocks = 1;  // of a multiprocessor
-constexpr int kItems = 10;  // of a thread
+constexpr int kBlocks = 1;  // blocks per multiprocessor
+constexpr int kItems = 10;  // items per thread
 constexpr int kTile = kThreads * kItems;
 constexpr int kAhead = 8;  // predecessors that are read at once
 static_assert(kRadix == kDigits && kThreads >= kRadix);
 
-// A state; its kind is in the upper two bits.
-constexpr uint32_t kOwnCount = 1u << 30;    // keys of this tile
-constexpr uint32_t kTotalCount = 2u << 30;  // keys of this and all earlier tiles
+// Kinds of states, in the upper two bits.
+constexpr uint32_t kOwnCount = 1u << 30;    // counts keys of this tile
+constexpr uint32_t kTotalCount = 2u << 30;  // counts keys of this and all earlier tiles
 constexpr uint32_t kCount = kOwnCount - 1;
 
 struct Shared {
   uint32_t keys[kTile];
   int32_t positions[kTile];
-  uint16_t of_warps[kWarps][kRadix];  // keys of a digit in this warp, then in those before it
+  uint16_t of_warps[kWarps][kRadix];  // keys of a digit in each warp, later in all warps before it
   uint32_t starts[kRadix];            // first place of a digit in the tile
-  uint32_t to[kRadix];                // the same in memory, minus that in the tile
+  uint32_t to[kRadix];                // first place of a digit in memory, minus `starts`
   uint32_t warp_sums[2][kRadix / 32];
   int32_t tile;
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t read_state(const uint32_t* state) {
   return *const_cast<const volatile uint32_t*>(state);
 }
 
-// Number of keys with a digit in all earlier tiles. The states of a digit are kRadix apart.
+// Returns the number of keys with a digit in all earlier tiles. States of a digit are kRadix apart.
 __device__ __forceinline__ uint32_t count_before(const uint32_t* states, int64_t tile) {
   uint32_t sum = 0;
   for (int64_t end = tile; end > 0; end -= kAhead) {
@@ -73,7 +73,7 @@ struct Pass {
   int shift;
 };
 
-// kFirst: positions are those that keys lie at.
+// kFirst: the position of a key is its index.
 template <bool kFirst>
 __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
   extern __shared__ char memory[];

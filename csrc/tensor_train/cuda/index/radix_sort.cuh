@@ -1,10 +1,10 @@
-// A radix sort of pairs of a 32-bit key and a position, least significant digit first: one launch
-// for each digit of eight bits, whose tiles find the places of their keys by decoupled look-back
-// (Adinets and Merrill, Onesweep, 2022). All digits are counted by the kernel that creates the
-// keys.
+// A radix sort of pairs of a 32-bit key and a position, least significant digit first. It has one
+// launch per digit of eight bits, whose tiles find the places of their keys by decoupled
+// look-back (Adinets and Merrill, Onesweep, 2022). The kernel that creates the keys counts all
+// digits.
 //
-// Compared with CUB's sort, it has no launches for counting (most of the difference), tiles of such
-// a size that those of a million keys all run at the same time, and chained launches.
+// Unlike CUB's sort, it has no launches for counting (most of the difference in time), it chains
+// launches, and its tiles are large enough that the tiles of a million keys run at the same time.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +15,27 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr int kRadix = 256;
 constexpr int kMostPasses = 4;
-// Bits of the count in a tile's state.
+// Largest number of keys, limited by the bits of a count in a tile's state.
 constexpr int64_t kMostSorted = int64_t{1} << 30;
 
 struct RadixSort {
   int passes;
   int64_t num_tiles;
-  uint32_t* counts;       // [kMostPasses][kRadix] keys that have a digit
+  uint32_t* counts;       // [kMostPasses][kRadix] number of keys with each digit
   uint32_t* tickets;      // [kMostPasses]
   uint32_t* states;       // [passes][num_tiles][kRadix] states of tiles for their successors
-  uint32_t* keys[2];      // the first are sorted, both are written
-  int32_t* positions[2];  // of sorted keys
+  uint32_t* keys[2];      // keys[0] is the input; both are written
+  int32_t* positions[2];  // positions of sorted keys
 
   __device__ __forceinline__ int64_t num_states() const { return passes * num_tiles * kRadix; }
   int last() const { return passes % 2; }  // index of the sorted pairs
 };
 
-// bits: that keys have.
+// bits: number of bits of the keys.
 RadixSort carve_radix_sort(Carver& carver, int64_t n, int bits);
 
-// Launched before the kernel that creates the keys. That kernel counts their digits in zeroed
-// shared memory, adds these to `counts`, and zeroes the states.
+// Must be called before the kernel that creates the keys. That kernel counts their digits in zeroed
+// shared memory, adds the counts to `counts`, and zeroes the states.
 void begin_radix_sort(const RadixSort& sort, cudaStream_t stream);
 void radix_sort(const RadixSort& sort, int64_t n, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Arguments of kernels for repeated ids, and zeroing of outputs to which rows are added and of the
-// rows of ids outside of their tables.
+// Sets up arguments of kernels for repeated ids, and zeroes outputs to which rows are added and
+// rows of ids outside their tables.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/repeats.cuh"
@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kClearThreads = 256;
-constexpr int kClearBlocks = 8;  // of a multiprocessor
+constexpr int kClearBlocks = 8;  // blocks per multiprocessor
 
-// Zeros for the rows of unpooled ids outside of their tables.
+// Zeroes the rows of unpooled ids outside their tables.
 __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, float* out) {
   enter_chain();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, 
   for (int column = 0; column < in.dim; ++column) to[column] = 0.0f;
 }
 
-// Zeroes an output to which rows are added. If bags gather, they write all of it.
+// Zeroes an output to which rows are added; not if bags gather, because they write all of it.
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(const Counts* counts, int64_t values, float* out) {
   wait_for_kernel_before();
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kClearThreads)
 
 void clear_output(const Index& index, int64_t values, int32_t multiprocessors, float* out,
                   cudaStream_t stream) {
-  constexpr int64_t kEach = 16;  // values of a thread, at least
+  constexpr int64_t kEach = 16;  // least number of values per thread
   const int64_t all = (values + kClearThreads * kEach - 1) / (kClearThreads * kEach);
   const int64_t most = int64_t{kClearBlocks} * multiprocessors;
   if (all == 0) return;

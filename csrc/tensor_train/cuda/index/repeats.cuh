@@ -11,20 +11,21 @@ struct RepeatsInput {
   const int32_t* slots;
   const uint32_t* places;
   const float* place_factors;
-  const int32_t* slot_dims;  // null: all have `dim`
+  const int32_t* slot_dims;  // null if all slots have `dim`
   int32_t dim;
   int32_t widest;
   int32_t unit;
   int64_t num_ids;
   int32_t multiprocessors;
-  bool clusters;  // the device has them
+  bool clusters;  // whether the device has clusters
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
-// slot_grads[slot] = sum of the gradients of the slot's positions, equal bit for bit in every run:
-// at most 32 are summed in single precision, and these sums in double. partials: of
-// partial_grads_bytes. steps: incremented; may be null. touch: flags of slices, which are set
-// concurrently. The next kernel of the stream may read the index before it waits for the sums.
+// Computes slot_grads[slot], the sum of the gradients of the slot's positions. It is
+// bit-reproducible: at most 32 gradients are summed in single precision, and these sums in double.
+// partials: memory of partial_grads_bytes. steps: incremented; may be null. touch: flags of slices,
+// which are set concurrently. The next kernel of the stream may read the index before it waits for
+// the sums.
 size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
                         void* partials, int64_t* steps, const TouchInput& touch,
@@ -35,10 +36,10 @@ void clear_output(const Index& index, int64_t values, int32_t multiprocessors, f
                   cudaStream_t stream);
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 
-// Computes out from rows in scratch. always: bags gather the rows of distinct ids, for any number
-// of repeats. Otherwise they do so if the index has enough repeats; if not, the row of each slot is
-// added to the places of its positions (without pooling: stored there). The index is read before
-// the previous kernel has ended.
+// Computes out from rows in scratch memory. always: bags gather the rows of distinct ids, for any
+// number of repeats. Otherwise they gather if the index has enough repeats; if not, the row of each
+// slot is added to the places of its positions, or stored there without pooling. May read the index
+// before the previous kernel has ended.
 void pool_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
                bool always, float* out, cudaStream_t stream);
 
@@ -91,17 +92,17 @@ struct Columns {
   }
 };
 
-// The sorted positions of a warp's chunk, one a lane, as bits.
+// The sorted positions of a warp's chunk, one per lane, as bits.
 struct Chunk {
   int32_t slot;
   uint32_t place;
   float factor;
   int32_t dim;
-  unsigned repeats;  // that belong to a slot
-  unsigned heads;    // that are the first of their slot
+  unsigned repeats;  // positions that belong to a slot
+  unsigned heads;    // positions that are the first of their slot
   unsigned tails;
 
-  // first: of its positions.
+  // first: the chunk's first position.
   __device__ __forceinline__ Chunk(const RepeatsInput& in, int64_t first) {
     const int64_t at = first + threadIdx.x % 32;
     auto slot_at = [&](int64_t i) { return i >= 0 && i < in.num_ids ? in.slots[i] : kNoSlot; };
@@ -116,6 +117,6 @@ struct Chunk {
   }
 };
 static_assert(kChunk == 32, "a position a lane");
-constexpr int kRowsAhead = 8;  // that are read before the first is used
+constexpr int kRowsAhead = 8;  // rows that are read before the first is used
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,6 +1,6 @@
 // Parts of the pass over sorted keys in index_large.cu: the keys of a thread with their neighbours,
-// what begins at each key, and a scan over tiles with decoupled look-back (Merrill and Garland,
-// 2016).
+// whether a distinct id, prefix or slot begins at each key, and a scan over tiles with decoupled
+// look-back (Merrill and Garland, 2016).
 #pragma once
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -8,9 +8,9 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-constexpr int kItems = 4;  // of a thread
+constexpr int kItems = 4;  // items per thread
 
-// The state of a tile for its successors: two words, each with its progress in the upper bits.
+// The state of a tile for its successors: two words with the tile's progress in their upper bits.
 struct TileState {
   unsigned long long ids;    // state << 62 | prefixes << 31 | distinct
   unsigned long long slots;  // state << 62 | slots
@@ -19,7 +19,7 @@ constexpr unsigned long long kOwn = 1ull << 62;    // the sum of this tile alone
 constexpr unsigned long long kTotal = 2ull << 62;  // the sum up to this tile
 constexpr unsigned long long kValue = kOwn - 1;
 
-// The numbers of distinct ids, prefixes and slots that begin in some sorted positions.
+// The numbers of distinct ids, prefixes and slots that begin in a range of sorted positions.
 struct Begins {
   int32_t ids = 0;
   int32_t prefixes = 0;
@@ -31,7 +31,7 @@ struct Begins {
     slots += other.slots;
   }
 };
-// The same for few positions, with 10 bits for each number.
+// The same for few positions, with 10 bits per number.
 __device__ __forceinline__ Begins unpacked(uint32_t packed) {
   constexpr uint32_t kMask = (1u << 10) - 1;
   return {static_cast<int32_t>(packed & kMask), static_cast<int32_t>(packed >> 10 & kMask),
@@ -42,7 +42,8 @@ __device__ __forceinline__ unsigned long long read_state(const unsigned long lon
   return *const_cast<const volatile unsigned long long*>(state);
 }
 
-// The sums of all earlier tiles, by one warp. Publishes the tile's own for its successors.
+// Returns the sums of all earlier tiles, and publishes the tile's own sums for its successors.
+// Called by one warp.
 __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileState own) {
   const int lane = threadIdx.x % 32;
   TileState before = {0, 0};
@@ -63,7 +64,7 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
           slots = read_state(&tiles[other].slots);
         } while (ids >> 62 == 0 || ids >> 62 != slots >> 62);
       }
-      // Lane 0 has the nearest tile. All tiles up to the first total are added.
+      // Lane 0 has the nearest tile. Adds all tiles up to the first total.
       const unsigned totals = __ballot_sync(kAllLanes, (ids & kTotal) != 0);
       const int first = totals != 0 ? __ffs(totals) - 1 : 31;
       unsigned long long sum_ids = lane <= first ? ids & kValue : 0;
@@ -85,7 +86,7 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
   return before;
 }
 
-// Four neighbouring values of an array of `n` from `begin` on; `missing` for those after its end.
+// Loads four neighbouring values from `begin` on of an array of `n`; `missing` beyond its end.
 template <typename Value>
 __device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
                                            Value missing, Value (&values)[kItems]) {
@@ -128,7 +129,7 @@ struct SortedKeys {
   Key before[kShortRun];  // the nearest last
   Key behind[kShortRun];
 
-  // `outside` stands for keys that do not exist.
+  // outside: the value for keys that do not exist.
   __device__ __forceinline__ void load(const Key* sorted, int64_t begin, int64_t n, Key outside) {
     static_assert(kShortRun == 2 && kItems >= 2);
     const int lane = threadIdx.x % 32;
@@ -177,7 +178,7 @@ struct Firsts {
       const bool inside = key != outside;
       const bool same[4] = {sorted.at(k - 2) == key, sorted.at(k - 1) == key,
                             sorted.at(k + 1) == key, sorted.at(k + 2) == key};
-      // Of more positions than a short run has.
+      // Whether the run is longer than a short run.
       const bool many = (same[0] && same[1]) || (same[1] && same[2]) || (same[2] && same[3]);
       const bool repeat = inside && (in.splits_short ? many : same[1] || same[2]);
       const bool first = inside && !(repeat && same[1]);

@@ -11,15 +11,15 @@ struct TouchInput {
   const Counts* counts;
   const int4* prefixes;
   const int32_t* lasts;
-  bool leaves_dense;  // leaves batches with many ids a prefix to the kernel of their gradients
+  bool leaves_dense;  // leaves batches with many ids per prefix to the kernel of their gradients
 };
 
-// Sets flags of slices. These are in a few sectors of memory, so a block first marks those of its
-// part of the prefixes in shared memory. If every prefix and id wrote its flags, all
-// multiprocessors would wait for these sectors.
+// Sets flags of slices. The flags are in a few sectors of memory, for which all multiprocessors
+// would wait if every prefix and id wrote its flags. So a block first marks the slices of its part
+// of the prefixes in shared memory.
 class TouchedSlices {
  public:
-  // By all threads of `block` of `blocks`.
+  // Called by all threads of `block` of `blocks`.
   __device__ __forceinline__ void set(const TouchInput& in, int block, int blocks) {
     const Counts counts = *in.counts;
     const int64_t count = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
@@ -31,9 +31,9 @@ class TouchedSlices {
   }
 
  private:
-  static constexpr int kMost = 1024;  // slices of a core that are marked here
+  static constexpr int kMost = 1024;  // slices of a core that are marked in shared memory
 
-  // Of the prefixes from `first` on that are of its table.
+  // Sets flags for the prefixes from `first` on that belong to the same table.
   __device__ __forceinline__ void set_of_table(const TouchInput& in, int first, int end) {
     const int4 begin = in.prefixes[first];
     const TableView& table = in.tables[begin.y];
@@ -42,7 +42,7 @@ class TouchedSlices {
     uint8_t* const of_lasts = table.last_touched;
     const int heads = of_heads == nullptr ? 0 : static_cast<int>(table.heads);
     const int lasts = of_lasts == nullptr ? 0 : static_cast<int>(table.lasts);
-    __syncthreads();  // the previous one is done
+    __syncthreads();  // the previous table is done
     if (threadIdx.x == 0) behind_ = end;
     __syncthreads();
     for (int at = first + static_cast<int>(threadIdx.x); at < end;
@@ -87,7 +87,7 @@ class TouchedSlices {
 
   uint8_t heads_[kMost];
   uint8_t lasts_[kMost];
-  int behind_;  // the first prefix of another table
+  int behind_;  // first prefix of the next table
 };
 
 }  // namespace torchrec_hkv::tensor_train::cuda

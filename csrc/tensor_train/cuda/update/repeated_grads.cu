@@ -1,8 +1,8 @@
-// Gradients of ids that occur more than once are added up before the contraction. Sorted positions
-// are walked in chunks of 32, a chunk a warp. Sums of runs that cross the ends of chunks are put
-// together by the block, and those that cross the ends of blocks by a second kernel, or in a small
-// batch by the cluster of all blocks; all in one order, so that two runs give the same bits, and in
-// sums that are too short to lose digits.
+// Sums gradients of ids that occur more than once before the contraction. Each warp processes a
+// chunk of 32 sorted positions. Blocks combine sums of runs that cross the ends of chunks. A second
+// kernel, or in a small batch the cluster of all blocks, combines sums of runs that cross the ends
+// of blocks. The order is fixed, so results are bit-reproducible, and sums are too short to lose
+// digits.
 #include <cooperative_groups.h>
 
 #include <climits>
@@ -15,26 +15,26 @@ namespace {
 
 constexpr int kJoinThreads = 256;
 constexpr int kJoinWarps = kJoinThreads / 32;
-constexpr int kJoinColumns = 64;       // at a time
-constexpr int kCluster = 16;           // blocks that add up a small batch
-constexpr int kFlagBlocks = kCluster;  // and those that set flags beside them
+constexpr int kJoinColumns = 64;       // columns at a time
+constexpr int kCluster = 16;           // blocks that sum a small batch
+constexpr int kFlagBlocks = kCluster;  // blocks that set flags concurrently
 constexpr int kMostSmallWarps = static_cast<int>(kSmallBatch) / kChunk / kCluster;
-constexpr int kTouching = 2;  // blocks of a multiprocessor that set flags
+constexpr int kTouching = 2;  // blocks per multiprocessor that set flags
 
-// What a block leaves for join_runs.
+// Results of a block for join_runs.
 struct BlockEnds {
-  int32_t slot;     // whose run begins here and goes on; kNoSlot: none
-  int32_t through;  // 1: all of the block is of one run that came and goes on
+  int32_t slot;     // slot of the run that begins here and continues, or kNoSlot
+  int32_t through;  // 1 if the whole block belongs to one run that began earlier and continues
 };
 
 struct Partials {
   BlockEnds* ends;  // [blocks]
-  float* rows;      // [blocks][2][widest]: of the run that came, of the one that goes on
+  float* rows;  // [blocks][2][widest] sums of the run from earlier, and of the one that continues
 };
 
-constexpr int kSumWarps = 16;  // of a block of sum_runs
+constexpr int kSumWarps = 16;  // warps per block of sum_runs
 
-// At least as many as sum_small has.
+// Number of blocks, at least that of sum_small.
 int64_t blocks_of(int64_t num_ids) {
   constexpr int64_t kPositions = kSumWarps * kChunk;
   return max((num_ids + kPositions - 1) / kPositions, int64_t{kCluster});
@@ -48,22 +48,22 @@ size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) 
   return carver.used;
 }
 
-// What the warps of a block tell each other. A lane has kWidth neighbouring columns.
+// Data that the warps of a block exchange. A lane has kWidth neighbouring columns.
 template <int kWidth, int kWarps>
 struct SumShared {
-  alignas(16) float sides[kWarps][2][32 * kWidth];  // of runs that cross a chunk's ends
-  int32_t slots_before[kWarps];                     // of the run that came into a chunk, or kNoSlot
-  int32_t slots_behind[kWarps];                     // of the one that goes on
-  bool passes[kWarps];                              // a chunk is of one run that came and goes on
+  alignas(16) float sides[kWarps][2][32 * kWidth];  // sums of runs that cross a chunk's ends
+  int32_t slots_before[kWarps];                     // slot of the run from earlier, or kNoSlot
+  int32_t slots_behind[kWarps];                     // slot of the run that continues, or kNoSlot
+  bool passes[kWarps];                              // whether both are one run of the whole chunk
 };
 
-// Adds up the runs in the chunks of a block of `warps` warps; what comes into the block or goes on
-// behind it is left in `partials`.
+// Sums the runs in the chunks of a block of `warps` warps. Sums of runs that cross the block's ends
+// are written to `partials`.
 template <int kWidth, int kWarps>
 __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* __restrict__ grad,
                                            float* slot_grads, const Partials& partials, int warps,
                                            SumShared<kWidth, kWarps>& shared) {
-  constexpr int kColumns = 32 * kWidth;  // at a time
+  constexpr int kColumns = 32 * kWidth;  // columns at a time
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * warps + warp) * kChunk);
   const bool came = (chunk.repeats & ~chunk.heads & 1) != 0;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
   float* const rows = partials.rows + static_cast<size_t>(blockIdx.x) * 2 * in.widest;
   for (int base = 0; base < in.widest; base += kColumns) {
     const int column = base + lane * kWidth;
-    bool open = came;  // the run began in an earlier chunk
+    bool open = came;  // whether the run began in an earlier chunk
     for (unsigned left = chunk.repeats; left != 0;) {
       const int first = __ffs(static_cast<int>(left)) - 1;
       const unsigned tails = chunk.tails >> first;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
     const int mine = base + static_cast<int>(threadIdx.x);
     if (threadIdx.x < kColumns && mine < in.widest) {
       double run = 0.0;
-      bool began = false;  // in this block
+      bool began = false;  // whether the run began in this block
       for (int w = 0; w < warps; ++w) {
         if (shared.slots_before[w] != kNoSlot) {
           run += shared.sides[w][0][threadIdx.x];
@@ -151,7 +151,7 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
   }
 }
 
-// All chunks of the grid. join_runs follows.
+// Sums all chunks of the grid. join_runs follows.
 template <int kWidth, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32)
     sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
@@ -164,12 +164,12 @@ __global__ void __launch_bounds__(kWarps * 32)
 }
 
 struct JoinShared {
-  int last;  // block of the run
+  int last;  // last block of the run
   double sums[kJoinWarps][kJoinColumns];
 };
 
-// By a block: puts together the run that begins in block `first` of sum_chunks and goes on, if
-// there is one.
+// Combines the sums of the run that begins in block `first` of sum_chunks and continues, if there
+// is one. Called by one block.
 __device__ __forceinline__ void join_run(const Partials& partials, int first, int blocks,
                                          int32_t widest, float* slot_grads, JoinShared& shared) {
   constexpr int kColumns = kJoinColumns;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void join_run(const Partials& partials, int first, in
   }
 }
 
-// Block b puts together the run that begins in block b of sum_runs and goes on. While that kernel
-// runs, flags of slices are set by the first of the blocks.
+// Block b combines the sums of the run that begins in block b of sum_runs and continues. The first
+// blocks set flags of slices while sum_runs is running.
 __global__ void __launch_bounds__(kJoinThreads)
     join_runs(TouchInput touch, int touching, Partials partials, int blocks, int32_t widest,
               float* slot_grads) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   join_run(partials, blockIdx.x, blocks, widest, slot_grads, shared);
 }
 
-// A small batch in one launch: a cluster of blocks adds up runs, others set flags of slices.
+// Processes a small batch in one launch: a cluster of blocks sums runs, others set flags of slices.
 template <int kWidth>
 __global__ void __launch_bounds__(kMostSmallWarps * 32)
     sum_small(RepeatsInput in, TouchInput touch, const float* __restrict__ grad, float* slot_grads,

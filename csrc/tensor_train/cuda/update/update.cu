@@ -1,5 +1,5 @@
-// The optimizer on slices of cores with a gradient, one block for each slice: the formulas of
-// common/optimizers.h with a slice as row.
+// Applies the optimizer to slices of cores with a gradient, one block per slice. A slice is a row
+// in the formulas of common/optimizers.h.
 #include "common/cuda_check.h"
 #include "common/rounding.h"
 #include "tensor_train/cuda/contract/tensor_core.cuh"
@@ -9,15 +9,15 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Up to this number of slices, those without a gradient are read too.
+// Up to this number of slices, slices without a gradient are read, too.
 constexpr int64_t kMostAhead = 2048;
 
-// The same sum to all threads of the block.
+// Returns the sum over the block to all of its threads.
 __device__ __forceinline__ float block_sum(float value) {
   __shared__ float sums[kThreads / 32];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  __syncthreads();  // an earlier sum was read
+  __syncthreads();  // all threads have read the previous sum
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
   __syncthreads();
   float all = 0.0f;
@@ -33,7 +33,7 @@ struct Slice {
   GlobalPointer<float> grad;
   GlobalPointer<float> state;
   int32_t size;
-  uint64_t key;  // of stochastic rounding
+  uint64_t key;  // for stochastic rounding
   bool by_chance;
 
   __device__ __forceinline__ void store(int32_t i, float value) const {
@@ -57,7 +57,7 @@ __device__ __forceinline__ float squares_of(const Slice& slice, const Value& val
   return block_sum(squares);
 }
 
-// The row parts of an update, equal in all threads.
+// The terms of an update that are common to the slice, equal in all threads.
 __device__ __forceinline__ RowTerms terms_of(const Slice& slice, const OptimizerConfig& config,
                                              float learning_rate, int64_t table_step) {
   float step = static_cast<float>(table_step);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void update_element(const Slice& slice, const Optimiz
   slice.grad[i] = 0.0f;
 }
 
-// Four elements of fp32, without stochastic rounding.
+// Updates four fp32 elements without stochastic rounding.
 template <Optimizer kKind>
 __device__ __forceinline__ void update_four(const Slice& slice, const OptimizerConfig& config,
                                             const RowTerms& terms, int32_t i) {
@@ -128,17 +128,17 @@ __device__ __forceinline__ bool quads(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// A slice of fp32 for an optimizer without states, read before it is known whether it has a
-// gradient.
+// A slice of fp32 for an optimizer without states. It is read before it is known whether the slice
+// has a gradient.
 struct SliceAhead {
-  static constexpr int kMine = 4;  // fours of a thread
+  static constexpr int kMine = 4;  // groups of four elements per thread
   float4 values[kMine], grads[kMine];
 
   static __device__ __forceinline__ bool fits(const CoreView& core) {
     return core.type == RowType::kFloat32 && core.slice_size % 4 == 0 &&
            core.slice_size <= 4 * kMine * kThreads && quads(core.values) && quads(core.grad);
   }
-  // Calls use(k, offset in the slice) for the fours of this thread.
+  // Calls use(k, offset in the slice) for this thread's groups of four.
   template <typename Use>
   static __device__ __forceinline__ void each(const CoreView& core, const Use& use) {
 #pragma unroll
@@ -147,7 +147,7 @@ struct SliceAhead {
       if (4 * i < core.slice_size) use(k, i);
     }
   }
-  // first: element of the core that the slice begins with.
+  // first: index in the core of the slice's first element.
   __device__ __forceinline__ void read_values(const CoreView& core, int64_t first) {
     const auto* const from = reinterpret_cast<const float4*>(core.values) + first / 4;
     each(core, [&](int k, int i) { values[k] = from[i]; });
@@ -197,8 +197,9 @@ __global__ void __launch_bounds__(kThreads)
   [[maybe_unused]] SliceAhead ahead;
   const bool is_ahead = kAhead && SliceAhead::fits(core);
   let_next_kernel_start();
-  // Only updates write values, and the previous one ended before the gradients of this one began.
-  // So values are read while gradients are computed, and gradients together with the flag.
+  // Only updates write values, and the previous update ended before the gradients of this update
+  // began. So values can be read while gradients are computed, and gradients together with the
+  // flag.
   if (is_ahead) ahead.read_values(core, first);
   wait_for_kernel_before();
   if (is_ahead) ahead.read_grads(core, first);
