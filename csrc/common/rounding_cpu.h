@@ -44,66 +44,94 @@ inline void store_halves(const Words& first, const Words& second, uint16_t* to) 
 #endif
 }
 
-// narrow_by_chance of eight columns. draws: 16 bits each. In `rounded`, one word a column.
+// Eight columns and their draws, 16 bits each.
+struct Eight {
+  Eight(const float* from, const Ints& draws_of) : draws((Words)draws_of) {
+    std::memcpy(&bits, from, sizeof(bits));
+  }
+
+  Words bits;
+  Words draws;
+};
+
+// Most columns take few operations. A rounding has their result, and says which columns it is wrong
+// for; round_others gives the results of all.
 template <RowType kType>
-inline void round_one_by_one(const float* from, const Ints& draws, Words& rounded) {
+struct Rounding;
+
+template <>
+struct Rounding<RowType::kBFloat16> {
+  explicit Rounding(const Eight& columns)
+      : rounded((columns.bits + columns.draws) >> 16),
+        others(((Ints)columns.bits & 0x7f800000) == 0x7f800000) {}  // infinite or NaN
+
+  Words rounded;
+  Ints others;
+};
+
+template <>
+struct Rounding<RowType::kFloat16> {
+  explicit Rounding(const Eight& columns) {
+    const Ints magnitude = (Ints)columns.bits & 0x7fffffff;
+    rounded = (((Words)magnitude + (columns.draws & 0x1fffu)) >> 13) - (112u << 10);
+    rounded |= columns.bits >> 16 & 0x8000u;
+    others = (magnitude < 0x38800000) | (magnitude > 0x477fffff);
+  }
+
+  Words rounded;
+  Ints others;
+};
+
+template <RowType kType>
+[[gnu::noinline]] void round_one_by_one(const Eight& columns, Words& rounded) {
   for (int k = 0; k < 8; ++k) {
-    rounded[k] = narrow_by_chance(kType, from[k], static_cast<uint32_t>(draws[k]) * 0x10001u);
+    rounded[k] = narrow_by_chance(kType, bits_float(columns.bits[k]), columns.draws[k] * 0x10001u);
   }
 }
 
 template <RowType kType>
-void round_columns(const float* from, const Ints& draws, Words& rounded);
-
-template <>
-inline void round_columns<RowType::kBFloat16>(const float* from, const Ints& draws,
-                                              Words& rounded) {
-  Words bits;
-  std::memcpy(&bits, from, sizeof(bits));
-  const Words sums = (bits + (Words)draws) >> 16;
-  // An infinity keeps its bits, and so does a NaN with one more bit set.
-  const Ints magnitude = (Ints)bits & 0x7fffffff;
-  const Words special = (Words)(magnitude > 0x7f7fffff), is_nan = (Words)(magnitude > 0x7f800000);
-  rounded = (sums & ~special) | (((bits >> 16) | (is_nan & 0x40)) & special);
+inline void round_others(const Eight& columns, Words& rounded) {
+  round_one_by_one<kType>(columns, rounded);
 }
 
+#ifdef __AVX2__
+// Subnormal values too, which are common in rows of small values.
 template <>
-inline void round_columns<RowType::kFloat16>(const float* from, const Ints& draws, Words& rounded) {
-#if defined(__AVX2__) && defined(__F16C__)
-  Words bits;
-  std::memcpy(&bits, from, sizeof(bits));
-  const Ints magnitude = (Ints)bits & 0x7fffffff;
-  const Words sign = bits >> 16 & 0x8000u;
-  rounded = (((Words)magnitude + ((Words)draws & 0x1fffu)) >> 13) - (112u << 10);
-  const Ints small = magnitude < 0x38800000;
-  if (any_of(small)) {
-    // The shifts and sums of to_float16_by_chance. A shift by 32 bits and more gives 0, and one by
-    // less than none counts as more. From 32 bits on, `above` is the part of the fraction that is
-    // compared with the draw.
-    const Words shift = 126 - ((Words)magnitude >> 23);
-    const Words draw = (Words)draws | (Words)draws << 16;
-    const Words fraction = ((Words)magnitude & 0x7fffffu) | 0x800000u;
-    const auto right = [](const Words& words, const Words& by) {
-      return (Words)_mm256_srlv_epi32((__m256i)words, (__m256i)by);
-    };
-    const Words near = right(fraction + right(draw, 32 - shift), shift);
-    const Words above = right(fraction, shift - 32);
-    // above > ~draw, unsigned; `above` is less than 2^24.
-    const Words far = (Words)(((Ints)draw < 0) & ((Ints)above > (Ints)~draw)) & 1;
-    const Words is_far = (Words)((Ints)shift > 31);
-    const Words tiny = (near & ~is_far) | (far & is_far);
-    rounded = (rounded & ~(Words)small) | (tiny & (Words)small);
+inline void round_others<RowType::kFloat16>(const Eight& columns, Words& rounded) {
+  const Ints magnitude = (Ints)columns.bits & 0x7fffffff;
+  if (any_of(magnitude > 0x477fffff)) {
+    return round_one_by_one<RowType::kFloat16>(columns, rounded);
   }
-  rounded |= sign;
-  const Ints large = magnitude >= 0x47800000;
-  if (any_of(large)) {
-    const __m128i nearest = _mm256_cvtps_ph((__m256)bits, _MM_FROUND_TO_NEAREST_INT);
-    const Words words = (Words)_mm256_cvtepu16_epi32(nearest);
-    rounded = (rounded & ~(Words)large) | (words & (Words)large);
-  }
-#else
-  round_one_by_one<RowType::kFloat16>(from, draws, rounded);
+  // A shift by 32 bits or more, or by less than none, gives 0.
+  const auto right = [](const Words& words, const Words& by) {
+    return (Words)_mm256_srlv_epi32((__m256i)words, (__m256i)by);
+  };
+  const Words draw = columns.draws | columns.draws << 16;
+  const Words fraction = ((Words)magnitude & 0x7fffffu) | 0x800000u;
+  const Words shift = 126 - ((Words)magnitude >> 23);
+  const Words near = right(fraction + right(draw, 32 - shift), shift);
+  // From a shift of 32 bits on, the sum reaches 1 if the fraction's upper part is above ~draw. It
+  // has 24 bits, so the draw is then negative as a signed number.
+  const Words upper = right(fraction, shift - 32);
+  const Words far = (Words)(((Ints)draw < 0) & ((Ints)upper > (Ints)~draw)) & 1;
+  const Words is_far = (Words)((Ints)shift > 31), small = (Words)(magnitude < 0x38800000);
+  const Words subnormal = (near & ~is_far) | (far & is_far) | (columns.bits >> 16 & 0x8000u);
+  rounded = (rounded & ~small) | (subnormal & small);
+}
 #endif
+
+// narrow_by_chance of sixteen columns, or of the first eight.
+template <RowType kType, bool kSixteen>
+inline void round_block(const float* from, const Draws& draws, uint16_t* to) {
+  Ints first, second;
+  int8_rows::widen_draws(draws, first, second);
+  const Eight columns(from, first), more_columns(kSixteen ? from + 8 : from, second);
+  Rounding<kType> rounding(columns), more(more_columns);
+  if (any_of(kSixteen ? rounding.others | more.others : rounding.others)) {
+    round_others<kType>(columns, rounding.rounded);
+    if (kSixteen) round_others<kType>(more_columns, more.rounded);
+  }
+  store_halves(rounding.rounded, more.rounded, to);
 }
 
 // Draws from a column on that is no multiple of four.
@@ -126,22 +154,21 @@ class ShiftedDraws {
 };
 
 template <RowType kType, typename Source>
-inline void round_row(const float* from, int32_t n, Source draws, uint16_t* to) {
-  const auto round = [&](int32_t c, uint16_t* rounded) {
-    Draws of_block;
-    draws.next(of_block);
-    Ints first, second;
-    int8_rows::widen_draws(of_block, first, second);
-    Words low, high;
-    round_columns<kType>(from + c, first, low);
-    round_columns<kType>(from + c + 8, second, high);
-    store_halves(low, high, rounded);
-  };
+inline void round_row(const float* from, int32_t n, Source source, uint16_t* to) {
+  Draws draws;
   int32_t c = 0;
-  for (; c + kBlock <= n; c += kBlock) round(c, to + c);
+  for (; c + kBlock <= n; c += kBlock) {
+    source.next(draws);
+    round_block<kType, true>(from + c, draws, to + c);
+  }
   if (c == n) return;
+  source.next(draws);
   uint16_t rest[kBlock];
-  round(c, rest);
+  if (n - c > 8) {
+    round_block<kType, true>(from + c, draws, rest);
+  } else {
+    round_block<kType, false>(from + c, draws, rest);
+  }
   const uint16_t* at = rest;
   // By sizes that the compiler knows: a call of memcpy would take longer than the rounding.
   const auto copy = [&]<int kColumns>() {

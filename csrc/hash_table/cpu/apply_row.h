@@ -15,29 +15,26 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// begin_row by the number of updates. If rows count their own, many have the same number.
+// begin_row by a row's own number of updates, which many rows share.
 class TermsOfSteps {
  public:
-  TermsOfSteps(const OptimizerConfig& config, float learning_rate)
-      : config_(config), learning_rate_(learning_rate) {
+  TermsOfSteps() {
     for (float& step : steps_) step = std::numeric_limits<float>::quiet_NaN();  // equals none
   }
 
-  const RowTerms& operator[](float step) {
-    const uint32_t at = float_bits(step) * 0x9e3779b1u >> (32 - kKeptBits);
+  const RowTerms& get(const OptimizerConfig& config, float learning_rate, float step) {
+    const uint32_t at = float_bits(step) * 0x9e3779b1u >> (32 - kBits);
     if (steps_[at] != step) {
-      terms_[at] = begin_row(config_, learning_rate_, step);
+      terms_[at] = begin_row(config, learning_rate, step);
       steps_[at] = step;
     }
     return terms_[at];
   }
 
  private:
-  static constexpr int kKeptBits = 6, kKept = 1 << kKeptBits;
-  const OptimizerConfig& config_;
-  const float learning_rate_;
-  float steps_[kKept];
-  RowTerms terms_[kKept];
+  static constexpr int kBits = 6;
+  float steps_[1 << kBits];
+  RowTerms terms_[1 << kBits];
 };
 
 inline bool rounds_by_chance(const OptimizerConfig& config, RowType type) {
@@ -47,10 +44,10 @@ inline bool rounds_by_chance(const OptimizerConfig& config, RowType type) {
 
 class RowUpdater {
  public:
-  // config: must outlive this.
   RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
       : config_(config),
-        terms_(config_, learning_rate),
+        limits_(config.clip_value < kUnbounded || clips_by_norm(config)),
+        learning_rate_(learning_rate),
         stride_((widest + kRoundedTogether - 1) / kRoundedTogether * kRoundedTogether),
         buffers_(kBuffers * int64_t{stride_}) {}
 
@@ -88,21 +85,20 @@ class RowUpdater {
  private:
   static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
 
+  // Not inlined: the loops of all optimizers in one function take more registers than there are.
   template <Optimizer kKind, typename Before>
-  void update_by(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
-                 const Before& before) {
+  [[gnu::noinline]] void update_by(const TableView& table, const int64_t* slots, int64_t n,
+                                   const float* grad, const Before& before) {
+    if (&table != table_) begin_table(table);
     const int32_t dim = table.dim();
     OptimizerConfig config = config_;
     config.kind = kKind;
     const bool decays = config.coupled_decay != 0.0f;
-    grad = limited(config, grad, dim);
+    if (limits_) grad = limited(grad, dim);
     float squares = 0.0f;
     if (adapts_by_row(kKind) && !decays) squares = sum_of_squares(grad, dim);
     const SlotVectors rows(table.rows), states(table.states);
     const bool narrow = table.rows.type != RowType::kFloat32;
-    // The terms are the same for all rows, unless each row counts its own steps.
-    const RowTerms common =
-        config.own_steps ? RowTerms{} : terms_[static_cast<float>(*table.optimizer_step)];
     for (int64_t i = 0; i < n; ++i) {
       before(i);
       float* row = reinterpret_cast<float*>(rows.at(slots[i]));
@@ -111,8 +107,11 @@ class RowUpdater {
         widen_row(table.rows.type, rows.at(slots[i]), 0, dim, row);
       }
       float* const state = reinterpret_cast<float*>(states.at(slots[i]));
-      RowTerms terms = common;
-      if (config.own_steps) terms = terms_[state[own_step_column(kKind, dim)] += 1.0f];
+      RowTerms terms = of_table_;
+      if (config.own_steps) {
+        const float step = state[own_step_column(kKind, dim)] += 1.0f;
+        terms = terms_.get(config_, learning_rate_, step);
+      }
       const float* of_row = grad;
       if (decays) {
         of_row = buffer(kDecayed);
@@ -124,7 +123,7 @@ class RowUpdater {
         row_square = adapt_row(config, squares, dim, row_square, &terms);
       }
       if constexpr (column_states(kKind) == 0) {
-        if (limits_norm(config)) limit_norm(config, row, of_row, dim, &terms);
+        if (limits_norm(config)) terms = limit_norm(row, of_row, dim, terms);
       }
       if constexpr (kKind == Optimizer::kLamb) {
         move_lamb_columns(config, terms, of_row, dim, row, state, buffer(kMoved));
@@ -137,16 +136,24 @@ class RowUpdater {
     }
   }
 
+  void begin_table(const TableView& table) {
+    table_ = &table;
+    const int64_t step = *table.optimizer_step;
+    if (!config_.own_steps)
+      of_table_ = begin_row(config_, learning_rate_, static_cast<float>(step));
+    rounding_step_ = rounding_step(config_.rounding_seed, table.initial_rows.seed, step);
+  }
+
   // The gradient, clipped by value and by norm: a part of gradient_of that does not depend on the
   // row.
-  const float* limited(const OptimizerConfig& config, const float* grad, int32_t dim) {
-    if (config.clip_value < kUnbounded) {
-      clip_columns(config.clip_value, grad, dim, buffer(kClipped));
+  const float* limited(const float* grad, int32_t dim) {
+    if (config_.clip_value < kUnbounded) {
+      clip_columns(config_.clip_value, grad, dim, buffer(kClipped));
       grad = buffer(kClipped);
     }
-    if (clips_by_norm(config)) {
+    if (clips_by_norm(config_)) {
       RowTerms terms{};
-      clip_row(config, sum_of_squares(grad, dim), &terms);
+      clip_row(config_, sum_of_squares(grad, dim), &terms);
       if (terms.gradient_scale != 1.0f) {
         scale_columns(terms.gradient_scale, grad, dim, buffer(kScaled));
         grad = buffer(kScaled);
@@ -155,12 +162,12 @@ class RowUpdater {
     return grad;
   }
 
-  void limit_norm(const OptimizerConfig& config, const float* __restrict__ row,
-                  const float* __restrict__ grad, int32_t dim, RowTerms* terms) {
+  RowTerms limit_norm(const float* __restrict__ row, const float* __restrict__ grad, int32_t dim,
+                      RowTerms terms) {
     float* __restrict__ const to = buffer(kMoved);
-    const RowTerms before = *terms;
-    for (int32_t c = 0; c < dim; ++c) to[c] = moved(before, row[c], grad[c]);
-    limit_row(config, sum_of_squares(to, dim), terms);
+    for (int32_t c = 0; c < dim; ++c) to[c] = moved(terms, row[c], grad[c]);
+    limit_row(config_, sum_of_squares(to, dim), &terms);
+    return terms;
   }
 
   // Rounds a row that is not stored as floats. row: the buffer kWidened.
@@ -169,11 +176,6 @@ class RowUpdater {
     if (!rounds_by_chance(config_, type)) {
       narrow_elements(type, row, table.dim(), stored);
       return;
-    }
-    if (&table != rounded_) {
-      rounded_ = &table;
-      rounding_step_ =
-          rounding_step(config_.rounding_seed, table.initial_rows.seed, *table.optimizer_step);
     }
     const uint64_t key = rounding_key(rounding_step_, table.ids[slot]);
     if (type == RowType::kInt8) {
@@ -187,9 +189,12 @@ class RowUpdater {
   float* buffer(Buffer which) { return buffers_.data() + which * int64_t{stride_}; }
 
   const OptimizerConfig config_;
-  TermsOfSteps terms_;
-  const TableView* rounded_ = nullptr;  // the table of rounding_step_
+  const bool limits_;  // whether gradients are clipped
+  const float learning_rate_;
+  const TableView* table_ = nullptr;  // to which the next two belong
+  RowTerms of_table_{};               // of its rows, unless they count their own steps
   uint64_t rounding_step_ = 0;
+  TermsOfSteps terms_;
   const int32_t stride_;  // of a buffer
   std::vector<float> buffers_;
 };
