@@ -22,11 +22,12 @@ typedef uint16_t Draws __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(8)));
 
-// The draws of a row's columns, sixteen at a time, in the order of columns.
+// The draws of a row's columns, sixteen at a time, in the order of columns. quad: as in
+// rounding_bits, where they begin.
 class RowDraws {
  public:
-  explicit RowDraws(uint64_t key) {
-    const Quads steps = {1, 2, 3, 4};
+  explicit RowDraws(uint64_t key, uint32_t quad = 0) {
+    const Quads steps = uint64_t{quad} + Quads{1, 2, 3, 4};
     quads_ = key + steps * kStep;
   }
 

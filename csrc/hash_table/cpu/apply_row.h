@@ -1,58 +1,55 @@
 // The update of one row on the CPU: the formulas of common/optimizers.h, vectorised.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "common/elements_cpu.h"
 #include "common/optimizers.h"
 #include "common/rounding.h"
+#include "common/rounding_cpu.h"
 #include "hash_table/cpu/bucket.h"
+#include "hash_table/cpu/column_loops.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 
-inline float sum_of(const Columns& lanes) {
-  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
-         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-}
-
-// term(0) + ... + term(n - 1), in eight partial sums.
-template <typename Term>
-inline float vector_sum(int32_t n, const Term& term) {
-  Columns lanes = {};
-  int32_t c = 0;
-  for (; c + 8 <= n; c += 8) {
-    for (int k = 0; k < 8; ++k) lanes[k] += term(c + k);
+// begin_row by a row's own number of updates, which many rows share.
+class TermsOfSteps {
+ public:
+  TermsOfSteps() {
+    for (float& step : steps_) step = std::numeric_limits<float>::quiet_NaN();  // equals none
   }
-  for (; c < n; ++c) lanes[0] += term(c);
-  return sum_of(lanes);
-}
 
-// The same for squares.
-inline float sum_of_squares(const float* values, int32_t n) {
-  Columns lanes = {};
-  int32_t c = 0;
-  for (; c + 8 <= n; c += 8) {
-    Columns columns;
-    load_columns<RowType::kFloat32>(reinterpret_cast<const char*>(values + c), columns);
-    lanes += columns * columns;
+  const RowTerms& get(const OptimizerConfig& config, float learning_rate, float step) {
+    const uint32_t at = float_bits(step) * 0x9e3779b1u >> (32 - kBits);
+    if (steps_[at] != step) {
+      terms_[at] = begin_row(config, learning_rate, step);
+      steps_[at] = step;
+    }
+    return terms_[at];
   }
-  for (; c < n; ++c) lanes[0] += values[c] * values[c];
-  return sum_of(lanes);
+
+ private:
+  static constexpr int kBits = 6;
+  float steps_[1 << kBits];
+  RowTerms terms_[1 << kBits];
+};
+
+inline bool rounds_by_chance(const OptimizerConfig& config, RowType type) {
+  if (type == RowType::kFloat32) return false;
+  return config.stochastic_rounding || type == RowType::kInt8;
 }
 
 class RowUpdater {
  public:
   RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
       : config_(config),
-        plain_(config.clip_value == kUnbounded && !clips_by_norm(config) && !limits_norm(config) &&
-               config.coupled_decay == 0.0f),
+        limits_(config.clip_value < kUnbounded || clips_by_norm(config)),
         learning_rate_(learning_rate),
-        widened_(widest) {}
+        stride_((widest + kRoundedTogether - 1) / kRoundedTogether * kRoundedTogether),
+        buffers_(kBuffers * int64_t{stride_}, 1.0f) {}
 
   // grad: the row's gradient, [dim].
   void update(const TableView& table, int64_t slot, const float* grad) {
@@ -63,217 +60,143 @@ class RowUpdater {
   template <typename Before>
   void update(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
               const Before& before) {
-    if (plain_ && update_plain(table, slots, n, grad, before)) return;
-    for (int64_t i = 0; i < n; ++i) {
-      before(i);
-      update_any(table, slots[i], grad);
+    switch (config_.kind) {
+      case Optimizer::kSgd:
+        return update_by<Optimizer::kSgd>(table, slots, n, grad, before);
+      case Optimizer::kMomentum:
+        return update_by<Optimizer::kMomentum>(table, slots, n, grad, before);
+      case Optimizer::kAdagrad:
+        return update_by<Optimizer::kAdagrad>(table, slots, n, grad, before);
+      case Optimizer::kRowWiseAdagrad:
+        return update_by<Optimizer::kRowWiseAdagrad>(table, slots, n, grad, before);
+      case Optimizer::kAdam:
+        return update_by<Optimizer::kAdam>(table, slots, n, grad, before);
+      case Optimizer::kRowWiseAdam:
+        return update_by<Optimizer::kRowWiseAdam>(table, slots, n, grad, before);
+      case Optimizer::kFtrl:
+        return update_by<Optimizer::kFtrl>(table, slots, n, grad, before);
+      case Optimizer::kLamb:
+        return update_by<Optimizer::kLamb>(table, slots, n, grad, before);
+      case Optimizer::kNone:
+        return;
     }
   }
 
  private:
   static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
 
-  void update_any(const TableView& table, int64_t slot, const float* grad) {
+  // Not inlined: the loops of all optimizers in one function take more registers than there are.
+  template <Optimizer kKind, typename Before>
+  [[gnu::noinline]] void update_by(const TableView& table, const int64_t* slots, int64_t n,
+                                   const float* grad, const Before& before) {
+    if (&table != table_) begin_table(table);
     const int32_t dim = table.dim();
-    char* const stored = table.row(slot);
-    float* const row = widened(table.rows.type, stored, dim);
-    float* const state = table.state(slot);
-    apply(dim, row, grad, state, begin(table, dim, row, grad, state));
-    store(table, slot, row, stored);
+    OptimizerConfig config = config_;
+    config.kind = kKind;
+    const bool decays = config.coupled_decay != 0.0f;
+    if (limits_) grad = limited(grad, dim);
+    float squares = 0.0f;
+    if (adapts_by_row(kKind) && !decays) squares = sum_of_squares(grad, dim);
+    const SlotVectors rows(table.rows), states(table.states);
+    const bool narrow = table.rows.type != RowType::kFloat32;
+    for (int64_t i = 0; i < n; ++i) {
+      before(i);
+      float* row = reinterpret_cast<float*>(rows.at(slots[i]));
+      if (narrow) {
+        row = buffer(kWidened);
+        widen_row(table.rows.type, rows.at(slots[i]), 0, dim, row);
+      }
+      float* const state = reinterpret_cast<float*>(states.at(slots[i]));
+      RowTerms terms = of_table_;
+      if (config.own_steps) {
+        const float step = state[own_step_column(kKind, dim)] += 1.0f;
+        terms = terms_.get(config_, learning_rate_, step);
+      }
+      const float* of_row = grad;
+      if (decays) {
+        of_row = buffer(kDecayed);
+        decay_columns(config.coupled_decay, grad, row, dim, buffer(kDecayed));
+        if (adapts_by_row(kKind)) squares = sum_of_squares(of_row, dim);
+      }
+      if (adapts_by_row(kKind)) {
+        float& row_square = state[row_square_column(kKind, dim)];
+        row_square = adapt_row(config, squares, dim, row_square, &terms);
+      }
+      if constexpr (column_states(kKind) == 0) {
+        if (limits_norm(config)) terms = limit_norm(row, of_row, dim, terms);
+      }
+      if constexpr (kKind == Optimizer::kLamb) {
+        move_lamb_columns(config, terms, of_row, dim, row, state, buffer(kMoved));
+      } else if constexpr (kKind == Optimizer::kFtrl) {
+        move_ftrl_columns(config, terms.learning_rate, of_row, dim, row, state);
+      } else {
+        move_columns<kKind>(config, terms, of_row, dim, row, state);
+      }
+      if (narrow) store(table, slots[i], row, rows.at(slots[i]));
+    }
   }
 
-  // A row as floats: the row itself, or a copy that store() rounds.
-  float* widened(RowType type, char* stored, int32_t dim) {
-    if (type == RowType::kFloat32) return reinterpret_cast<float*>(stored);
-    widen_row(type, stored, 0, dim, widened_.data());
-    return widened_.data();
+  void begin_table(const TableView& table) {
+    table_ = &table;
+    const int64_t step = *table.optimizer_step;
+    if (!config_.own_steps)
+      of_table_ = begin_row(config_, learning_rate_, static_cast<float>(step));
+    rounding_step_ = rounding_step(config_.rounding_seed, table.initial_rows.seed, step);
   }
 
+  // The gradient, clipped by value and by norm: a part of gradient_of that does not depend on the
+  // row.
+  const float* limited(const float* grad, int32_t dim) {
+    if (config_.clip_value < kUnbounded) {
+      clip_columns(config_.clip_value, grad, dim, buffer(kClipped));
+      grad = buffer(kClipped);
+    }
+    if (clips_by_norm(config_)) {
+      RowTerms terms{};
+      clip_row(config_, sum_of_squares(grad, dim), &terms);
+      if (terms.gradient_scale != 1.0f) {
+        scale_columns(terms.gradient_scale, grad, dim, buffer(kScaled));
+        grad = buffer(kScaled);
+      }
+    }
+    return grad;
+  }
+
+  RowTerms limit_norm(const float* __restrict__ row, const float* __restrict__ grad, int32_t dim,
+                      RowTerms terms) {
+    float* __restrict__ const to = buffer(kMoved);
+    for (int32_t c = 0; c < dim; ++c) to[c] = moved(terms, row[c], grad[c]);
+    limit_row(config_, sum_of_squares(to, dim), &terms);
+    return terms;
+  }
+
+  // Rounds a row that is not stored as floats. row: the buffer kWidened.
   void store(const TableView& table, int64_t slot, const float* row, char* stored) {
     const RowType type = table.rows.type;
-    if (type == RowType::kFloat32) return;
-    const bool rounds_by_chance = config_.stochastic_rounding || type == RowType::kInt8;
-    if (!rounds_by_chance) {
+    if (!rounds_by_chance(config_, type)) {
       narrow_elements(type, row, table.dim(), stored);
       return;
-    }
-    if (&table != rounded_) {
-      rounded_ = &table;
-      rounding_step_ =
-          rounding_step(config_.rounding_seed, table.initial_rows.seed, *table.optimizer_step);
     }
     const uint64_t key = rounding_key(rounding_step_, table.ids[slot]);
     if (type == RowType::kInt8) {
       narrow_int8_by_chance(row, table.dim(), key, stored);
-      return;
-    }
-    auto* const to = reinterpret_cast<uint16_t*>(stored);
-    for (int32_t c = 0; c < table.dim(); ++c) {
-      to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
+    } else {
+      narrow_elements_by_chance(type, row, table.dim(), key, table.column_offset, stored);
     }
   }
 
-  // For the most common optimizers if gradient_of is the identity. Returns whether this is one of
-  // them.
-  template <typename Before>
-  bool update_plain(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
-                    const Before& before) {
-    switch (config_.kind) {
-      case Optimizer::kSgd:
-        return plain<Optimizer::kSgd>(table, slots, n, grad, before);
-      case Optimizer::kAdagrad:
-        return plain<Optimizer::kAdagrad>(table, slots, n, grad, before);
-      case Optimizer::kRowWiseAdagrad:
-        return plain<Optimizer::kRowWiseAdagrad>(table, slots, n, grad, before);
-      case Optimizer::kAdam:
-        return plain<Optimizer::kAdam>(table, slots, n, grad, before);
-      default:
-        return false;
-    }
-  }
-
-  template <Optimizer kKind, typename Before>
-  bool plain(const TableView& table, const int64_t* slots, int64_t n,
-             const float* __restrict__ grad, const Before& before) {
-    const int32_t dim = table.dim();
-    const OptimizerConfig config = config_;
-    float squares = 0.0f;
-    if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
-    const SlotVectors rows(table.rows), states(table.states);
-    const bool narrow = table.rows.type != RowType::kFloat32;
-    // The terms are the same for all rows, unless each row counts its own steps.
-    const RowTerms common = config.own_steps ? RowTerms{} : first_terms(table, dim, nullptr);
-    for (int64_t i = 0; i < n; ++i) {
-      before(i);
-      float* __restrict__ row = reinterpret_cast<float*>(rows.at(slots[i]));
-      if (narrow) row = widened(table.rows.type, rows.at(slots[i]), dim);
-      float* const __restrict__ state = reinterpret_cast<float*>(states.at(slots[i]));
-      float* const second_state = state + dim;
-      RowTerms terms = config.own_steps ? first_terms(table, dim, state) : common;
-      if constexpr (kKind == Optimizer::kRowWiseAdagrad) {
-        state[0] = adapt_row(config, squares, dim, state[0], &terms);
-      }
-      for (int32_t c = 0; c < dim; ++c) {
-        float first = 0.0f, second = 0.0f;
-        if constexpr (column_states(kKind) >= 1) first = state[c];
-        if constexpr (column_states(kKind) >= 2) second = second_state[c];
-        row[c] = move_column<kKind>(config, terms, row[c], grad[c], first, second);
-        if constexpr (column_states(kKind) >= 1) state[c] = first;
-        if constexpr (column_states(kKind) >= 2) second_state[c] = second;
-      }
-      if (narrow) store(table, slots[i], row, rows.at(slots[i]));
-    }
-    return true;
-  }
-
-  // Calls begin_row once for all rows with the same number of updates. state: of the row; read only
-  // if rows count their own steps.
-  RowTerms first_terms(const TableView& table, int32_t dim, float* state) {
-    float step = static_cast<float>(*table.optimizer_step);
-    if (config_.own_steps) step = state[own_step_column(config_.kind, dim)] += 1.0f;
-    if (step != terms_step_) {
-      terms_ = begin_row(config_, learning_rate_, step);
-      terms_step_ = step;
-    }
-    return terms_;
-  }
-
-  // The computations on the whole row, before those on its columns.
-  RowTerms begin(const TableView& table, int32_t dim, const float* row, const float* grad,
-                 float* state) {
-    const OptimizerConfig config = config_;
-    RowTerms terms = first_terms(table, dim, state);
-    if (clips_by_norm(config)) {
-      const float squares = vector_sum(dim, [&](int32_t c) {
-        const float g = clipped(config, grad[c]);
-        return g * g;
-      });
-      clip_row(config, squares, &terms);
-    }
-    if (adapts_by_row(config.kind)) {
-      const float squares = vector_sum(dim, [&, terms](int32_t c) {
-        const float g = gradient_of(config, terms, row[c], grad[c]);
-        return g * g;
-      });
-      float& row_square = state[row_square_column(config.kind, dim)];
-      row_square = adapt_row(config, squares, dim, row_square, &terms);
-    }
-    if (limits_norm(config)) {
-      const float squares = vector_sum(dim, [&, terms](int32_t c) {
-        const float value = moved(terms, row[c], gradient_of(config, terms, row[c], grad[c]));
-        return value * value;
-      });
-      limit_row(config, squares, &terms);
-    }
-    return terms;
-  }
-
-  void apply(int32_t dim, float* row, const float* grad, float* state, RowTerms terms) const {
-    switch (config_.kind) {
-      case Optimizer::kSgd:
-        return columns<Optimizer::kSgd>(dim, row, grad, state, terms);
-      case Optimizer::kMomentum:
-        return columns<Optimizer::kMomentum>(dim, row, grad, state, terms);
-      case Optimizer::kAdagrad:
-        return columns<Optimizer::kAdagrad>(dim, row, grad, state, terms);
-      case Optimizer::kRowWiseAdagrad:
-        return columns<Optimizer::kRowWiseAdagrad>(dim, row, grad, state, terms);
-      case Optimizer::kAdam:
-        return columns<Optimizer::kAdam>(dim, row, grad, state, terms);
-      case Optimizer::kRowWiseAdam:
-        return columns<Optimizer::kRowWiseAdam>(dim, row, grad, state, terms);
-      case Optimizer::kFtrl:
-        return columns<Optimizer::kFtrl>(dim, row, grad, state, terms);
-      case Optimizer::kLamb:
-        return lamb(dim, row, grad, state, terms);
-      case Optimizer::kNone:
-        return;
-    }
-  }
-
-  // Config and terms are passed by value, so the compiler knows that no store changes them.
-  template <Optimizer kKind>
-  void columns(int32_t dim, float* __restrict__ row, const float* __restrict__ grad,
-               float* __restrict__ state, const RowTerms terms) const {
-    const OptimizerConfig config = config_;
-    float* const second_state = state + dim;
-    float none = 0.0f;
-    for (int32_t c = 0; c < dim; ++c) {
-      float first = none, second = none;
-      if constexpr (column_states(kKind) >= 1) first = state[c];
-      if constexpr (column_states(kKind) >= 2) second = second_state[c];
-      row[c] = update_column<kKind>(config, terms, row[c], grad[c], first, second);
-      if constexpr (column_states(kKind) >= 1) state[c] = first;
-      if constexpr (column_states(kKind) >= 2) second_state[c] = second;
-    }
-  }
-
-  void lamb(int32_t dim, float* __restrict__ row, const float* __restrict__ grad,
-            float* __restrict__ first, const RowTerms terms) const {
-    const OptimizerConfig config = config_;
-    float* const second = first + dim;
-    for (int32_t c = 0; c < dim; ++c) {
-      update_moments(config, terms, row[c], grad[c], first[c], second[c]);
-    }
-    const float row_squares = vector_sum(dim, [&](int32_t c) { return row[c] * row[c]; });
-    const float direction_squares = vector_sum(dim, [&](int32_t c) {
-      const float direction = lamb_direction(config, terms, row[c], first[c], second[c]);
-      return direction * direction;
-    });
-    const float rate = terms.rate * trust_ratio(row_squares, direction_squares);
-    for (int32_t c = 0; c < dim; ++c) {
-      row[c] -= rate * lamb_direction(config, terms, row[c], first[c], second[c]);
-    }
-  }
+  enum Buffer { kWidened, kClipped, kScaled, kDecayed, kMoved, kBuffers };
+  float* buffer(Buffer which) { return buffers_.data() + which * int64_t{stride_}; }
 
   const OptimizerConfig config_;
-  const bool plain_;  // gradient_of is the identity
+  const bool limits_;  // whether gradients are clipped
   const float learning_rate_;
-  float terms_step_ = -1.0f;  // number of updates that terms_ belong to
-  RowTerms terms_{};
-  const TableView* rounded_ = nullptr;  // the table of rounding_step_
+  const TableView* table_ = nullptr;  // to which the next two belong
+  RowTerms of_table_{};               // of its rows, unless they count their own steps
   uint64_t rounding_step_ = 0;
-  std::vector<float> widened_;  // a row whose elements are not float32
+  TermsOfSteps terms_;
+  const int32_t stride_;        // of a buffer
+  std::vector<float> buffers_;  // ones at first: zeros behind a row are rounded with it, slowly
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -48,10 +48,10 @@ constexpr int64_t kGradientsAhead = 12;
 template <typename Slot>
 class RowsAhead {
  public:
-  RowsAhead(const TableView& table, int64_t n, const Slot& slot)
+  RowsAhead(const TableView& table, const OptimizerConfig& optimizer, int64_t n, const Slot& slot)
       : rows_(table.rows),
         states_(table.states),
-        ids_(table.rows.type == RowType::kInt8 ? table.ids : nullptr),
+        ids_(rounds_by_chance(optimizer, table.rows.type) ? table.ids : nullptr),
         n_(n),
         slot_(slot) {
     for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
@@ -70,7 +70,7 @@ class RowsAhead {
   }
 
   const SlotVectors rows_, states_;
-  const int64_t* const ids_;  // for rows of 8 bits, whose stochastic rounding depends on the id
+  const int64_t* const ids_;  // if rows are rounded stochastically, which depends on the id
   const int64_t n_;
   const Slot slot_;
 };
@@ -155,7 +155,7 @@ class Update {
     const TableView& table = tables_[number];
     const std::vector<SlotGroups::Repeated>& all = groups.repeated();
     const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
-    const RowsAhead rows(table, static_cast<int64_t>(all.size()), slot);
+    const RowsAhead rows(table, optimizer_, static_cast<int64_t>(all.size()), slot);
     const int64_t last = all.empty() ? 0 : int64_t{all.back().first} + all.back().count;
     int64_t asked = 0;  // number of prefetched gradients
     for (size_t i = 0; i < all.size(); ++i) {
@@ -236,7 +236,7 @@ class Update {
     const int64_t* const slots = worker.lone.slots.get() + first;
     const uint32_t* const positions = worker.lone.positions.get() + first;
     const int64_t n = last - first;
-    const RowsAhead rows(table, n, [&](int64_t i) { return slots[i]; });
+    const RowsAhead rows(table, optimizer_, n, [&](int64_t i) { return slots[i]; });
     int64_t asked = 0, asked_bag = bag;  // the next row whose gradient is prefetched, and its bag
     for (int64_t i = 0; i < n;) {
       while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
