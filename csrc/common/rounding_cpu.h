@@ -55,7 +55,7 @@ struct Eight {
 };
 
 // Most columns take few operations. A rounding has their result, and says which columns it is wrong
-// for; round_others gives the results of all.
+// for: large, infinite and NaN.
 template <RowType kType>
 struct Rounding;
 
@@ -73,9 +73,14 @@ template <>
 struct Rounding<RowType::kFloat16> {
   explicit Rounding(const Eight& columns) {
     const Ints magnitude = (Ints)columns.bits & 0x7fffffff;
-    rounded = (((Words)magnitude + (columns.draws & 0x1fffu)) >> 13) - (112u << 10);
+    const Ints small = magnitude < 0x38800000;
+    // As float16_by_chance. The float16 is the upper bits of the sum, less an offset of the
+    // exponent.
+    const Columns raised = (Columns)magnitude + (Columns)(small & 0x38800000);
+    rounded = ((Words)raised + (columns.draws & 0x1fffu)) >> 13;
+    rounded -= (112u << 10) + ((Words)small & 0x400u);
     rounded |= columns.bits >> 16 & 0x8000u;
-    others = (magnitude < 0x38800000) | (magnitude > 0x477fffff);
+    others = magnitude > 0x477fffff;
   }
 
   Words rounded;
@@ -85,40 +90,9 @@ struct Rounding<RowType::kFloat16> {
 template <RowType kType>
 [[gnu::noinline]] void round_one_by_one(const Eight& columns, Words& rounded) {
   for (int k = 0; k < 8; ++k) {
-    rounded[k] = narrow_by_chance(kType, bits_float(columns.bits[k]), columns.draws[k] * 0x10001u);
+    rounded[k] = narrow_by_chance(kType, bits_float(columns.bits[k]), columns.draws[k]);
   }
 }
-
-template <RowType kType>
-inline void round_others(const Eight& columns, Words& rounded) {
-  round_one_by_one<kType>(columns, rounded);
-}
-
-#ifdef __AVX2__
-// Subnormal values too, which are common in rows of small values.
-template <>
-inline void round_others<RowType::kFloat16>(const Eight& columns, Words& rounded) {
-  const Ints magnitude = (Ints)columns.bits & 0x7fffffff;
-  if (any_of(magnitude > 0x477fffff)) {
-    return round_one_by_one<RowType::kFloat16>(columns, rounded);
-  }
-  // A shift by 32 bits or more, or by less than none, gives 0.
-  const auto right = [](const Words& words, const Words& by) {
-    return (Words)_mm256_srlv_epi32((__m256i)words, (__m256i)by);
-  };
-  const Words draw = columns.draws | columns.draws << 16;
-  const Words fraction = ((Words)magnitude & 0x7fffffu) | 0x800000u;
-  const Words shift = 126 - ((Words)magnitude >> 23);
-  const Words near = right(fraction + right(draw, 32 - shift), shift);
-  // From a shift of 32 bits on, the sum reaches 1 if the fraction's upper part is above ~draw. It
-  // has 24 bits, so the draw is then negative as a signed number.
-  const Words upper = right(fraction, shift - 32);
-  const Words far = (Words)(((Ints)draw < 0) & ((Ints)upper > (Ints)~draw)) & 1;
-  const Words is_far = (Words)((Ints)shift > 31), small = (Words)(magnitude < 0x38800000);
-  const Words subnormal = (near & ~is_far) | (far & is_far) | (columns.bits >> 16 & 0x8000u);
-  rounded = (rounded & ~small) | (subnormal & small);
-}
-#endif
 
 // narrow_by_chance of sixteen columns, or of the first eight.
 template <RowType kType, bool kSixteen>
@@ -128,8 +102,8 @@ inline void round_block(const float* from, const Draws& draws, uint16_t* to) {
   const Eight columns(from, first), more_columns(kSixteen ? from + 8 : from, second);
   Rounding<kType> rounding(columns), more(more_columns);
   if (any_of(kSixteen ? rounding.others | more.others : rounding.others)) {
-    round_others<kType>(columns, rounding.rounded);
-    if (kSixteen) round_others<kType>(more_columns, more.rounded);
+    round_one_by_one<kType>(columns, rounding.rounded);
+    if (kSixteen) round_one_by_one<kType>(more_columns, more.rounded);
   }
   store_halves(rounding.rounded, more.rounded, to);
 }

@@ -34,10 +34,10 @@ def _rounded(value: float, draw: int, dtype: torch.dtype) -> float:
     unit = Fraction(2) ** (exponent - bits)
     if dtype == torch.bfloat16:
         up = Fraction(draw, 2**16)
-    elif size >= Fraction(2) ** least:
-        up = Fraction(draw % 2**13, 2**13)
     else:
-        up = Fraction(draw * (2**16 + 1), 2**32)
+        up = Fraction(draw % 2**13, 2**13)
+        if size < Fraction(2) ** least:
+            size = Fraction(round(size * 2**37), 2**37)  # ties to even
     result = (size / unit + up) // 1 * unit
     result = INF if result >= infinite else float(result)
     return -result if value < 0 else result
