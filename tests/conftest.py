@@ -1,4 +1,4 @@
-"""Fixtures that the tests of all layers share."""
+"""Fixtures for the tests of all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks
 from tests.support.workers import take_share
 
 take_share(os.environ)
-# A calibration of this machine's would change plans.
+# A calibration file of this machine would change plans.
 os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 
 _GROUPS: dict[tuple[int, str, int], Ranks] = {}
@@ -28,7 +28,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Appends a failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it is known.
+    """Appends each failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it occurs.
 
     A run that a time limit ends prints none of its failures.
     """
@@ -75,7 +75,8 @@ def run_ranks(device_type: str) -> Callable[..., list[Any]]:
 def run_ranks_once(
     run_ranks: Callable[..., list[Any]], device_type: str
 ) -> Callable[..., list[Any]]:
-    """As ``run_ranks``, for what gives equal results each time: several tests compare with them."""
+    """Like ``run_ranks``, but caches results that are equal each time, for several tests to compare
+    with."""
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         key = (device_type, world_size, function, args)
