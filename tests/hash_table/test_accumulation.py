@@ -1,4 +1,4 @@
-"""Gradients of several backwards are applied at once, as those of one larger batch."""
+"""Gradients of several backwards are applied at once, like those of one larger batch."""
 
 import gc
 
@@ -31,7 +31,7 @@ def _random_bags(size, pool):
 
 
 def _together(batches, grads, weights):
-    """The batches as one, sample after sample: bags, gradient, weights."""
+    """The batches concatenated sample by sample: bags, gradient, weights."""
     ids, lengths, scales = [], [], []
     for feature in range(len(FEATURES)):
         for bags, scale in zip(batches, weights, strict=True):

@@ -19,7 +19,7 @@ def test_what_counts_in_a_group(device_type):
     out.backward(torch.ones_like(out))
     find(group, bags)
     assert group.clock == 2
-    insert(group, Bags.flat(bags.ids[:0]))  # no ids, but a call
+    insert(group, Bags.flat(bags.ids[:0]))  # a call without ids counts
     assert group.clock == 3
     group.set_clock(41)
     insert(group, bags)

@@ -1,5 +1,4 @@
-"""Large batches with one id in half of the positions, on a GPU: the outputs and rows of
-EmbeddingBags in float64.
+"""On a GPU, large batches with one id in half of the positions equal EmbeddingBags in float64.
 
 Tiles of the pooling then keep that id's row in registers, over several chunks of positions, and
 the update passes over the positions of its run. A CPU's tables are no reference: they sum that
@@ -22,7 +21,7 @@ EPS = 1e-8
 
 
 class Float64Table:
-    """A table and its optimizer: SGD, or row-wise Adagrad."""
+    """A table and its optimizer: SGD or row-wise Adagrad."""
 
     def __init__(self, rows, adagrad):
         self.rows = rows.double().requires_grad_()

@@ -10,7 +10,7 @@ STATES = ["exp_avg", "exp_avg_sq"]
 ARGUMENTS = [
     {},
     {"betas": (0.5, 0.9), "eps": 1e-3},
-    # With a small eps, the first step would magnify what rounding makes of g + 0.1 row.
+    # With a small eps, the first step would magnify the rounding error of g + 0.1 row.
     {"betas": (0.0, 0.99), "weight_decay": 0.1, "eps": 1e-2},
 ]
 
@@ -36,7 +36,7 @@ def test_steps_by_row(device_type, dim, arguments):
 
 
 class _Sparse(DenseReference):
-    """PyTorch's own optimizer of touched rows."""
+    """PyTorch's optimizer of touched rows."""
 
     def update(self, grads, touched, learning_rate):
         rows = touched.nonzero().flatten()
