@@ -34,7 +34,7 @@ SEQUENCES = int(os.environ.get("TORCHREC_HKV_SEQUENCES", "0"))
 @pytest.mark.timeout(0)
 @pytest.mark.skipif(not SEQUENCES, reason="a long run: TORCHREC_HKV_SEQUENCES says how many")
 def test_chain_sequences(tmp_path):
-    torch.set_num_threads(1)  # it forks
+    torch.set_num_threads(1)  # forks
     limit_s = float(os.environ.get("TORCHREC_HKV_SEQUENCES_SECONDS", "inf"))
     begin = said = time.monotonic()
     done, did = 0, collections.Counter()

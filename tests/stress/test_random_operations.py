@@ -24,7 +24,7 @@ from tests.support.random_calls import CALLS, Driver
 from tests.support.table_model import POLICIES
 from torchrec_hkv.hash_table import Constant, Uniform
 
-# One bucket, two, two unevenly filled, and many: with the first three the model knows who leaves.
+# One bucket, two, two unequally filled, and many. The model predicts evictions for the first three.
 CAPACITIES = [7, 64, 100, 1000, 6000]
 CASES = list(itertools.product(POLICIES, CAPACITIES))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,7 +49,7 @@ def test_random_operations(device_type, policy, capacity, tmp_path):
         dtype=DTYPES[(seed + capacity) % 3],
         initializer=Constant(0.25) if seed % 4 == 0 else Uniform(-1, 1),
     )
-    # Calls are large: the comparison after each costs as much as the table is large.
+    # Calls are large, since the comparison after each takes time in proportion to the table.
     calls = [*CALLS, *CALLS, *CALLS, "clear", "reload"]
     driver = Driver(checked, policy, capacity, seed, batch=2 * capacity, calls=calls)
     driver.folder = tmp_path / "table"

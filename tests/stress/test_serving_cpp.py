@@ -41,12 +41,12 @@ pytestmark = [
 
 @pytest.fixture
 def device_type() -> str:
-    """The package is for the CPU."""
+    """The package runs on a CPU."""
     return "cpu"
 
 
 class Scores(nn.Module):
-    """Bags and a sequence of hash tables, a stock table, and dense numbers."""
+    """Bags and a sequence of hash tables, a stock table, and dense inputs."""
 
     def __init__(self) -> None:
         super().__init__()
