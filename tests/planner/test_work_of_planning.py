@@ -87,9 +87,7 @@ def _least_loss_of_whole_tables(tables, room, count):
     """A closer bound: savings of at most ``count`` tables, in fractions of the missing bytes,
     rounded up."""
     missing, parts = sum(whole for whole, _ in tables) - room, max(4000, 60_000 // (count + 1))
-    least = np.full(
-        (count + 1, parts + 1), np.inf
-    )  # by number of lossy tables, and by savings
+    least = np.full((count + 1, parts + 1), np.inf)  # by number of lossy tables, and by savings
     least[0, 0] = 0.0
     for whole, smaller in tables:
         before = least.copy()
