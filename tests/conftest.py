@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Appends each failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it occurs.
 
-    A run that a time limit ends prints none of its failures.
+    A run that is ended by a time limit prints no failures.
     """
     path = os.environ.get("TORCHREC_HKV_FAILURES")
     if not path or not report.failed or "PYTEST_XDIST_WORKER" in os.environ:

@@ -42,7 +42,7 @@ def has_fake(name: str) -> bool:
 def opchecked() -> set[str]:
     """The last name in the first argument of each opcheck call in the tests.
 
-    A name that was assigned in the same file stands for what was assigned.
+    Names are resolved by assignments in the same file.
     """
     found = set()
     for file in Path(__file__).parent.rglob("test_*.py"):

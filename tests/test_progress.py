@@ -1,4 +1,4 @@
-"""Progress counts bytes over threads, and a task within a task adds to the outer one."""
+"""Progress counts bytes of all threads; a nested task adds to the outer one."""
 
 from __future__ import annotations
 

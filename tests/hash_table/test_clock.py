@@ -1,4 +1,4 @@
-"""The clock of a group counts the calls that touch rows, and no others."""
+"""A group's clock counts only calls that touch rows."""
 
 import pytest
 import torch

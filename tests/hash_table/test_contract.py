@@ -1,7 +1,7 @@
 """Every kind of table keeps its contract: random calls, each compared with the model.
 
-Tables from one bucket to many, alone and in groups, on both devices. What is particular to a kind
-has tests of its own (``growth``, ``tiers``, ``deterministic``, ``groups``).
+Tables from one bucket to many, alone and in groups, on both devices. Other tests cover what is
+particular to a kind (``growth``, ``tiers``, ``deterministic``, ``groups``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """On a GPU the forward groups positions of equal slots for its backward, in parallel with pooling.
 
-The backward then updates rows to the same bits as an update that groups them by itself.
+The backward then gives the same bits as an update that groups positions itself.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """On a GPU, large batches with one id in half of the positions equal EmbeddingBags in float64.
 
-Tiles of the pooling then keep that id's row in registers, over several chunks of positions, and
-the update passes over the positions of its run. A CPU's tables are no reference: they sum that
-row's gradients, 40,000 of them, one after the other in float32.
+Pooling tiles then keep that id's row in registers over several chunks of positions, and the update
+skips to the end of its run. A CPU's tables are no reference: they sum the row's 40,000 gradients
+sequentially in float32.
 """
 
 import pytest

@@ -27,7 +27,7 @@ LAST_STEP = 2**32 - 1000
 
 
 class Compared:
-    """A table beside its model, in calls of as many ids each.
+    """A table and its model, called with equally many ids each time.
 
     Args:
         half_life: steps.

@@ -16,7 +16,7 @@ TABLES = 10
 BATCH = 1024
 IDS = 5000  # of each table
 DIM = 8
-NOWHERE = IDS + 3  # an id that gets no slot
+NOWHERE = IDS + 3  # an id without a slot
 
 
 def make(capacity, optimizer, shares, dim=DIM):

@@ -201,8 +201,8 @@ class Regression:
 def populated_after_a_move(target, **arguments):
     """Trains on some ids, then on others, and populates the cache, which evicts some of the first.
 
-    Returns the losses of the rows by how often they come now: before, after, and if the rows that
-    left had just been dropped.
+    Returns losses weighted by the present frequencies: before, after, and if the evicted rows had
+    been dropped.
     """
     run = Regression(target, **arguments)
     run.train(10)

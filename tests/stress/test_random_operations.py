@@ -1,13 +1,12 @@
 """Millions of random operations on one table after another, each call compared with the model.
 
 An operation is one id in one call: a find, insertion, assignment, accumulation or erasure of that
-id. Every call is followed by a comparison of all that the table shows with all that the model
-holds. Environment variables:
+id. After every call, the whole table is compared with the model. Environment variables:
 
-    TORCHREC_HKV_STRESS: operations in all, on each device; without it these tests are skipped.
-    TORCHREC_HKV_STRESS_SEED: of the calls; 1 by default.
-    TORCHREC_HKV_STRESS_SECONDS: how long a device's tests may take; what is not done then is said
-        and fails. By default there is no limit.
+    TORCHREC_HKV_STRESS: total operations on each device; if unset, these tests are skipped.
+    TORCHREC_HKV_STRESS_SEED: seed of the calls; 1 by default.
+    TORCHREC_HKV_STRESS_SECONDS: time limit for a device's tests, which then report the operations
+        not run, and fail. No limit by default.
 
 With pytest's ``-s``, progress is printed.
 """

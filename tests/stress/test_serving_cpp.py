@@ -1,5 +1,5 @@
-"""The C++ program of ``examples/serving/cpp`` is built by CMake against libtorch, and gives the
-outputs that the trainer's evaluation gives.
+"""CMake builds the C++ program of ``examples/serving/cpp`` against libtorch. Its outputs equal the
+trainer's evaluation.
 
     TORCHREC_HKV_SERVING_CPP=1 pytest tests/stress/test_serving_cpp.py
 

@@ -2,8 +2,8 @@
 
     TORCHREC_HKV_AGENTS=1 pytest tests/stress/test_two_agents.py
 
-takes some minutes. The agent that stays goes on alone, from the last delta. The agents share this
-machine's network, or each has one of its own, where this user can make network namespaces.
+takes minutes. The surviving agent continues alone, from the last delta. The agents share this
+machine's network, or have separate ones if the user can create network namespaces.
 """
 
 from __future__ import annotations

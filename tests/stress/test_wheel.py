@@ -1,11 +1,11 @@
-"""A wheel of ``make wheel``, installed in a fresh environment, runs README's quickstart.
+"""A wheel from ``make wheel``, installed in a fresh environment, runs README's quickstart.
 
     make wheel
     TORCHREC_HKV_WHEEL=dist/torchrec_hkv-0.1.0+....whl pytest tests/stress/test_wheel.py
 
-The environment has the wheel by itself; torch, TorchRec and FBGEMM are those of the Python that
-runs the test, so that nothing is downloaded. No compiler is on the path, and no CUDA toolkit. A
-CUDA wheel runs on the CPU too, and on the GPUs where there are some.
+Only the wheel is installed there. torch, TorchRec and FBGEMM come from the Python that runs the
+test, so that nothing is downloaded. No compiler or CUDA toolkit is on the path. A CUDA wheel runs
+on the CPU too, and on GPUs if there are any.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     torchrun … tests/stress/two_agents.py FOLDER SHARDING_TYPE STEPS PAUSE
 
-A step trains the same samples at any number of ranks, so that the rows after so many steps are the
-same, too. Every third step a delta is written. FOLDER/progress gets a line for each start and for
-the end: the number of ranks, of ranks of a host, the step that it went on from, and a digest.
+A step trains the same samples at any number of ranks, so rows after a step do not depend on that
+number. Every third step writes a delta. FOLDER/progress gets a line for each start and for the end:
+the numbers of ranks and of ranks per host, the step it continued from, and a digest.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def train(device, options, optimizer, deterministic=True, share=None, ahead=0):
     """Returns the group and the outputs of all steps. Gradients depend on outputs, so that errors
     spread.
 
-    ahead: batches that are found before the backward of the one before.
+    ahead: number of batches that are found before the backward of an earlier one.
     """
     specs = []
     for t, (capacity, dim) in enumerate(zip(CAPACITIES, DIMS, strict=True)):

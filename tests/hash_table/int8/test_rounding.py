@@ -47,7 +47,7 @@ def test_the_mean_is_exact(device_type, share):
     n = 20_000
     group = narrow_group(torch.int8, device_type, SGD(), 4, 2 * n, Constant(1.0))
     ids = random_ids(n)
-    # The first column keeps the scale, 1 / 127; the others begin as whole numbers of it.
+    # The first column fixes the scale at 1 / 127; the others start as multiples of it.
     train_rows(group, ids, torch.zeros(n, 4))
     begun = (torch.tensor([127.0, 100.0, 27.0, -73.0]) / 127).expand(n, 4)
     assert group.assign(ids.to(device_type), None, 1, begun.to(device_type)).all()

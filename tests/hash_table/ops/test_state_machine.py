@@ -81,7 +81,7 @@ def id_batches(draw: st.DrawFn, capacity: int) -> list[int]:
 
 
 class HashTableMachine(RuleBasedStateMachine):
-    """The operations of one table."""
+    """Operations on one table and its model."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()

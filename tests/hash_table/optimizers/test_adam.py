@@ -29,7 +29,7 @@ def test_equal_to_torch(device_type, dim, arguments):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_steps_by_row(device_type, dim, arguments):
-    """Each row is trained as if it were alone."""
+    """Each row counts its own steps."""
     reference = OneByOne(lambda: _reference(arguments))
     optimizer = Adam(**arguments, step_mode="row")
     assert_equal_to(reference, train_beside(optimizer, reference, device_type, dim))

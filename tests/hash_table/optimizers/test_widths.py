@@ -1,7 +1,7 @@
 """Updates of rows of every width equal a float64 reference.
 
-GPU kernels differ by width, by dtype and by how often an id occurs, so each is tried with ids that
-occur once, some times and in most of the batch.
+GPU kernels depend on width, dtype and the frequency of ids, so the batch has ids that occur once,
+several times, and in most positions.
 """
 
 import pytest

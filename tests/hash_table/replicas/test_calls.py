@@ -11,7 +11,7 @@ from torchrec_hkv.hash_table.replicas import GroupSync
 
 
 class _CountingWire(ThreadWire):
-    """Counts calls that send something."""
+    """Counts calls that send data."""
 
     calls = 0
     largest = 0
