@@ -27,7 +27,7 @@ SETTINGS = settings(
 
 def saved_kind(kind):
     table = filled("cpu", **KINDS[kind])
-    if table._group.tables[0].admission is not None:  # keeps repeated keys
+    if table._group.tables[0].admission is not None:  # admits ids that come twice
         ids = distinct_ids(450, "cpu")
         for _ in range(2):
             table.insert_or_assign(ids, random_rows(table, 450))
@@ -46,7 +46,7 @@ def saved(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def targets(saved):
-    """Tables with one id or none, which have not loaded anything."""
+    """Tables that hold other ids and have loaded nothing: one, or none."""
     return []
 
 

@@ -40,7 +40,7 @@ class Model:
         self.returned = 0
 
     def call(self, ids: list[int], given: list[int], held: set[int]) -> None:
-        """Adds to the ids' counts; ``present`` are the ids in the table afterwards."""
+        """Adds ``given`` to the counts of ``ids``; ``held`` are the ids in the table afterwards."""
         gone = {i: self.counts.pop(i) for i in set(self.counts) - held}
         for i, count in zip(ids, given, strict=True):
             if i not in held:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compat
 
 
 def evaluated(model, device):
-    """Rows of all ids, from bags of one id."""
+    """Outputs of the model for twelve batches, in evaluation mode."""
     model.eval()
     with torch.no_grad():
         rows = [model(random_batch(0, step).to(device)).cpu() for step in range(12)]
