@@ -17,7 +17,7 @@ ROWS, USERS, MOVIES = 3000, 80, 60
 
 @pytest.fixture
 def data(tmp_path):
-    """Ratings that depend on the movie, in random order of time."""
+    """Ratings that depend on the movie, not ordered by time."""
     draw = random.Random(1)
     lines = []
     for second in range(ROWS):

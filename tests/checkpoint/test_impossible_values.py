@@ -1,5 +1,5 @@
-"""A load of a checkpoint with one changed value and correct checksums either names the error and
-changes nothing, or gives the saved content."""
+"""A load of a checkpoint with one changed value and correct checksums is refused by name and
+changes nothing, or gives what was saved."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "sgd": SGD(),
     "rowwise_adagrad": RowWiseAdagrad(eps=1e-8),
     "adam": Adam(),
-    "rowwise_adam": RowWiseAdam(),  # not a case of its own
+    "rowwise_adam": RowWiseAdam(),  # has no specialised updater
 }
 
 

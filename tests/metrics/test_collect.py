@@ -1,4 +1,4 @@
-"""Metrics of tables equal those of a Python model, under any sharding."""
+"""Metrics of tables equal those of a Python model, wherever the tables are."""
 
 import dataclasses
 import math

@@ -116,7 +116,7 @@ def test_a_graph_may_be_walked_again_after_a_step(device_type):
     rows = embedding(torch.arange(5, device=device_type))
     rows.sum().backward(retain_graph=True)
     optimizer.step()
-    embedding(torch.arange(100, 164, device=device_type))  # its output is dropped; evicts all others
+    embedding(torch.arange(100, 164, device=device_type))  # output dropped; evicts all others
     embedding(torch.tensor([4, 2], device=device_type))  # return to the table
     before = {id: rows_of(embedding, [id]) for id in [*range(5), *range(100, 164)]}
     rows.sum().backward()

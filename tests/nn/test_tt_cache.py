@@ -218,7 +218,7 @@ def populated_after_a_move(target, **arguments):
     assert left.numel() > 4
     dropped = before.clone()
     dropped[left] = (cores_alone - run.target)[left].square().sum(dim=1)
-    assert before[left].mean() < 0.5 * dropped[left].mean()  # the rows' last values
+    assert before[left].mean() < 0.5 * dropped[left].mean()  # the evicted rows had learned
     return [float((now * losses).sum()) for losses in (before, run.losses(), dropped)]
 
 

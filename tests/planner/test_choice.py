@@ -43,7 +43,7 @@ def test_without_constraints_nothing_changes():
 
 
 def test_a_backend_is_costed_beside_stock_kernels():
-    # The toy backend claims a hundredth of the host's bandwidth.
+    # The toy backend claims to read rows at a hundredth of the host's bandwidth.
     both = ParameterConstraints(
         compute_kernels=["toy", "fused"],
         sharding_types=["table_wise"],

@@ -209,7 +209,7 @@ def test_the_report_says_what_is_lost_why_and_what_more_memory_buys():
     assert "1 GiB more HBM over all ranks would keep it whole on fused" in (
         _reports(plan)["user"].loss.more
     )
-    # A plan with that much memory reports the same.
+    # A plan with that much memory confirms it.
     wider = _plan(60 * _MIB + (1 << 28))
     assert _kernels(wider)["user"] == "fused"
     lower = _reports(wider)["page"].loss.value

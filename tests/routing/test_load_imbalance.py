@@ -77,5 +77,5 @@ def test_rows_and_batches_of_a_real_log(device_type, name, world_size):
 
 
 def test_what_blocks_of_row_numbers_would_do(device_type):
-    """The measure detects blocks of row numbers that send all ids to one rank."""
+    """The measure detects that blocks of row numbers send all ids to one rank."""
     assert imbalance([torch.arange(1000)], 8, device_type, block_size=1000) == 7

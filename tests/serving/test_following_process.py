@@ -152,7 +152,7 @@ def failed(rank, world_size, device, folder: Path) -> None:
 
 
 class limited_files:
-    """Limits the size of files that new processes write."""
+    """Limits the size of files that processes write from now on."""
 
     def __init__(self, size: int) -> None:
         self._size = size

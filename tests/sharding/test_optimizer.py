@@ -1,4 +1,4 @@
-"""Fused optimizers: those that TorchRec can express, and what backends get."""
+"""Fused optimizers: how TorchRec specifies them, and what backends get."""
 
 from __future__ import annotations
 

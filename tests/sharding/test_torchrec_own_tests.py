@@ -32,7 +32,7 @@ VARIANTS = {
     "variable_per_rank": {"variable_per_rank": True},
 }
 
-#: Outputs are summed over ranks, which gloo can't do for batches of different sizes.
+#: Types that sum outputs over ranks, which gloo can't do for batches of different sizes.
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 
 #: Processes, and processes per host.

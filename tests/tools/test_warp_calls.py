@@ -12,7 +12,7 @@ CALL = (
     r"(?:\b__\w+_sync|(?:\bLanes::|\bTile<\w+>::|\btile\.)"
     r"(?:any|ballot|bits_of_all|largest|of_lane|of_lane_before|reduce|sum))\("
 )
-#: A call on the right of &&, || or ?, which lanes skip if their condition is false.
+#: A call on the right of &&, || or ?, which some lanes may skip.
 SKIPPED = re.compile(rf"(?:&&|\|\||\?)(?:(?!{CALL})[^;{{}}])*{CALL}")
 
 #: Conditions that are equal for all lanes of a warp.

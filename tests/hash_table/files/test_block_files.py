@@ -107,8 +107,8 @@ def test_memory_that_no_disk_reads_to_goes_through_the_cache(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "state_dim"), [(1, 0), (3, 1), (64, 128)])
 def test_batches_of_any_length(tmp_path, dtype, dim, state_dim):
-    """Writes pieces and reads others; compares all bytes, and checksums with an independent
-    implementation."""
+    """Writes some pieces and reads others; compares all bytes, and checksums with those of other
+    code."""
     fields = fields_of(dim, dtype, state_dim, keeps_scores=True)
     n = 40_000
     entries = random_entries(fields, n)

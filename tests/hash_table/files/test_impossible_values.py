@@ -1,5 +1,5 @@
-"""A load of a manifest with one changed value and a correct checksum either names the error and
-changes nothing, or gives the same entries."""
+"""A load of a manifest with one changed value and a correct checksum is refused by name and changes
+nothing, or gives the same entries."""
 
 from __future__ import annotations
 

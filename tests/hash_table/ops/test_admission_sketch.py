@@ -62,7 +62,7 @@ def test_too_high_within_the_bound(device_type, sketch_bytes):
     slots, _ = table.find_or_insert_slots(ids)
     share = float((slots >= 0).double().mean())
     assert share <= math.exp(-4)
-    # A sketch of half the width exceeds this one's bound.
+    # A sketch that is twice as full exceeds this bound.
     slots, _ = table.find_or_insert_slots(distinct_ids(3 * asked, device_type))
     assert float((slots >= 0).double().mean()) > math.exp(-4)
 

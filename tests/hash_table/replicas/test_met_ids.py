@@ -42,7 +42,7 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
         own = generator.randrange(replicas)
         kinds = []
         for replica in range(replicas):
-            # Ids come from a small range, so that replicas share many.
+            # The pool is small, so that replicas share many ids.
             pool = held[: 2 * n + 2] + (foreign if replica != own else [])
             some = generator.sample(pool, n)
             cuts = sorted(generator.randrange(n + 1) for _ in range(2))

@@ -117,7 +117,7 @@ def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
 def test_backwards_on_another_stream(share, finding):
     """A batch is found while the previous one is looked up and runs its backward.
 
-    With two such streams, also while the previous batch's rows are fetched.
+    If two streams find batches, also while the previous batch's rows are fetched.
     """
     groups = [
         tiered_group(s, capacity=60_000, dim=64, optimizer=RowWiseAdagrad()) for s in (share, None)

@@ -44,7 +44,7 @@ def _train(rank, world_size, device, group_size, sharding_type, inter_host):
 
 
 def _copy_stock(one, groups):
-    """Copies the stock tables' rows from one model to the other."""
+    """Sets the stock tables of both models to equal rows."""
     for model in (one, groups):
         for name, parameter in model.named_parameters():
             if name.endswith("stock.weight"):
