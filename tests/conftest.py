@@ -1,4 +1,4 @@
-"""Fixtures that the tests of all layers share."""
+"""Fixtures for the tests of all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks
 from tests.support.workers import take_share
 
 take_share(os.environ)
-# A calibration of this machine's would change plans.
+# A calibration file of this machine would change plans.
 os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 
 _GROUPS: dict[tuple[int, str, int], Ranks] = {}
@@ -28,9 +28,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Appends a failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it is known.
+    """Appends each failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it occurs.
 
-    A run that a time limit ends prints none of its failures.
+    A run that is ended by a time limit prints no failures.
     """
     path = os.environ.get("TORCHREC_HKV_FAILURES")
     if not path or not report.failed or "PYTEST_XDIST_WORKER" in os.environ:
@@ -75,7 +75,8 @@ def run_ranks(device_type: str) -> Callable[..., list[Any]]:
 def run_ranks_once(
     run_ranks: Callable[..., list[Any]], device_type: str
 ) -> Callable[..., list[Any]]:
-    """As ``run_ranks``, for what gives equal results each time: several tests compare with them."""
+    """Like ``run_ranks``, but caches results that are equal each time, for several tests to compare
+    with."""
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         key = (device_type, world_size, function, args)

@@ -1,4 +1,4 @@
-"""Checksums are those of zlib."""
+"""Checksums equal those of zlib."""
 
 import random
 import zlib
@@ -30,7 +30,7 @@ def test_in_pieces():
 
 
 def test_of_tensors():
-    """The bytes of any dtype."""
+    """Checksums cover the bytes of any dtype."""
     tensor = torch.randn(1000, dtype=torch.float64)
     assert checksums.crc32(host_memory(tensor)) == zlib.crc32(tensor.numpy().tobytes())
 

@@ -1,4 +1,4 @@
-"""A device that is not there is refused by every module in one sentence."""
+"""Every module refuses a missing device in one sentence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Links of the documentation: every file and every section that one names is there."""
+"""Links of the documentation point to existing files and sections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = sorted(
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^()\s>]+)>?(?: \"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6} +(.+?)(?: +#+)? *$", re.MULTILINE)
-# In comments and docstrings pages are named without a link.
+# Comments and docstrings name pages without a link.
 NAMED = re.compile(r"\bdocs/[\w/]+\.md\b")
 
 
@@ -68,7 +68,7 @@ def test_pages_that_sources_name_are_there(folder):
 
 def test_every_page_is_in_the_index():
     docs = ROOT / "docs"
-    index = docs / "README.md"  # Sphinx's is index.md
+    index = docs / "README.md"  # Sphinx has index.md
     named = {(docs / link.partition("#")[0]).resolve() for link in _links(index)}
     pages = {page for page in PAGES if page.is_relative_to(docs)}
     assert pages <= named | {index, docs / "index.md"}

@@ -15,9 +15,8 @@ import torchrec_hkv.tensor_train  # noqa: F401
 
 NAMESPACE = "torchrec_hkv::"
 
-#: Operators without a fake, each with the reason. A schema has no type for an int, float or bool
-#: whose value only a run knows: a program cannot be traced past the operator. It belongs to code
-#: that is not traced.
+#: Operators without a fake, each with the reason. An operator that returns an int, float or bool
+#: known only at run time can't be traced past. Such operators belong to code that is not traced.
 WITHOUT_FAKE = {
     "add_ids": "returns how many ids a set holds; checks of files call it",
     "are_placed": "returns whether slots are right; checks of files call it",
@@ -35,15 +34,15 @@ def operators() -> set[str]:
 
 
 def has_fake(name: str) -> bool:
-    """Whether an operator has a fake. The kernel of a composite one is no fake: it runs."""
+    """Whether an operator has a fake. A composite operator's kernel is not a fake."""
     entry = torch._library.simple_registry.singleton.find(NAMESPACE + name)
     return entry.fake_impl.kernel is not None
 
 
 def opchecked() -> set[str]:
-    """The last name in the first argument of each call of opcheck in the tests.
+    """The last name in the first argument of each opcheck call in the tests.
 
-    A name that was assigned in the same file stands for what was assigned.
+    Names are resolved by assignments in the same file.
     """
     found = set()
     for file in Path(__file__).parent.rglob("test_*.py"):

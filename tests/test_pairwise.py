@@ -1,4 +1,4 @@
-"""Pairwise cases cover each pair of values, and are few."""
+"""A few pairwise cases cover each pair of values."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ def test_every_pair_occurs_and_cases_are_few(monkeypatch):
         cases = pairwise(*axes)
         assert pairs(cases) == pairs(product)
         assert len(set(cases)) == len(cases) <= len(product)
-    assert len(pairwise(range(4), range(4), range(4), range(4))) <= 24  # of 256
+    assert len(pairwise(range(4), range(4), range(4), range(4))) <= 24  # out of 256
 
 
 def test_cases_that_are_not_allowed_are_left_out(monkeypatch):

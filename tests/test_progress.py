@@ -1,4 +1,4 @@
-"""Progress counts bytes over threads, and a task within a task adds to the outer one."""
+"""Progress counts bytes of all threads; a nested task adds to the outer one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_other_threads_do_not():
             pool.submit(advance, 100).result()
         assert task.done == 0
     assert current() is None
-    advance(5)  # for nothing
+    advance(5)  # no effect
 
 
 def test_a_task_within_a_task():
@@ -49,16 +49,16 @@ def test_no_total():
 
 
 def test_more_to_do():
-    expect(5)  # for nothing
+    expect(5)  # no effect
     with reported("Reading", 10) as task:
         expect(30)
         advance(10)
         assert (task.total, task.share) == (40, 0.25)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork beside threads
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork warns about threads
 def test_a_forked_process_that_is_killed_blocks_no_bar(monkeypatch):
-    lock = multiprocessing.RLock()  # as tqdm's own, which is shared with the fork
+    lock = multiprocessing.RLock()  # like tqdm's own, which is shared with the fork
     monkeypatch.setattr(tqdm, "_lock", lock, raising=False)
     child = os.fork()
     if child == 0:

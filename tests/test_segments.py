@@ -1,4 +1,4 @@
-"""Ids that are nested twice, beside sums over Python lists."""
+"""Ids nested twice equal sums over Python lists."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rows_of_segments_are_pooled(mean):
 
 
 def _both(rank, world_size, device):
-    """A table's samples, pooled at once, and by way of segments."""
+    """A table's samples, pooled directly and by segments."""
     tables = [
         EmbeddingBagConfig(
             name=name, num_embeddings=8 * ROWS, embedding_dim=DIM, feature_names=[name]

@@ -1,4 +1,4 @@
-"""Data types of tables that are given from outside, and what tables of such types are."""
+"""Dtypes that users request for tables, and the dtypes that tables then have."""
 
 from __future__ import annotations
 

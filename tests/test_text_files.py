@@ -1,4 +1,4 @@
-"""A file is replaced as a whole, by a new one, and links stay."""
+"""A file is replaced atomically by a new one; links stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     (tmp_path / "disk").mkdir()
     path, link = tmp_path / "disk" / "a.json", tmp_path / "link.json"
     link.symlink_to(path)
-    for text in ("one", "two"):  # at first the link leads nowhere
+    for text in ("one", "two"):  # at first the link's target does not exist
         replace_text(link, text)
         assert link.is_symlink()
         assert path.read_text() == text

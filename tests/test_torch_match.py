@@ -1,4 +1,4 @@
-"""An extension beside a torch that it was not built for: the import says which torch it needs."""
+"""If the extension was built for another torch, the import names the torch it needs."""
 
 from __future__ import annotations
 

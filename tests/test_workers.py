@@ -1,4 +1,4 @@
-"""Processes of pytest-xdist share the cores, and begin with a GPU each."""
+"""Processes of pytest-xdist share the cores; each starts with a GPU of its own."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Threads of a save that does not block: what they do, in which order, and what memory counts."""
+"""Threads of a non-blocking save: their work, its order, and the memory they count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _wait_until(is_true) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_order(tmp_path, threads):
-    """A lane's jobs come one after the other; one of no lane after all before it, alone."""
+    """Jobs of a lane run in order. A job without a lane runs alone, after all earlier jobs."""
     choice = random.Random(threads)
     lanes = [choice.choice([None, "a", "b", "c"]) for _ in range(300)]
     began, ended = [], []
@@ -43,7 +43,7 @@ def test_the_order(tmp_path, threads):
         own = [number for number, its in enumerate(lanes) if its == lane]
         assert [number for number in ended if lanes[number] == lane] == own
     for number in (number for number, lane in enumerate(lanes) if lane is None):
-        # All before have ended when it begins, and none after has begun when it ends.
+        # Earlier jobs have ended when it begins, and later ones begin after it ends.
         assert set(began[: began.index(number)]) == set(range(number))
         assert set(ended[: ended.index(number)]) == set(range(number))
 
@@ -79,7 +79,8 @@ def test_memory_is_free_when_all_jobs_that_hold_it_are_done(tmp_path):
 
 
 def test_copies_are_written_once_all_are_made(tmp_path):
-    """Up to half of the memory; what holds none is done at once."""
+    """Copies take up to half of the memory and are written later; jobs without copies run at
+    once."""
     written = []
     handle = SaveHandle(tmp_path, staging_bytes=10, threads=2)
     for lane in "ab":
@@ -104,7 +105,7 @@ def test_copies_are_written_at_once_where_memory_runs_short(tmp_path):
     for number in range(3):
         handle.reserve(3)
         handle.defer(lambda number=number: written.append(number), 3, lane="a")
-    _wait_until(lambda: written == [0, 1, 2])  # though more may come
+    _wait_until(lambda: written == [0, 1, 2])  # more may come
     handle.close()
     handle.wait(60)
 

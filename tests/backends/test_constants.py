@@ -1,4 +1,4 @@
-"""Constants fitted to timed steps: none is negative, and they explain steps that follow them."""
+"""Constants fitted to measured steps are not negative, and predict later steps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_a_fit_is_what_it_was_made_of():
 
 
 def test_the_best_of_all_sets_of_constants():
-    """As trying all of them finds it, also where work comes in proportion."""
+    """The fit finds the set of constants that an exhaustive search finds, also for collinear
+    counts."""
     generator = torch.Generator().manual_seed(11)
     for _ in range(20):
         counts = torch.rand(9, 4, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Values that ``IdFrequencies`` refuses when it is made, by one sentence."""
+"""``IdFrequencies`` refuses bad values at construction, in one sentence."""
 
 from __future__ import annotations
 

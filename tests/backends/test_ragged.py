@@ -1,4 +1,4 @@
-"""Features with numbers of bags of their own, looked up through bags that all features have."""
+"""Features with different numbers of bags are looked up as if all had the same number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histograms of ids: what is to be expected of a step, beside what drawn steps have."""
+"""Expected values of a step, from histograms of ids, agree with those of drawn steps."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_nothing_to_count_is_refused():
 def test_ids_beyond_rows_that_are_near():
     counts = [100] * 10 + [1] * 990
     frequencies = IdFrequencies.of_counts(counts)
-    # Two ranks share the table: 400 ids of a step reach this one.
+    # Two ranks share the table: this one gets 400 ids of a step.
     load = Workload(400, frequencies.distinct(800) / 2, 400, frequencies, share=0.5)
     assert load.distinct_beyond(5, 500) == pytest.approx(frequencies.distinct(800, 10) / 2)
     assert load.distinct_beyond(500, 500) == 0

@@ -1,4 +1,4 @@
-"""Numbers on the command lines of benchmarks."""
+"""Numeric options of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.arguments import AtLeast
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-#: Options of what is measured, in some benchmark.
+#: Options that say how much some benchmark measures.
 NUMBERS = re.compile(r'"(--(?:steps|rounds|repeats?|repetitions|calls|draws|builds|requests))"')
 CASES = [
     (path.stem, option)

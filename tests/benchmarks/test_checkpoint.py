@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints runs, at a size at which its figures say nothing."""
+"""The benchmark of checkpoints runs, at a size too small for meaningful figures."""
 
 import csv
 from pathlib import Path
@@ -22,7 +22,8 @@ def run(tmp_path, *more):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--same-model", "--optimizer", "adam"]])
 def test_a_row_each_time(tmp_path, more):
-    """It compares what was loaded itself, and stops where that is not what was saved."""
+    """The benchmark itself checks what it loads, and fails where this differs from what it
+    saved."""
     rows, said = run(tmp_path, "--repeat", "2", *more)
     assert len(rows) == 2
     assert all(float(row["save_s"]) > 0 and float(row["load_s"]) > 0 for row in rows)

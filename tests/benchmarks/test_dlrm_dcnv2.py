@@ -1,4 +1,4 @@
-"""The benchmark of DLRM-DCNv2 runs, at sizes at which its figures say nothing."""
+"""The benchmark of DLRM-DCNv2 runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files of benchmarks: a run replaces the rows that it measures again and keeps all others."""
+"""A benchmark's results file: a run replaces the rows that it measures again, and keeps all
+others."""
 
 from __future__ import annotations
 

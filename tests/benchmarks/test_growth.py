@@ -1,4 +1,4 @@
-"""The benchmark of growth runs, at sizes at which its figures say nothing."""
+"""The benchmark of growth runs, at sizes too small for meaningful figures."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""The benchmarks of one table run, at sizes at which their figures say nothing."""
+"""The benchmarks of one table run, at sizes too small for meaningful figures."""
 
 import csv
 import shutil
@@ -23,7 +23,7 @@ def test_a_row_for_each_operation_and_share_present(device_type, tmp_path):
     arguments += ["--dims", "4", "--loads", "0.5", "1.0", "--out", str(out)]
     hash_table.main(arguments)
     rows = read(out)
-    # Two operations go through the whole table, whatever the ids.
+    # Two operations scan the whole table, whatever the ids.
     assert len(rows) == len({tuple(list(row.values())[:7]) for row in rows}) == 2 * (12 * 3 + 2)
     assert {row["load_factor"] for row in rows} == {"0.5", "1.0"}
     slots = {row["ids"] for row in rows if row["operation"] in ("erase_if", "export")}
@@ -46,7 +46,7 @@ def test_a_subset(device_type, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(compiler()) is None, reason="needs a C++ compiler")
 def test_beside_unordered_map(tmp_path):
-    """It compares rows itself, and stops where they differ."""
+    """The benchmark itself compares rows, and fails where they differ."""
     out = tmp_path / "out.csv"
     threads = torch.get_num_threads()
     arguments = ["--capacity", "20000", "--ids", "1000", "--calls", "3", "--dim", "8"]
@@ -72,7 +72,7 @@ def test_drawn_ids_are_in_the_table(device_type):
         assert table.load_factor == pytest.approx(load, abs=0.01)
         drawn = ids.present(5000)
         assert table.contains(drawn).all()
-        assert drawn.unique().numel() > 0.8 * table.size  # uniform: 1 - exp(-2.5) and more
+        assert drawn.unique().numel() > 0.8 * table.size  # uniform: at least 1 - exp(-2.5)
         size = table.size
         batch = ids.mixed(100, 0.6)
         assert table.contains(batch).sum() == 60

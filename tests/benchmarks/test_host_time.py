@@ -1,4 +1,4 @@
-"""The benchmark of the host's time runs, at sizes at which its figures say nothing."""
+"""The benchmark of the host's time runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 

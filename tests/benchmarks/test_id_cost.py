@@ -1,4 +1,4 @@
-"""The benchmark of an id's cost by the size of the table runs, and chooses sizes that fit."""
+"""The benchmark of an id's cost by table size runs, and chooses sizes that fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_row_for_each_size(tmp_path):
         assert float(row["ratio"]) == pytest.approx(ratio, rel=0.002)
         assert float(row["ordered_ms"]) > 0
         assert float(row["create_ms"]) > 0 < float(row["fill_mids"])
-        # Rows of 4 bytes a column and a state, of all slots.
+        # The rows of all slots: 4 bytes a column, and a state.
         assert float(row["hkv_gb"]) >= float(row["fbgemm_gb"])
 
 
@@ -67,7 +67,7 @@ def test_both_sides_train():
         assert before.shape == (10, 8)
         assert before.abs().max() <= 0.05
         before.backward(torch.ones_like(before))
-        # Row-wise Adagrad's first step: the gradient over its own root mean square.
+        # The first step of row-wise Adagrad divides the gradient by its root mean square.
         after = side.forward(ids, offsets).detach()
         torch.testing.assert_close(before.detach() - after, torch.full_like(after, 0.01))
 

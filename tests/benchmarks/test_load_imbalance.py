@@ -16,7 +16,7 @@ def test_the_most_over_the_mean():
 
 
 def test_rows_of_a_real_log(tmp_path):
-    """One id that is everything is one row; its rank gets all ids."""
+    """If all ids of a column are equal, it has one row, and that row's rank gets all ids."""
     hot = np.full((400, 1), 7)
     ids = np.concatenate([hot, np.arange(400)[:, None]], axis=1)
     np.savez(tmp_path / "clicks.npz", cat=ids)

@@ -1,4 +1,4 @@
-"""The matrix of shapes: its cells, its rows, its summary and its picture."""
+"""The matrix of shapes: cells, rows, summary and plot."""
 
 import csv
 import dataclasses
@@ -97,7 +97,7 @@ def test_a_cell_is_measured_on_a_cpu(dtype, reduction):
     times = matrix.measure_cell(cell, torch.device("cpu"))
     assert all(time > 0 for time in times.values())
     parts = times["hkv_forward_ms"] + times["hkv_backward_ms"]
-    assert parts <= times["hkv_ms"] * 1.01  # each is the least
+    assert parts <= times["hkv_ms"] * 1.01  # each is the minimum
 
 
 def test_no_ratio_where_fbgemm_lacks_the_optimizer_on_a_cpu():

@@ -1,4 +1,4 @@
-"""The benchmark of metrics runs, at sizes at which its figures say nothing."""
+"""The benchmark of metrics runs, at sizes too small for meaningful figures."""
 
 import csv
 import random
@@ -26,7 +26,8 @@ def test_a_row_for_each_case(tmp_path):
 
 
 def test_the_interval_of_a_median():
-    """As wide as theory says: half an interval of 95 % is 1.96 · 1.253 · sigma / sqrt(n)."""
+    """The width follows the normal approximation: half of a 95 % interval is 1.96 · 1.253 · sigma /
+    sqrt(n)."""
     draw = random.Random(1)
     low, high = metrics.bootstrap_interval([draw.gauss(3, 1) for _ in range(900)])
     assert low < 3 < high

@@ -1,4 +1,4 @@
-"""The benchmark of non-blocking saves runs, at sizes at which its figures say nothing."""
+"""The benchmark of non-blocking saves runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 

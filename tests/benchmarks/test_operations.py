@@ -1,4 +1,4 @@
-"""The benchmark of operations with a hot id runs, at a size at which its figures say nothing."""
+"""The benchmark of operations with a hot id runs, at a size too small for meaningful figures."""
 
 import csv
 
@@ -20,7 +20,7 @@ def test_a_row_for_each_operation_and_policy(device_type, tmp_path, deterministi
     rows = measured(device_type, tmp_path, *(["--deterministic"] if deterministic else []))
     plain, scored = len(operations.WITHOUT_SCORES), len(operations.OPERATIONS)
     scored -= plain
-    # Scores: never, never or always (twice), always.
+    # By policy, cases of scores: never, never or always (twice), always.
     assert len(rows) == 5 * plain + scored * (1 + 2 + 1 + 2 + 1)
     assert {row["policy"] for row in rows} == set(operations.POLICIES)
     assert {row["operation"] for row in rows} == set(operations.OPERATIONS)

@@ -1,4 +1,4 @@
-"""README's picture is drawn from the results as they are."""
+"""README's plot shows the results unchanged."""
 
 from __future__ import annotations
 

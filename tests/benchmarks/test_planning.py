@@ -1,4 +1,4 @@
-"""The benchmark of planning many tables runs, and its bounds bound what it finds."""
+"""The benchmark of planning many tables runs, and its results are within its bounds."""
 
 from __future__ import annotations
 

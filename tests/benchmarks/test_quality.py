@@ -1,4 +1,4 @@
-"""The quality benchmark: its streams, its tables, its intervals, and that it runs."""
+"""The quality benchmark: streams, tables and intervals; and it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_read(tmp_path):
     tweets = tmp_path / "ratings.dat"
     tweets.write_text("2::7::9::20\n1::7::3::10\n2::8::8::30")
     stream = read(tweets)
-    assert stream.labels.tolist() == [0, 1, 1]  # in order of time
+    assert stream.labels.tolist() == [0, 1, 1]  # ordered by time
     user = stream.ids["user"].tolist()
     assert user[1] == user[2] != user[0]
     lens = tmp_path / "ml.inter"
@@ -59,7 +59,7 @@ def small(rows=3000, seed=0):
 
 
 def test_tables_train_as_a_dictionary_does():
-    """A row for each id, by every method that has enough rows: row-wise Adagrad, id by id."""
+    """Every method with enough rows trains one row for each id, by row-wise Adagrad."""
     stream = small(200)
     counts = {"user": 4 * USERS, "item": 4 * ITEMS}
     for method in methods():
@@ -79,7 +79,8 @@ def test_tables_train_as_a_dictionary_does():
                 for sample, ident in enumerate(values.tolist()):
                     row = seen.setdefault((name, ident), out[sample, at].detach().clone())
                     shown = out[sample, at].detach()
-                    # Each of ten updates may round off a unit; one may have been larger.
+                    # Each of ten updates may round by a unit of int8; one unit may have been
+                    # larger.
                     lost = 16 / 127 * float(row.abs().max()) if method.endswith(INT8) else 0.0
                     torch.testing.assert_close(shown, row, atol=lost + 1e-5, rtol=1e-5)
                     total[ident] = total.get(ident, 0) + gradient[sample, at]
@@ -92,14 +93,14 @@ def test_tables_train_as_a_dictionary_does():
 def test_rows_that_leave_start_anew():
     counts = {"user": 8}
     for method in methods():
-        # MCH's other policies give ids without a place one row that they share.
+        # Other policies of MCH map ids without a row to one shared row.
         if not method.startswith("hkv") and method != "MCH, LRU":
             continue
         tables = rows_of(method, counts, {}, seed=0)
         tables.train()
         for step in range(6):
             out = tables({"user": torch.arange(4) + 4 * step})
-            assert float(out.abs().max()) <= 0.0101, method  # untrained: nothing came back
+            assert float(out.abs().max()) <= 0.0101, method  # untrained: no row came back
             out.sum().backward()
 
 

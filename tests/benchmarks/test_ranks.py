@@ -1,4 +1,4 @@
-"""Benchmarks join their ranks, and one of them reports."""
+"""Benchmarks set up their ranks, and one rank reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 
 
 def reported(rank: int, _world_size: int, _device: torch.device, folder: Path) -> tuple[str, bool]:
-    """What a rank prints of two rows, and whether it writes a file."""
+    """What a rank prints for two rows, and whether it writes a file."""
     out = folder / f"{rank}.csv"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         report_once(({"row": row} for row in range(2)), out)

@@ -1,4 +1,4 @@
-"""The simulation of many ranks counts the ids of each owner and the bytes of a step."""
+"""The simulation of many ranks counts the ids of each owner and the bytes of a step correctly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_hot_id_has_one_owner(tmp_path):
     row_wise = {row["ranks"]: row for row in rows if row["plan"] == "row_wise"}
     assert float(row_wise["64"]["ids_imbalance"]) > 2 * float(row_wise["8"]["ids_imbalance"])
     assert float(row_wise["64"]["dedup_imbalance"]) < float(row_wise["64"]["ids_imbalance"])
-    # Pooled rows of 64 bags of 64 columns, from and to each of the 56 ranks of other hosts.
+    # Pooled rows of 64 bags of 64 columns, to and from each of the 56 ranks on other hosts.
     values = 3 * 56 * (2 * 4 * 64 * 64 + 4 * 64 + 8 * 128 / 64)
     assert float(row_wise["64"]["inter_mb"]) == pytest.approx(values / 1e6, abs=0.01)
 
@@ -37,7 +37,7 @@ def test_groups_send_nothing_to_other_hosts_but_syncs(tmp_path):
     rows = _run(tmp_path, "--ranks", "8", "16", "--power", "0.8", "--sync-every", "5")
     one, two = (row for row in rows if row["plan"] == "groups")
     assert float(one["sync_mb"]) == float(one["inter_mb"]) == float(two["inter_mb"]) == 0
-    # 2 hosts, each with up to 1024 ids of 3 tables in each of 5 steps, on 8 ranks.
+    # 2 hosts of 8 ranks; each host looks up at most 1024 ids of 3 tables in each of 5 steps.
     most = 5 * 3 * (1024 / 8 * 8 + 2048 / 8 * (4 * 67 + 8))
     assert 0.8 * most < float(two["sync_mb"]) * 1e6 <= most
 

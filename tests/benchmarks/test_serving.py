@@ -1,4 +1,4 @@
-"""The benchmark of serving runs, at sizes at which its figures say nothing."""
+"""The benchmark of serving runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_part_of_the_rows_in_hbm(tmp_path):
         serving.main([*sizes, "--hbm-share", ".2", "--exponent", exponent, *rest])
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 4 * 2  # laws, formats, cases
+    assert len(rows) == 2 * 4 * 2  # distributions, formats, cases
     assert {row["memory"] for row in rows} == {"0.2 in HBM"}
     first, last = float(rows[0]["hit_rate"]), float(rows[-1]["hit_rate"])
     assert 0.6 < first < last < 1.0
@@ -62,7 +62,7 @@ def test_refused(arguments):
 
 
 def test_power_law():
-    """The share of the first tenth of the rows is that of a sum of powers."""
+    """The share of the first tenth of the rows equals that of the exact sums of powers."""
     args = argparse.Namespace(rows=10_000, ids=200_000, requests=1, uniform=False)
     for exponent in (1.05, 1.2):
         args.exponent = exponent

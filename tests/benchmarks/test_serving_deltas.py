@@ -1,5 +1,4 @@
-"""The benchmark of requests while deltas are applied runs, at sizes at which its figures say
-nothing."""
+"""The benchmark of requests during deltas runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of exported models' quality runs, on few rows."""
+"""The benchmark of the quality of exported models runs, on few rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of groups runs, at sizes at which its figures say nothing."""
+"""The benchmark of groups runs, at sizes too small for meaningful figures."""
 
 import argparse
 import csv
@@ -19,7 +19,7 @@ def test_a_row_for_each_operation_and_number_of_tables(device_type, tmp_path):
 
 
 def test_both_hold_the_same(device_type):
-    """What is timed is the same work."""
+    """Both variants do the same work."""
     arguments = argparse.Namespace(device=device_type, capacity=6000, ids=300, dims=[4, 2])
     together, apart = (table_group.Tables(arguments, 3, grouped) for grouped in (True, False))
     together.fill(0.5, 6000)

@@ -1,4 +1,4 @@
-"""The GPU's benchmark of Tensor-Train tables runs, at sizes at which its figures say nothing."""
+"""The GPU's benchmark of Tensor-Train tables runs, at sizes too small for meaningful figures."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""The benchmark beside einsum runs, at sizes at which its figures say nothing."""
+"""The benchmark beside einsum runs, at sizes too small for meaningful figures."""
 
 import csv
 
@@ -8,7 +8,7 @@ from benchmarks import tensor_train_cpu
 
 
 def test_a_row_for_each_stream(tmp_path):
-    """It compares the cores of the two sides itself, and stops where they differ."""
+    """The benchmark itself compares the cores of both sides, and fails where they differ."""
     out = tmp_path / "out.csv"
     threads = torch.get_num_threads()
     sizes = ["--rows", "900", "--p", "9", "10", "11", "--rank", "5", "--ids", "200"]

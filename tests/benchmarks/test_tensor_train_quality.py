@@ -1,4 +1,4 @@
-"""The quality benchmark: its AUC and intervals, what it chooses on, and that it runs."""
+"""The quality benchmark: its AUC, intervals and selection are correct, and it runs."""
 
 import csv
 import itertools
@@ -17,7 +17,7 @@ ROWS, USERS, MOVIES = 3000, 80, 60
 
 @pytest.fixture
 def data(tmp_path):
-    """Ratings that follow from the movie, not in order of time."""
+    """Ratings that depend on the movie, not ordered by time."""
     draw = random.Random(1)
     lines = []
     for second in range(ROWS):
@@ -56,7 +56,7 @@ def test_auc_is_that_of_all_pairs():
 
 
 def test_intervals_are_wider_where_rows_of_a_user_are_alike(data):
-    """In the middle of several draws: one alone is too few users to tell for sure."""
+    """The median of several draws is compared, because one draw has too few users."""
     log = read_ratings(data)
 
     def width(labels, scores):

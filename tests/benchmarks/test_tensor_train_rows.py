@@ -1,4 +1,5 @@
-"""The benchmark of Tensor-Train tables by rows runs, at sizes at which its figures say nothing."""
+"""The benchmark of Tensor-Train tables by number of rows runs, at sizes too small for meaningful
+figures."""
 
 import csv
 

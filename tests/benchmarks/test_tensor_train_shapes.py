@@ -1,4 +1,4 @@
-"""The benchmark of Tensor-Train shapes runs, at sizes at which its figures say nothing."""
+"""The benchmark of Tensor-Train shapes runs, at sizes too small for meaningful figures."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""The benchmark beside FBGEMM runs, at sizes at which its figures say nothing."""
+"""The benchmark beside FBGEMM runs, at sizes too small for meaningful figures."""
 
 import csv
 
@@ -11,7 +11,7 @@ from benchmarks import training_step_cpu
 
 
 def test_a_row_for_each_optimizer_and_stream(tmp_path):
-    """It compares the rows of the two sides itself, and stops where they differ."""
+    """The benchmark itself compares the rows of both sides, and fails where they differ."""
     out = tmp_path / "out.csv"
     threads = torch.get_num_threads()
     arguments = ["--tables", "2", "--rows", "300", "--dim", "8", "--batch", "16", "--steps", "3"]

@@ -1,5 +1,5 @@
-"""What the benchmark of a step's kernels makes of Nsight Compute's output, and what it takes for
-the least bytes of a step."""
+"""The benchmark of a step's kernels parses Nsight Compute's output, and counts the least bytes of a
+step."""
 
 import json
 import sys
@@ -66,7 +66,7 @@ def test_least_bytes(state_width):
     work = Workload(tables=2, rows=500, dim=16, batch=30, bag=4)
     slots = torch.randint(1000, (2 * 30 * 4,))
     touched = set(slots.tolist())
-    sectors = {slot * 4 // 32 for slot in touched}  # of last steps, and of states of four bytes
+    sectors = {slot * 4 // 32 for slot in touched}  # of last steps, and of 4-byte states
     rows = len(touched) * 16 * 4
     states = 32 * len(sectors) if state_width == 1 else len(touched) * state_width * 4
     columns = 30 * 2 * 16 * 4
@@ -79,7 +79,7 @@ def test_least_bytes(state_width):
 
 
 def in_place_of_ncu(path, log, said, code=0):
-    """A program that writes a log where ncu would, and says what the step does."""
+    """A stand-in for ncu that writes a log and reports what the step does."""
     path.write_text(
         f"#!{sys.executable}\n"
         "import pathlib, sys\n"

@@ -1,4 +1,5 @@
-"""The benchmark of tables with rows in host memory runs; its figures say nothing at this size."""
+"""The benchmark of tables with rows in host memory runs, at a size too small for meaningful
+figures."""
 
 import csv
 
@@ -14,7 +15,8 @@ pytestmark = NEEDS_GPU
 
 
 def figure(value, rounded):
-    """A figure of three digits, which followed from others before these were rounded by so much."""
+    """Matches a figure of three digits that was computed from inputs with this relative
+    rounding."""
     return pytest.approx(value, abs=1.01 * value * rounded + 0.00051)
 
 

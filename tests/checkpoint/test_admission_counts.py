@@ -1,4 +1,4 @@
-"""Counts of ids that are not admitted go with their ids, to whatever ranks own them."""
+"""Counts of ids that are not admitted move with their ids to the ranks that own them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHERE = {"cells": {"entries": 1024}, "sketch": {"sketch_bytes": 1 << 14}}
 
 
 def _ask(model, rank, world_size, device, ids):
-    """Once for each id over all ranks; ids for ``lru`` alone."""
+    """Looks each id up once over all ranks; only ``lru`` gets ids."""
     mine = ids[rank::world_size]
     lengths = torch.zeros(4, dtype=torch.int64)
     lengths[0] = len(mine)
@@ -46,7 +46,7 @@ def _load(rank, world_size, device, sharding_type, where, folder, plain=False):
     model = make_tables(
         world_size, device, sharding_type, admission=MinFrequency(4, **WHERE[where])
     )
-    _ask(model, rank, world_size, device, IDS + 1)  # what it counts goes
+    _ask(model, rank, world_size, device, IDS + 1)  # the load must discard these counts
     if plain:
         state = model.state_dict()
         dcp.load(state, checkpoint_id=folder)
@@ -77,12 +77,12 @@ def test_ids_are_admitted_when_they_have_been_asked_for(
 ):
     run_ranks(saver, _save, sharding_type, where, tmp_path / "c", plain)
     loaded = run_ranks(loader, _load, other, where, tmp_path / "c", plain)
-    # Half of them had been asked for three times, the others twice.
+    # Half of the ids had been looked up three times before the save, the others twice.
     assert [sum(sizes) for sizes in zip(*loaded, strict=True)] == [48, 96, 96]
 
 
 def _counts(rank, world_size, device, where, folder):
-    """Of this rank's table, before it is saved and after it is loaded into an empty one."""
+    """Counts of this rank's table before a save, and after an empty table loads it."""
     admission = MinFrequency(4, **WHERE[where])
     model = make_tables(world_size, device, "row_wise", admission=admission)
     _ask(model, rank, world_size, device, IDS)

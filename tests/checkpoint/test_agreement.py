@@ -1,4 +1,4 @@
-"""Ranks that are given different arguments are refused on all of them; nothing changes."""
+"""If ranks get different arguments, all of them refuse the call, and nothing changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _tree(folder: Path) -> list[str]:
 
 
 def _refused(rank, world_size, device, folder):
-    """All calls that must fail, and whether anything is another after them."""
+    """Makes all calls that must fail. Returns errors, and whether anything changed."""
     model = make_tables(world_size, device, "row_wise")
     other = make_tables(world_size, device, "row_wise")
     train(model, rank, device, range(2))
@@ -90,7 +90,7 @@ def test_different_arguments(run_ranks, tmp_path, world_size):
 
 
 def _same(rank, world_size, device, folder):
-    """The same folder by a link, and by a relative path."""
+    """Ranks name the same folder by a link and by a relative path."""
     os.chdir(folder)
     model, fresh = (make_tables(world_size, device, "row_wise") for _ in range(2))
     train(model, rank, device, range(2))

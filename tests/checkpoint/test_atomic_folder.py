@@ -1,4 +1,5 @@
-"""A new checkpoint takes the place of the old one, wherever it is killed and on any file system."""
+"""A new checkpoint replaces the old one atomically, wherever it is killed and on any file
+system."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def kept(path: Path) -> str:
 
 
 def commit(path: Path, text: str, line: int = -1) -> int:
-    """Saves in a child, killed at a line of the commit. Returns how many lines it went through."""
+    """Saves in a child that is killed at a line of the commit. Returns how many lines it ran."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -93,7 +94,7 @@ def test_a_link_stays_and_what_it_names_is_replaced(tmp_path, exchanges):
     disk, link = tmp_path / "disk", tmp_path / "latest"
     disk.mkdir()
     link.symlink_to(disk / "checkpoint")
-    for text in ("0", "1", "2"):  # at first the link leads nowhere
+    for text in ("0", "1", "2"):  # at first the link's target does not exist
         commit(link, text)
         assert link.is_symlink()
         assert kept(link) == kept(disk / "checkpoint") == text
@@ -117,7 +118,7 @@ def test_a_missing_folder_is_no_lack_of_the_file_system(tmp_path):
 
 
 def _victim(folder: Path) -> Path:
-    """A folder that must stay as it is."""
+    """A folder that must not change."""
     folder.mkdir()
     (folder / "kept").write_text("kept")
     write(folder, "kept")
@@ -180,7 +181,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_to_load(tmp_path):
     place.prepare()
     write(place.saving, "whole, but not yet in its place")
     assert kept(path) == "old"
-    path.rename(place.previous)  # where the file system can't exchange folders
+    path.rename(place.previous)  # for file systems that can't exchange folders
     assert kept(path) == "old"
 
 

@@ -1,4 +1,4 @@
-"""Impossible arguments of a save and a load are refused in one sentence; nothing changes."""
+"""Save and load refuse impossible arguments in one sentence; nothing changes."""
 
 from __future__ import annotations
 

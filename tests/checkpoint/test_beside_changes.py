@@ -1,4 +1,4 @@
-"""A checkpoint has all tables of a rank as they were at one moment, whatever other threads do."""
+"""A checkpoint has all tables of a rank at one point in time, whatever other threads do."""
 
 import itertools
 import threading
@@ -32,7 +32,7 @@ def _save_beside_insertions(rank, world_size, device, folder):
     errors = []
 
     def insert():
-        """The same ids into both tables, by one call."""
+        """Inserts the same ids into both tables in one call."""
         try:
             offsets = torch.tensor([0, BATCH, 2 * BATCH], device=device)
             for first in range(0, 30_000, BATCH):
@@ -40,7 +40,7 @@ def _save_beside_insertions(rank, world_size, device, folder):
                     return
                 ids = torch.arange(first, first + BATCH, device=device).repeat(2)
                 group.find_or_insert(ids, offsets, 1)
-        except BaseException as error:  # shown by the thread of the test
+        except BaseException as error:  # the test's thread raises it
             errors.append(error)
 
     thread = threading.Thread(target=insert)

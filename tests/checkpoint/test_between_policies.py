@@ -1,4 +1,4 @@
-"""A checkpoint of tables under one of LRU, LFU and AgedLFU loads into tables under another."""
+"""A checkpoint of a table under LRU, LFU or AgedLFU loads into a table under any of them."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""A checkpoint's folders are those that it was saved with: the folder of another save, or another
-shard's, is refused by name on all ranks, and nothing changes."""
+"""A load refuses a folder of another save or of another shard. All ranks name the folder, and
+nothing changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_another_folder_in_its_place(run_ranks, tmp_path, ranks, source):
         shutil.copytree(tmp_path / "new" / TABLE / "00000", shard)
     else:
         shutil.copytree(tmp_path / "old" / TABLE / "00001", shard)
-    if source == "other checkpoint at once":  # the same steps: all but the save is equal
+    if source == "other checkpoint at once":  # the same steps: the saves differ in nothing else
         shutil.rmtree(tmp_path / "old")
         run_ranks(2, _save, tmp_path / "old", 10)
         shutil.rmtree(shard)

@@ -1,4 +1,4 @@
-"""Saving and loading take bounded host memory beyond the tables, whatever their size."""
+"""Saves and loads take bounded host memory beyond the tables, whatever the tables' size."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Peaks are of the process, so it gets one of its own. The table is several times as large as what
-# a save may take; TORCHREC_HKV_CHECKPOINT_BYTES makes it larger.
+# Peak memory belongs to a process, so the test starts one. The table is several times as large as
+# what a save may take; TORCHREC_HKV_CHECKPOINT_BYTES makes it larger.
 SCRIPT = """
 import gc
 import sys
@@ -104,6 +104,6 @@ def test_host_memory(tmp_path):
     grown = [blocking, behind, *loads]
     print(f"MiB beyond the tables: {grown}; saved {saved} MiB")
     assert saved > 0.8 * size / 2**20
-    # 256 MiB for batches, and what is scanned, allocators and threads take.
+    # 256 MiB for batches, scans, allocators and threads.
     assert max(blocking, *loads) < 256 + 154, grown
-    assert behind < 256 + 154 + 64, grown  # and copies
+    assert behind < 256 + 154 + 64, grown  # and the copies

@@ -1,4 +1,5 @@
-"""A checkpoint with a damaged or missing file is refused by that file's name; nothing changes."""
+"""A load refuses a checkpoint with a damaged or missing file, and names the file; nothing
+changes."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ def _damaged(path, way, choice):
     good = path.read_bytes()
     if way == "bit":
         bad = bytearray(good)
-        bit = choice.randrange(8 * len(good) - 8)  # the last byte of JSON is a line break
+        bit = choice.randrange(8 * len(good) - 8)  # the last byte of JSON is a newline
         bad[bit // 8] ^= 1 << bit % 8
         return bytes(bad)
     return good[: choice.randrange(len(good))] if way == "cut" else None
 
 
 def _refusals(rank, world_size, device, folder):
-    """Damages every file in turn, and tries to load it."""
+    """Damages each file in turn, and tries to load the checkpoint."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(2))
     before = held(model, "adam")

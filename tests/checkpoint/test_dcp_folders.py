@@ -1,4 +1,4 @@
-"""checkpoint.load loads what torch.distributed.checkpoint saved, hash tables and stock ones."""
+"""checkpoint.load loads hash tables and stock tables that torch.distributed.checkpoint saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest changes with any value, and with nothing else."""
+"""A digest changes if and only if a value changes."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_every_value_counts(device_type, eviction):
             flat[slot, column] ^= 1
             other = _group(device_type, eviction)
             replaced = dataclasses.replace(state, **{field: changed})
-            if field == "ids":  # stands in other buckets
+            if field == "ids":  # the id belongs to other buckets
                 other.find_or_insert(
                     changed[state.occupied], torch.tensor([0, 90], device=device_type), 1
                 )
             else:
                 other.load_table(0, replaced)
             found.add(table_digest(other, 0))
-    # 6 columns of rows and 12 of states, of which no two digests are equal.
+    # 6 columns of rows and 12 of states; all digests differ.
     assert len(found) == 1 + 1 + 6 + 12 + 1 + (eviction == "lfu")
 
 

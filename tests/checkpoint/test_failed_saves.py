@@ -1,4 +1,4 @@
-"""A save that fails leaves nothing but the checkpoint before it."""
+"""A failed save leaves only the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _failed(rank, world_size, device, folder, failing):
     checkpoint.save(folder / "c", model)
     saved = checkpoint.digest(model)
     train(model, rank, device, range(2, 4))
-    # As where the disk is full: a file can't become larger than so many bytes.
+    # Simulates a full disk: files can't grow beyond this many bytes.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == failing:
@@ -30,7 +30,7 @@ def _failed(rank, world_size, device, folder, failing):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    dist.barrier()  # rank 0 cleans up
+    dist.barrier()  # rank 0 deletes the files
     left = sorted(os.listdir(folder))
     checkpoint.load(folder / "c", fresh)
     return str(failure.value), left, saved == checkpoint.digest(fresh)

@@ -1,4 +1,4 @@
-"""A shard's folder of a checkpoint is a saved hash table."""
+"""A shard's folder in a checkpoint is a saved hash table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full table loads at any number of ranks; a shard that is too small drops the lowest scores."""
+"""A full table loads at any number of ranks; a shard that is too small drops its lowest scores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _refused(rank, world_size, device, folder):
 
 
 def _entries(results):
-    """Rank (score and step) of each id by table, and all values of each entry."""
+    """By table: the rank (score and step) of each id, and all values of each entry."""
     ranks, values = {}, {}
     for value in (value for of_rank in results for value in of_rank):
         if value[1] == "all":
@@ -74,7 +74,7 @@ def test_another_number_of_ranks(run_ranks, tmp_path, ranks):
 
 
 def test_the_lowest_scores_leave(run_ranks, tmp_path):
-    # A shard is one bucket here, so that exactly the highest stay.
+    # A shard is one bucket, so exactly the highest scores stay.
     rows = 180
     saved, _ = _entries(run_ranks(2, _save, tmp_path / "c", rows))
     results = run_ranks(3, _load, tmp_path / "c", rows)

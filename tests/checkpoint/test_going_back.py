@@ -1,5 +1,4 @@
-"""A model that loads an earlier ``state_dict`` also resets its clock, so that no id expires by
-steps that were undone."""
+"""Loading an earlier ``state_dict`` also resets the clock: undone steps expire no id."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ IDS = torch.arange(40)
 
 
 def _train(model, rank, device, steps):
-    """Step ``k`` looks for ids from ``4 k`` on."""
+    """Step ``k`` looks up ids that begin at ``4 k``."""
     for step in steps:
         ids = IDS[4 * step :].roll(rank)
         lengths = torch.tensor([len(ids)], device=device)

@@ -1,4 +1,4 @@
-"""A checkpoint that asks for code to be run is refused: nothing runs, and nothing changes."""
+"""A load refuses a checkpoint that asks to run code: nothing runs, and nothing changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _refused(rank, world_size, device, folder):
 
 
 def _replace(folder, name, data):
-    """Writes a file of tensors, and its size and checksum to the record."""
+    """Writes a file of tensors, and its size and checksum into the record."""
     (folder / name).write_bytes(data)
     record = json.loads((folder / "checkpoint.json").read_text())
     record["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
@@ -55,7 +55,7 @@ def _replace(folder, name, data):
 
 
 def _replace_entry(folder, key, entry):
-    """Replaces an entry by another one, behind all others of its file."""
+    """Replaces an entry by another one, which is appended to its file."""
     path = folder / "tensors" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     index = next(index for index in metadata.storage_data if index.fqn == key)
@@ -69,7 +69,7 @@ def _replace_entry(folder, key, entry):
 
 
 class _ByName:
-    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enumeration."""
+    """Pickles as an enumeration member of Python 3.11.0 to 3.11.3 does."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -140,7 +140,7 @@ def test_a_tensor_that_is_another_than_its_metadata_says(run_ranks, tmp_path, wh
 
 
 class _WithState(torch.nn.Module):
-    """Has a state that is no tensor."""
+    """Has a state that is not a tensor."""
 
     def __init__(self, state):
         super().__init__()

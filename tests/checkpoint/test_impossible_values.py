@@ -1,5 +1,5 @@
-"""A checkpoint with one changed value and right checksums: it is refused by name and nothing
-changes, or the model holds the same."""
+"""A load of a checkpoint with one changed value and correct checksums is refused by name and
+changes nothing, or gives what was saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _save(rank, world_size, device, folder):
 
 
 class _Loads:
-    """Loads a checkpoint again and again."""
+    """Loads a checkpoint repeatedly."""
 
     def __init__(self, rank, world_size, device, folder):
         self.folder = folder
@@ -56,12 +56,12 @@ class _Loads:
             for key, value in state.items()
             if "stock" in key or ".tt" in key
         }
-        # Steps, clocks and epochs can't be told from other ones that are possible.
+        # Changed steps, clocks and epochs may be valid, so they are not compared.
         entries = [value for value in held(self.model, "adam") if value[1] != "all"]
         return entries, tensors
 
     def check(self):
-        """A load changes nothing, or gives what was saved."""
+        """The load fails and changes nothing, or gives what was saved."""
         message = refusal(
             lambda: checkpoint.load(self.folder, self.model, self.model.fused_optimizer)
         )
@@ -106,7 +106,7 @@ def _change_manifest(rank, world_size, device, folder):
     def change(data):
         changed = mutated(content, *data.draw(mutations(content)))
         write(manifest, changed)
-        if isinstance(changed, dict):  # and the record's
+        if isinstance(changed, dict):  # and the record's own
             rest = {key: value for key, value in changed.items() if key != "crc32"}
             shard["crc32"] = checksum(rest)
             write(path, record)
@@ -173,7 +173,7 @@ def test_the_error_names_file_key_value_and_what_is_allowed(run_ranks, tmp_path)
 
 
 def _values_of(metadata):
-    """All values of metadata, as (what has it, its name)."""
+    """All values of the metadata, as (owner, attribute name)."""
     for entry in metadata.state_dict_metadata.values():
         if hasattr(entry, "chunks"):
             yield from ((entry, name) for name in ("size", "chunks", "properties"))

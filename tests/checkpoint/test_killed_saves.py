@@ -1,4 +1,4 @@
-"""A save that is killed at any point leaves the checkpoint before it, or the new one, whole."""
+"""If a save is killed at any point, the previous checkpoint or the new one is whole."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.forked import run_python
 
 ROOT = Path(__file__).parents[2]
 
-# One process forks for every save, since starting Python with TorchRec takes seconds. A child dies
-# by SIGKILL at a line of the code that saves, chosen at random.
+# One process forks for every save, since starting Python with TorchRec takes seconds. SIGKILL ends
+# the child at a random line of the code that saves.
 SCRIPT = """
 import gc, os, random, signal, sys, traceback
 from pathlib import Path
@@ -135,7 +135,7 @@ def _run(tmp_path, kills, seed):
 
 @pytest.mark.slow
 def test_killed_at_any_line(tmp_path):
-    # TORCHREC_HKV_KILLS=50 takes some minutes.
+    # TORCHREC_HKV_KILLS=50 takes minutes.
     kills = int(os.environ.get("TORCHREC_HKV_KILLS", "6"))
     lines, old, new = _run(tmp_path, kills, random.randrange(1 << 30))
     assert lines > 2000

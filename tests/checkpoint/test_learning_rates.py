@@ -1,4 +1,4 @@
-"""Learning rates that an optimizer can't have are refused before anything changes."""
+"""Loads refuse impossible learning rates of an optimizer before anything changes."""
 
 from __future__ import annotations
 

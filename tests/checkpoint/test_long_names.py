@@ -1,4 +1,4 @@
-"""Tables whose names are longer than a name in a file system may be."""
+"""Tables whose names are longer than a file system allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.support.models import make_model, shard_model
 from torchrec_hkv import ParameterConstraints, checkpoint
 
-#: The first two differ past their beginnings only; the third has 9 bytes a character when quoted.
+#: The first two have a long common prefix; the third takes 9 bytes a character when quoted.
 NAMES = ["x" * 300 + "1", "x" * 300 + "2", "用户" * 20]
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint of other tables is refused, with what it has and what is needed; nothing changes."""
+"""A load refuses a checkpoint of other tables, and says what it has and what is needed; nothing
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""16-bit and int8 rows are saved as they are, and loaded at any number of ranks, to the bit."""
+"""16-bit and int8 rows are saved unchanged, and load bit for bit at any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from tests.support.checkpointed import evaluate, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
 
-#: Dtype of a ``state_dict``: there int8 rows are float32 multiples of their scales.
+#: Dtype in a ``state_dict``, where int8 rows are float32 multiples of their scales.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
-#: Columns of int8 rows share a scale and are not sharded.
+#: int8 rows can't be sharded by columns, which share a scale.
 CASES = [
     (dtype, *plan)
     for dtype in DTYPES

@@ -1,4 +1,4 @@
-"""strict=False loads a checkpoint of some tables, and leaves all else as it is."""
+"""strict=False loads a checkpoint that has some of the tables, and leaves all others unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "ebc.embedding_bags.lru"
 
 @torch.no_grad()
 def _others(model, device):
-    """Outputs of all tables but ``lru``, which come first and last."""
+    """Outputs of all tables but ``lru``: the first and last columns."""
     outputs = model(features(device, 5))
     return torch.cat([outputs[:, :8], outputs[:, 20:]], dim=1)
 

@@ -1,4 +1,4 @@
-"""Checkpoints keep scores and the epoch: a loaded model evicts like a Python dictionary."""
+"""Checkpoints keep scores and epochs: a loaded model evicts as a Python dictionary predicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _goes_on(rank, world_size, device, case, folder, way):
     train(first, case, dictionary, rank, world_size, device, range(6))
     _save(first, folder, way)
     saved = copy.deepcopy(dictionary)
-    # Something else, in a later epoch, that the load replaces.
+    # Content of a later epoch, which the load replaces.
     train(second, case, Dictionary(case, world_size), rank, world_size, device, range(20, 22))
     _load(second, folder, way)
     if held(second):
@@ -63,7 +63,8 @@ def _saved_by_two(rank, world_size, device, folder, way):
 
 
 def _loaded_by_one(rank, world_size, device, folder, way):
-    # Two full shards need some more room in one table; a state_dict has the size of its table.
+    # Two full shards need a little more capacity in one table. A state_dict needs the same
+    # capacity.
     case = dataclasses.replace(BAGS, rows=384 if way == "files" else BAGS.rows)
     model = make(case, world_size, device)
     _load(model, folder, way)
@@ -98,7 +99,7 @@ def test_deltas(run_ranks, tmp_path):
 
 
 def _rows(rank, world_size, device):
-    """Ids that are put into tables: score 0, or one lookup of this epoch."""
+    """Rows that are imported get score 0, or one lookup in this epoch."""
     model = make(BAGS, world_size, device)
     lookups = model.module.over.group_lookups()
     for name in ("c", "ef", "el"):

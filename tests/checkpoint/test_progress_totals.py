@@ -1,4 +1,5 @@
-"""Every save, load and delta knows how much there is to do, and has done it at the end."""
+"""Every save, load and delta announces its total amount of work, and has done all of it at the
+end."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torchrec_hkv.progress import reported
 
 @contextlib.contextmanager
 def _whole():
-    """Checks that all that is to be done is known, and done at the end."""
+    """Checks that the total is announced and reached."""
     with reported("All", show=False) as task:
         yield
     assert task.total > 0

@@ -1,5 +1,5 @@
-"""Tensors of :mod:`torch.distributed.checkpoint` that are read one by one: what was saved, or a
-refusal."""
+"""Reads single tensors of :mod:`torch.distributed.checkpoint`: returns what was saved, or
+refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_hkv.checkpoint.reader import CheckedReader
 
 
 class Opens:
-    """Creates a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -63,7 +63,7 @@ def test_refused(tmp_path):
     path.write_bytes(whole)
     assert not (tmp_path / "opened").exists()
     assert torch.equal(reader.read_tensor("a"), torch.zeros(64, 4))
-    # Another tensor lies where the metadata says that this one is.
+    # The metadata points to another tensor.
     other = entry_of(reader, "b")
     info.relative_path, info.offset, info.length = (
         other.relative_path, other.offset, other.length

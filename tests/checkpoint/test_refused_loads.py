@@ -1,4 +1,4 @@
-"""A load that is refused leaves the optimizer as it was: a fresh one has no states."""
+"""A refused load leaves the optimizer unchanged: a fresh one has no states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _refused_then_loaded(rank, world_size, device, folder, good):
 def test_a_fresh_optimizer(run_ranks, tmp_path, ranks):
     run_ranks(2, _save, tmp_path / "good")
     run_ranks(2, _save, tmp_path / "bad")
-    # A moment of another shape: it is found when the states are there.
+    # The moment has a wrong shape, which the load only finds once states exist.
     path = tmp_path / "bad" / "tensors" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     (key,) = (key for key in metadata.state_dict_metadata if key.endswith("bias.exp_avg"))

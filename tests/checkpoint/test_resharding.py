@@ -1,4 +1,4 @@
-"""A checkpoint loads at any number of ranks and under any sharding type, to the bit."""
+"""A checkpoint loads bit for bit at any number of ranks and under any sharding type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = range(12)
 
 
 def _state(model):
-    # The fused optimizer has no state on ranks without a part of the stock table.
+    # A rank without a shard of the stock table has no fused optimizer state.
     return {"model": model.state_dict(), **optimizer_state(model.fused_optimizer)}
 
 
@@ -30,7 +30,7 @@ def _save(rank, world_size, device, sharding_type, optimizer, folder, plain=Fals
 
 def _load(rank, world_size, device, sharding_type, optimizer, folder, plain=False):
     model = make_tables(world_size, device, sharding_type, optimizer)
-    train(model, rank, device, range(50, 52))  # what it holds goes
+    train(model, rank, device, range(50, 52))  # the load replaces this content
     if plain:
         state = _state(model)
         dcp.load(state, checkpoint_id=folder)

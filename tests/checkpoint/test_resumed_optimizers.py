@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compat
 
 
 def _make(world_size, device, sharding_type="row_wise", backend="hkv"):
-    """Stock table ``s`` is trained by SGD, which has no state."""
+    """SGD, which has no state, trains stock table ``s``."""
     tables = [
         EmbeddingBagConfig(name="t", num_embeddings=256, embedding_dim=4, feature_names=["f"]),
         EmbeddingBagConfig(name="s", num_embeddings=16, embedding_dim=4, feature_names=["g"]),
@@ -48,12 +48,12 @@ def _train(model, linear, optimizer, schedule, rank, device, steps):
     losses = []
     for step in steps:
         features = batch(rank, device, seed=step)
-        features.values().clamp_(0, 15)  # row numbers, which each kind of table takes
+        features.values().clamp_(0, 15)  # row numbers, which are valid for every kind of table
         optimizer.zero_grad()
         loss = linear(model(features)).square().sum()
         loss.backward()
         for parameter in linear.parameters():
-            dist.all_reduce(parameter.grad)  # dense parameters are replicas
+            dist.all_reduce(parameter.grad)  # DDP replicates dense parameters
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
@@ -61,7 +61,7 @@ def _train(model, linear, optimizer, schedule, rank, device, steps):
 
 
 def _resume(rank, world_size, device, folder, backend, before):
-    """Losses of a run, and of one that continues from its checkpoint."""
+    """Losses of an uninterrupted run, and of one that resumes from its checkpoint."""
     model, linear, optimizer = _make(world_size, device, backend=backend)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     _train(model, linear, optimizer, schedule, rank, device, range(before))
@@ -70,7 +70,7 @@ def _resume(rank, world_size, device, folder, backend, before):
     fresh_schedule = torch.optim.lr_scheduler.ExponentialLR(fresh_optimizer, 0.7)
     checkpoint.load(folder, fresh, fresh_optimizer)
     fresh_schedule.load_state_dict(schedule.state_dict())
-    fresh_linear.load_state_dict(linear.state_dict())  # not part of the sharded model
+    fresh_linear.load_state_dict(linear.state_dict())  # outside of the sharded model
     steps = range(before, before + 3)
     return (
         _train(model, linear, optimizer, schedule, rank, device, steps),
@@ -81,7 +81,7 @@ def _resume(rank, world_size, device, folder, backend, before):
 @pytest.mark.parametrize("backend", ["hkv", "tt"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_goes_on_as_an_unbroken_run(run_ranks, tmp_path, backend, before):
-    # Where a table lies on one rank, the other one lacks some of the checkpoint's tensors.
+    # A rank without a shard of a table lacks some of the checkpoint's tensors.
     for unbroken, resumed in run_ranks(2, _resume, tmp_path / "c", backend, before):
         torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""States with one value a row are copied if columns are split, and averaged if they are joined."""
+"""Splitting columns copies states that have one value a row; joining columns averages them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _move(rank, world_size, device, sharding_type, source, target):
 
 
 def _values(results):
-    """By table, id and column: the row's state there; and all else."""
+    """By table, id and column: the row's state; and the set of all other values."""
     everything = [value for values, _ in results for value in values]
     states = {value[:3]: value[4] for value in everything if value[3] == "of the row"}
     return states, {value for value in everything if value[3] != "of the row"}

@@ -1,4 +1,4 @@
-"""Rows go out of any kind of table and into any other, however both are sharded."""
+"""Rows can be exported from any kind of table and imported into any other, under any sharding."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _between_hash_tables(rank, world_size, device, types):
 )
 def test_between_shardings(run_ranks, types):
     for before, after in run_ranks(2, _between_hash_tables, types):
-        columns = slice(0, 20)  # of lfu and lru; the other tables were not moved
+        columns = slice(0, 20)  # columns of lfu and lru; other tables were not moved
         torch.testing.assert_close(after[:, columns], before[:, columns], rtol=1e-6, atol=1e-6)
 
 
 def _dense():
-    """A table that cores of rank 4 can hold."""
+    """A table that cores of rank 4 can represent exactly."""
     generator = torch.Generator().manual_seed(6)
     shape = make_shape(ROWS, DIM, ranks=4)
     cores = [torch.randn(shape.core_shape(k), generator=generator) for k in range(shape.num_cores)]
@@ -56,7 +56,7 @@ def _dense():
 
 
 def _around(rank, world_size, device, sharding_type):
-    """Dense to TT to hash table to stock."""
+    """Dense to Tensor-Train to hash table to stock."""
     dense = _dense()
     model = make_tables(world_size, device, sharding_type)
     hashed = make_tables(world_size, device, sharding_type, kinds={"tt": "hkv"})
@@ -93,7 +93,7 @@ def test_stock_tables(run_ranks, sharding_type):
 
 
 def _again(rank, world_size, device):
-    """Rows replace those that are there; of several of an id, the last stays."""
+    """Imported rows replace existing ones; if an id repeats, its last row stays."""
     model = make_tables(world_size, device, "row_wise")
     ids = torch.tensor([5, -1, 5, 2**62])
     rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(1))

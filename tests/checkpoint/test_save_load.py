@@ -1,4 +1,4 @@
-"""``torchrec_hkv.checkpoint``: a model and its optimizers, saved and loaded by all ranks."""
+"""``torchrec_hkv.checkpoint``: all ranks save and load a model and its optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_hkv.checkpoint import model_save
 
 
 def _optimizers(model, device):
-    """The model's fused optimizer, and a dense one whose states come with its first step."""
+    """The model's fused optimizer, and a dense one whose first step makes its states."""
     torch.manual_seed(1)
     linear = nn.Linear(8, 1, device=device)
     dense = KeyedOptimizerWrapper(
@@ -34,7 +34,7 @@ def _losses(model, linear, optimizer, rank, device, seed):
         loss = linear(model(batch(rank, device, seed + step))).square().sum()
         loss.backward()
         for parameter in linear.parameters():
-            dist.all_reduce(parameter.grad)  # dense parameters are replicas
+            dist.all_reduce(parameter.grad)  # DDP replicates dense parameters
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
@@ -48,7 +48,7 @@ def _go_on(rank, world_size, device, backend, sharding_type, folder):
     fresh = make_small(world_size, device, backend, sharding_type)
     linear, optimizer = _optimizers(fresh, device)
     checkpoint.load(folder, fresh, optimizer)
-    linear.load_state_dict(saved_linear.state_dict())  # not part of the sharded model
+    linear.load_state_dict(saved_linear.state_dict())  # outside of the sharded model
     torch.testing.assert_close(
         _losses(fresh, linear, optimizer, rank, device, seed=7),
         _losses(saved, saved_linear, saved_optimizer, rank, device, seed=7),
@@ -84,7 +84,7 @@ def _killed(rank, world_size, device, folder):
     model = make_small(world_size, device, "toy")
     outputs_and_train(model, rank, device, steps=5)
     if rank == 1:
-        # Dies once the others have begun to write.
+        # This rank dies once the others have begun to write.
         model_save.save_tensors = lambda *args, **kwargs: os._exit(9)
     checkpoint.save(folder, model)
 

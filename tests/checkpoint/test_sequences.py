@@ -1,4 +1,4 @@
-"""Tables of an EmbeddingCollection are saved and loaded as those of bags are."""
+"""Tables of an EmbeddingCollection are saved and loaded like those of an EmbeddingBagCollection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of every sharding type are saved and loaded, several shards of a rank apart."""
+"""Tables of every sharding type are saved and loaded; several shards on a rank are kept apart."""
 
 from __future__ import annotations
 

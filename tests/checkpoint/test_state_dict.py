@@ -1,4 +1,4 @@
-"""A model's state dict holds the tables of backends, and gives them back."""
+"""A model's state dict holds the tables of backends, and restores them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _round_trip(rank, world_size, device, backend, sharding_type):
     fresh = make_small(world_size, device, backend, sharding_type)
     outputs_and_train(saved, rank, device, steps=3)
     fresh.load_state_dict(saved.state_dict())
-    # Stock tables keep their optimizer states there; ours with the rows.
+    # The fused optimizer's state dict has states of stock tables; ours are saved with the rows.
     fresh.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
     after = [outputs_and_train(model, rank, device, steps=3, seed=9) for model in (saved, fresh)]
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
@@ -67,7 +67,7 @@ def test_one_rank_alone_may_ask_for_it(run_ranks, backend, sharding_type):
     shards = 2 if sharding_type == "row_wise" else 1
     if backend == "toy":
         assert sizes[TABLE + SHARDS_KEY] == (shards,)
-    else:  # whatever the number of ranks
+    else:  # at any number of ranks
         assert sizes[TABLE + LAYOUT_KEY] == (1,)
         assert sizes[TABLE + "ids"] == (256 + 8 + 4096,)
     assert sizes[TABLE + "weight"][1] == 4

@@ -1,4 +1,4 @@
-"""A model that has not been used reads a checkpoint once, and stays as it is if one is damaged."""
+"""An unused model reads a checkpoint once, and stays unused if the checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _refusals(rank, world_size, device, folder, sharding_type):
         if rank == 0:
             path.write_bytes(good)
         dist.barrier()
-    # It is as untouched as before: it trains as a new one does.
+    # The model is still unused: it trains like a new one.
     other = _made(world_size, device, sharding_type)
     for trained in (model, other):
         train(trained, rank, device, range(3))
@@ -79,7 +79,7 @@ def _reads(rank, world_size, device, folder):
     digest = checkpoint.digest(model)
     size = sum(path.stat().st_size for path in Path(folder).rglob("shard-*"))
     found = []
-    for touched in (True, False, True):  # what the first one reads to import modules does not count
+    for touched in (True, False, True):  # the first one also reads modules that it imports
         other = make_tables(world_size, device, "row_wise", rows=40_000)
         if touched:
             train(other, rank, device, range(1))
@@ -93,5 +93,5 @@ def _reads(rank, world_size, device, folder):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
 def test_files_are_read_once(run_ranks, tmp_path):
     size, fresh, touched = run_ranks(1, _reads, tmp_path / "c")[0]
-    # Each entry is read once less.
+    # The unused model reads each entry one time less.
     assert touched - fresh > size

@@ -1,4 +1,5 @@
-"""``torchrec-hkv calibrate``: times tables on this device, and writes what planners read."""
+"""``torchrec-hkv calibrate`` times tables on this device, and writes the file that planners
+read."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ toy_backend.install()
 
 @pytest.fixture
 def toy_cases(monkeypatch):
-    """Makes the toy a backend that can be timed."""
+    """Adds a timed case for the toy backend."""
     cases = [
         CalibrationCase(
             toy_backend.ToyOptions(),
@@ -107,7 +108,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_measuring(
     error = capsys.readouterr().err
     assert error.startswith(f"error: --out is {tmp_path / out}, but ")
     assert message in error
-    assert error.count("\n") == 1  # no line of progress
+    assert error.count("\n") == 1  # no progress line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -1,4 +1,4 @@
-"""Output that nobody reads to its end, as of ``torchrec-hkv env | head``."""
+"""The reader closes the output early, as in ``torchrec-hkv env | head``."""
 
 import os
 import subprocess

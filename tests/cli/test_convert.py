@@ -1,4 +1,4 @@
-"""``torchrec-hkv convert``: what it prints, and what it refuses in one sentence."""
+"""``torchrec-hkv convert``: its output, and its refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_there_and_back(capsys, tmp_path):
     back = {"sparse.embedding_bags.user.weight": torch.empty(60, 4), "over.bias": torch.empty(3)}
     dcp.load(back, checkpoint_id=tmp_path / "back", no_dist=True)
     assert back["sparse.embedding_bags.user.weight"][:50].equal(state[f"{NAME}.weight"])
-    # The others are rows that the table would have begun with.
+    # The other rows are the table's initial rows.
     assert (back["sparse.embedding_bags.user.weight"][50:].abs() <= 50**-0.5).all()
     assert back["sparse.embedding_bags.user.weight"][50:].any(1).all()
     assert back["over.bias"].equal(state["over.bias"])

@@ -1,4 +1,4 @@
-"""What inspect prints of a table names its policy and states as their options do."""
+"""inspect prints a table's policy and states under the names of their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchrec-hkv plan``: the planner's figures, for GPUs that are not here."""
+"""``torchrec-hkv plan`` prints the planner's figures for GPUs that this machine lacks."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ def test_a_billion_rows_on_one_gpu_need_host_memory(capsys):
 
 
 def test_host_memory_is_that_of_a_machine(capsys):
-    """Two GPUs share it."""
+    """Two GPUs share the host memory of a machine."""
     arguments = [*BILLION, "--hbm-per-table", "60GiB", "--host", "500GiB"]
     assert not answer(capsys, *arguments, "--gpus", "2", "--gpus-per-host", "2")["fits"]
     assert answer(capsys, *arguments, "--gpus", "2", "--gpus-per-host", "1")["fits"]
@@ -74,7 +74,7 @@ def test_a_kernel_of_torchrecs(capsys):
 
 
 def test_a_backend_that_is_not_sharded_row_wise(capsys):
-    """Tensor-Train tables are whole on a rank."""
+    """A Tensor-Train table lies whole on one rank."""
     content = answer(capsys, "plan", "--table", "a:1M:16", "--backend", "tt", "--gpus", "2")
     table = content["tables"]["a"]
     assert table["sharding"] in ("table_wise", "data_parallel")
@@ -101,7 +101,7 @@ def test_a_sharding_type_that_was_asked_for(backend, sharding, ranks, capsys, ca
 
 
 def test_the_planner_chooses_among_sharding_types(capsys):
-    """A table that is too large for one GPU is spread over both."""
+    """A table that is too large for one GPU is split over both."""
     arguments = ["plan", "--table", "a:1B:32", "--gpus", "2", "--optimizer", "sgd"]
     arguments += ["--sharding", "table_wise", "--sharding", "row_wise"]
     content = answer(capsys, *arguments)

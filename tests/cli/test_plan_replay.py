@@ -1,4 +1,4 @@
-"""``torchrec-hkv plan --replay``: a replay's ids and hit rates decide on rows."""
+"""``torchrec-hkv plan --replay``: ids and hit rates of a replay decide the numbers of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.cli import main
 from torchrec_hkv.replay import Curve, Point, Policy, Replayed, ReplayedLog
 
-#: Ids: ten that come often, others once.
+#: Ids: ten frequent ones, and others that occur once.
 SEEN = IdFrequencies(((10, 1000.0), (9990, 1.0)))
 
 
 def point(rows: int, hit_rate: float) -> Point:
-    """With some number of bytes."""
+    """A point; the number of bytes does not matter."""
     return Point(rows, hit_rate, 0.0, 0, 0, 0, 0, 0, rows, 100 * rows)
 
 
@@ -56,11 +56,11 @@ def test_rows_go_where_they_save_most_lookups(capsys, replay):
     content = planned(capsys, *arguments, *small)
     assert content["fits"]
     told = content["replay"]
-    # More rows gain a user much, an item little.
+    # More rows gain much for ``user``, and little for ``item``.
     assert 4000 <= told["user"]["rows"] < 10_000
     assert told["item"]["rows"] < 4000
     assert 0.8 <= told["user"]["hit_rate"] < 0.9
-    # Most of the budget is used.
+    # The plan uses most of the budget.
     assert content["memory"][0]["hbm"]["free"] < 100_000
     wider = planned(capsys, *arguments, "--hbm", "4MiB", "--host", "1MiB")["replay"]
     assert sum(t["hit_rate"] for t in wider.values()) > sum(t["hit_rate"] for t in told.values())

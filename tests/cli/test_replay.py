@@ -1,4 +1,4 @@
-"""``torchrec-hkv replay``: what it prints, writes and draws."""
+"""``torchrec-hkv replay``: its output, files and plots."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_text(log, capsys):
 
 
 def test_ages_between_lru_and_lfu(log, tmp_path, capsys):
-    """c of 0 is LRU, a very large one LFU, as the table has it."""
+    """c = 0 gives LRU, a very large c gives LFU, as in the table."""
     out = tmp_path / "replay.json"
     names = "lru,aged_lfu:0,aged_lfu:3,aged_lfu:inf,lfu"
     command = ["replay", log, "--table", "user", "--rows", "100", "--eviction", names]

@@ -1,5 +1,5 @@
-"""What blocks of the docs with ``after sharded_model.py`` take as given: a job whose model has a
-table ``user`` and a dense layer."""
+"""Context for blocks of the docs with ``after sharded_model.py``: a job whose model has a table
+``user`` and a dense layer."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ sharders = get_default_sharders()
 
 
 class Model(nn.Module):
-    """Pools a row of each id, and scores it."""
+    """Pools the rows of ids and scores them."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Model(nn.Module):
 
 
 def make_module(rows: int = 10_000) -> Model:
-    """A model before it is sharded."""
+    """An unsharded model."""
     module = Model(rows)
     apply_optimizer_in_backward(RowWiseAdagrad, module.ebc.parameters(), {"lr": 0.05})
     return module
 
 
 def make_planner(world_size: int, kernel: str = "hkv") -> EmbeddingShardingPlanner:
-    """A planner that puts the table on a kernel."""
+    """A planner that places the table on the given kernel."""
     topology = Topology(world_size=world_size, compute_device=device.type)
     user = ParameterConstraints(compute_kernels=[kernel])
     return EmbeddingShardingPlanner(topology=topology, constraints={"user": user})

@@ -1,4 +1,4 @@
-"""The backend that CONTRIBUTING shows has at most 60 lines and trains with every optimizer."""
+"""CONTRIBUTING's example backend has at most 60 lines and trains with every optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _features(ids, lengths, device) -> KeyedJaggedTensor:
 
 
 # Every row of both tables is in the batch, since torch's optimizers move all rows. "a" and "b"
-# share the table of sums; "c" has means. Two samples, one of whose bags is empty.
+# share the table of sums; "c" has means. Two samples; one bag is empty.
 BATCH = ([0, 1, 2, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 5], [3, 1, 0, 3, 4, 3])
 
 

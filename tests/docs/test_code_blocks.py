@@ -34,7 +34,7 @@ PAGES = [
 ]
 #: Its blocks run one after the other, in ``test_tutorial.py``.
 TUTORIAL = ROOT / "docs" / "guide" / "tutorial.md"
-# Blocks of text are outputs and folders.
+# Blocks of text show outputs and folders.
 BLOCKS = [
     block
     for page in PAGES
@@ -42,8 +42,8 @@ BLOCKS = [
     for block in code_blocks(page)
     if block.language != "text"
 ]
-# At the interpreter's end a thread of gloo that still has a tensor of Python's to drop aborts now
-# and then, so there is none.
+# A gloo thread that frees a tensor while the interpreter shuts down sometimes aborts the process,
+# so the interpreter does not shut down.
 END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 
 
@@ -56,7 +56,7 @@ def name(block: CodeBlock) -> str:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Variables with which ``torchrec-hkv`` and ``python`` are those of this environment."""
+    """Environment in which ``torchrec-hkv`` and ``python`` are those of this interpreter."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
     for tool, arguments in (("torchrec-hkv", "-m torchrec_hkv"), ("python", "")):
@@ -74,7 +74,7 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command; ``folder`` is for its tools."""
+    """Runs a command; ``folder`` is for helper programs."""
     environment = environment_of(folder)
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
@@ -99,8 +99,8 @@ def run_script(block: CodeBlock, folder: Path) -> subprocess.CompletedProcess[st
 
 
 def run_command(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of a console: our own without the time to import TorchRec, unless it needs a
-    shell or says what is imported."""
+    """Runs a command of a console. Our own command runs without the time to import TorchRec, unless
+    it needs a shell or prints what is imported."""
     words = shlex.split(command)
     plain = not set(command) & set("|&;<>$`*?~#()\n")
     if words[0] == "torchrec-hkv" and words[1] != "env" and plain:

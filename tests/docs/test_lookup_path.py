@@ -16,11 +16,11 @@ from torchrec_hkv import ParameterConstraints
 PACKAGE = Path(torchrec_hkv.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "sharding.md"
 DRAWING = PAGE.with_name("lookup_path.svg")
-OUTPUT = "sharding/dists/output_dist.py"  # its box follows those of the lookup
+OUTPUT = "sharding/dists/output_dist.py"  # its box follows the boxes of the lookup
 
 
 def _files_on_stack(rank, world_size, device):
-    """The files of the package that are on the stack whenever a forward calls one of its ops."""
+    """The package's files that are on the stack when a forward calls an op of the package."""
     table = EmbeddingBagConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])
     constraint = ParameterConstraints(compute_kernels=["hkv"], sharding_types=["row_wise"])
     model = shard_model(make_model([table]), {"t": constraint}, world_size, device)
@@ -29,7 +29,7 @@ def _files_on_stack(rank, world_size, device):
         values=torch.arange(5, device=device),
         lengths=torch.tensor([2, 3], device=device),
     )
-    model(features).sum().backward()  # the first batch also sets up the input distribution
+    model(features).sum().backward()  # the first batch also creates the input distribution
 
     files = set()
 
@@ -52,7 +52,7 @@ def _files_on_stack(rank, world_size, device):
 
 
 def _named():
-    """The files in the table of the page's section."""
+    """The files that the section's table lists."""
     section = PAGE.read_text().split("## The path of a lookup")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE))
 

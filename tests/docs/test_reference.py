@@ -1,4 +1,4 @@
-"""The reference shows every public name, operator and verb of the command."""
+"""The reference documents every public name, operator and subcommand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REFERENCE = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference")
 
 
 def public_packages(package) -> list[str]:
-    """Names of the public packages in a package, below ``torchrec_hkv``. The command has none."""
+    """Names of public packages in a package, relative to ``torchrec_hkv``, without the
+    command's."""
     return [
         f"{package.__name__}.{module.name}".removeprefix("torchrec_hkv.")
         for module in pkgutil.iter_modules(package.__path__)
@@ -32,7 +33,7 @@ PACKAGES = sorted(
 
 
 def directives(name: str) -> set[str]:
-    """The words after all directives of this name."""
+    """The arguments of all directives with this name."""
     pattern = rf"^```\{{{name}\}} (.*)$"
     return set(" ".join(re.findall(pattern, REFERENCE, re.MULTILINE)).split())
 

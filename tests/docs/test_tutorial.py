@@ -1,4 +1,4 @@
-"""The tutorial runs from its first block to its last, prints what it shows and writes its plots."""
+"""The tutorial's blocks run in order, print what it shows and write its plots."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every example refuses bad input with one sentence and exit code 2, before it does anything.
 
-In this process, since nothing is started before the input is known to be good.
+The examples run in this process, since they start nothing before they have checked their input.
 """
 
 import importlib
@@ -35,10 +35,10 @@ def files(tmp_path_factory):
 
 
 def refusal(name, arguments, monkeypatch, capsys):
-    """What an example prints; checks the rest."""
+    """Returns what an example prints; checks the exit code and the rest."""
     example = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-    # train_dlrm and train_deepfm share a main, as their last lines call it.
+    # train_dlrm and train_deepfm share a main, which their last lines call.
     call = example.main
     if name in ("train_dlrm", "train_deepfm"):
         architecture = name.removeprefix("train_")
@@ -48,7 +48,7 @@ def refusal(name, arguments, monkeypatch, capsys):
 
     assert run(call) == 2
     out, error = capsys.readouterr()
-    assert out == "" or name == "billion_ids"  # which says first what it will take
+    assert out == "" or name == "billion_ids"  # which first prints what it will take
     assert error.startswith("error: ")
     assert error.endswith(".\n")
     assert error.count("\n") == 1
@@ -169,7 +169,7 @@ def test_an_interrupted_example(monkeypatch, capsys):
 
 
 def test_a_file_that_could_be_written_is_not_left_behind(files, monkeypatch, capsys):
-    """A refusal for another reason changes nothing."""
+    """An example refused for another reason leaves no output file behind."""
     given = ["--data", files / "none.dat", "--json", files / "figures.json"]
     refusal("train_deepfm", given, monkeypatch, capsys)
     assert not (files / "figures.json").exists()

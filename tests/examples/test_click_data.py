@@ -1,4 +1,4 @@
-"""The click logs that the examples read: what comes out of a file, and what is refused."""
+"""The click logs of the examples: what is read from a file, and what is refused."""
 
 import zipfile
 

@@ -1,4 +1,4 @@
-"""Compression of a trained DLRM's tables, as a user runs it."""
+"""Compression of a trained DLRM's tables, run as a user does."""
 
 import json
 import re
@@ -28,7 +28,8 @@ def compressed(ratings, tmp_path, *arguments, processes=None, device="cpu"):
 
 @pytest.fixture(scope="module")
 def whole(ratings, tmp_path_factory):
-    """Output and stages of a run, and where it saved its dense model: other runs begin there."""
+    """Output and stages of a whole run, and the options that let other runs begin with its saved
+    dense model."""
     folder = tmp_path_factory.mktemp("whole")
     arguments = ("--rank", 4, "--tune-steps", 150, "--save", folder / "saved")
     return *compressed(ratings, folder, *arguments), ("--resume", folder / "saved")
@@ -42,19 +43,19 @@ def check_stages(output, stages):
     assert dense["auc"] > 0.7
     for stage in stages:
         assert f"{stage['auc']:.4f}" in output
-    assert "Tensor-Train tables: " in output  # the line of progress
+    assert "Tensor-Train tables: " in output  # the progress line
 
 
 @pytest.mark.slow
 def test_tables_are_compressed_by_rank_and_trained_on(whole):
     output, stages, _ = whole
     check_stages(output, stages)
-    assert stages[2]["auc"] > stages[1]["auc"]  # much was cut away
+    assert stages[2]["auc"] > stages[1]["auc"]  # compression lost much
 
 
 @pytest.mark.slow
 def test_two_processes(whole, ratings, tmp_path):
-    """Which train two more epochs, too."""
+    """Two processes compress and tune; they also train two more epochs."""
     arguments = ("--rank", 4, "--tune-steps", 150, "--epochs", 8, *whole[2])
     output, stages = compressed(ratings, tmp_path, *arguments, processes=2)
     check_stages(output, stages)
@@ -67,7 +68,7 @@ def test_tables_are_compressed_to_an_error(whole, ratings, tmp_path, device_type
     _, stages = compressed(ratings, tmp_path, *arguments, device=device_type)
     dense, cut, _ = stages
     assert cut["error"] <= 0.05
-    # So little is cut away that predictions stay, which are those of all other parts of the model.
+    # Compression loses so little that predictions hardly change.
     assert cut["auc"] == pytest.approx(dense["auc"], abs=0.005)
 
 
@@ -103,7 +104,7 @@ def test_a_log_without_large_columns(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 7])
 def test_the_state_of_the_highest_validation_auc_is_kept(every, whole, ratings, tmp_path):
-    """A rate that ruins the tables does not make the model worse."""
+    """A learning rate that ruins the tables does not make the model worse."""
     output, stages = compressed(
         ratings,
         tmp_path,
@@ -117,7 +118,7 @@ def test_the_state_of_the_highest_validation_auc_is_kept(every, whole, ratings, 
     step, steps = int(kept[1]), int(kept[2])
     assert step % every == 0 or step == 40
     assert steps <= 40
-    # Training ends after four validations without a new highest AUC.
+    # Training ends after four validations without a higher AUC.
     assert steps == min(step + 4 * every, 40)
     assert float(kept[4]) >= float(kept[3])
     if step == 0:

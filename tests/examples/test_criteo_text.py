@@ -1,4 +1,4 @@
-"""Criteo's text files, as they are published."""
+"""Criteo's text files in their published format."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""On a terminal of 80 columns nothing that the demo prints is cut or wrapped by the terminal."""
+"""On a terminal of 80 columns, the terminal cuts or wraps nothing that the demo prints."""
 
 import os
 import pty
@@ -43,7 +43,7 @@ def test_80_columns(tmp_path):
     output = ESCAPES.sub("", b"".join(chunks).decode())
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", output)]
     assert [line for line in lines if len(line) > 80] == []
-    # The live lines and the last one have all figures.
+    # The live lines and the last one show all figures.
     assert any(re.fullmatch(r"hkv, a quarter, LFU .* \d+/50", line) for line in lines)
     end = output.index("hkv, a quarter, LFU: ")
     last = " ".join(output[end : end + 300].split())

@@ -1,4 +1,4 @@
-"""Processes of ours end without threads of gloo.
+"""Our processes end without threads of gloo.
 
 A gloo thread that frees a tensor while the interpreter shuts down aborts the process. The test
 checks that no such thread is left, so its result doesn't depend on timing.
@@ -16,7 +16,7 @@ import pytest
 from tests.support.example_runs import ROOT, criteo_lines, write_ratings
 from tests.support.forked import run_python
 
-# The last thing that a process does before the interpreter ends: modules are still there.
+# Runs as the last thing before the interpreter ends, while modules still exist.
 RUN = """
 import atexit, os, runpy, sys
 from pathlib import Path
@@ -73,7 +73,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def run_script(tmp_path):
-    """A script that runs another, and says at the end which threads of gloo are left."""
+    """A script that runs another, and then reports the gloo threads that are left."""
     path = tmp_path / "run_script.py"
     path.write_text(RUN)
     return path
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 
 
 def left(run_script: Path, script: Path, *arguments: object) -> str:
-    """What a script leaves at its end."""
+    """The gloo threads that a script leaves at its end."""
     command = [str(run_script), str(script), *map(str, arguments)]
     return told(run_python(command, environment(), folder=ROOT))
 
@@ -137,7 +137,7 @@ def test_the_command(run_script, tmp_path):
 
 @pytest.mark.slow
 def test_as_the_documentation_says_it(run_script, tmp_path):
-    """In a new interpreter, so that modules are imported in the order of the script."""
+    """Runs in a new interpreter, so that modules are imported in the script's order."""
     script = tmp_path / "by_hand.py"
     script.write_text(BY_HAND)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""An error names a missing package in one sentence, also under torchrun; rich is not needed."""
+"""An error names a missing package in one sentence, also under torchrun; rich is optional."""
 
 import os
 import subprocess
@@ -11,14 +11,14 @@ from tests.support.forked import run_python
 
 
 def without(package, folder):
-    """An environment where a package can't be imported."""
+    """An environment in which a package can't be imported."""
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
     path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(package, folder, *arguments):
-    """In a new interpreter."""
+    """Runs an example in a new interpreter."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=without(package, folder),
@@ -29,7 +29,7 @@ def run(package, folder, *arguments):
 
 
 def run_example(package, name, *arguments):
-    """As :func:`run`, in less time."""
+    """Like :func:`run`, but faster."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [example(name), *map(str, arguments)]
@@ -65,10 +65,10 @@ def test_a_sentence_is_the_last_that_is_said(package, option, name, processes, t
     assert lines[0].startswith("error: ")
     assert needed in lines[0]
     assert lines[0].endswith(way)
-    # Once by the example and, under torchrun, once in the summary that torchrun ends with.
+    # The example prints it once; under torchrun, so does torchrun's final summary.
     assert sum(needed in line for line in lines) == (2 if processes else 1)
     assert lines[-1].endswith(lines[0])
-    # No traceback of the example; torchrun prints its own, whatever a process fails with.
+    # The example prints no traceback; torchrun prints its own for any failure.
     assert f'{name}", line' not in done.stderr
     assert processes or "Traceback" not in done.stderr
 

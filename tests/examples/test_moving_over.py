@@ -1,4 +1,4 @@
-"""docs/guide/moving_over.md: its code runs, and its diff moves it over."""
+"""docs/guide/moving_over.md: its code runs, and its diff applies."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def block(language):
 
 
 def moved_over():
-    """The code after the diff, each piece of which must be found once."""
+    """The code after the diff is applied. Each replaced piece must occur once."""
     code = block("python")
     for piece in re.split(r"^@@\n", block("diff"), flags=re.MULTILINE):
         lines = piece.splitlines(keepends=True)
@@ -29,10 +29,9 @@ def moved_over():
     return code
 
 
-# The model of this script holds the process group until the interpreter ends, and a thread of gloo
-# that still has a tensor of Python's to drop aborts then (docs/guide/multi_gpu.md;
-# torch 2.13, in four of 42 runs of the code before on a busy machine). So the interpreter doesn't
-# end.
+# This script's model holds the process group until the interpreter ends. A gloo thread that frees a
+# tensor during shutdown then aborts the process (docs/guide/multi_gpu.md; torch 2.13, 4 of 42 runs
+# of the original code on a busy machine). So the interpreter does not shut down.
 END = """
 import os, sys
 sys.stdout.flush()

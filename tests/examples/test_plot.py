@@ -1,4 +1,4 @@
-"""``--plot`` draws what an example measured."""
+"""``--plot`` plots an example's measurements."""
 
 import importlib.util
 import re
@@ -45,7 +45,7 @@ OTHERS = {
 
 
 def _texts(path):
-    """Texts of a picture; matplotlib draws glyphs and names texts in comments."""
+    """Texts of a plot; matplotlib draws glyphs and gives their text in comments."""
     return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 
@@ -85,7 +85,7 @@ def test_equal_results_give_equal_pictures(count, tmp_path):
         write_auc_plot(tmp_path / name, "a title", results(count))
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
-    # Glyphs are drawn; matplotlib names them in comments.
+    # matplotlib draws glyphs and gives their text in comments.
     assert f"run {count - 1}" in texts[0]
     assert "test AUC" in texts[0]
     assert f"run {count}" not in texts[0]

@@ -1,4 +1,4 @@
-"""The example that publishes to Redis: after each write, the server has the trainer's rows."""
+"""The Redis example: after each write, the server has the trainer's rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rows_of(model, name: str) -> dict[int, torch.Tensor]:
 
 
 def chained(rank, world_size, device, folder: Path, number: int):
-    """A chain that grows with each number, and the rows of two tables after each write."""
+    """A chain that grows by one write for each number, and the rows of two tables after each."""
     model = make_served(world_size, device)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     wanted = []

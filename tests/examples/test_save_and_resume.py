@@ -1,4 +1,4 @@
-"""``--save`` and ``--resume``: a resumed run ends as one that was not interrupted."""
+"""``--save`` and ``--resume``: a resumed run ends like an uninterrupted one."""
 
 import json
 
@@ -15,7 +15,7 @@ def ratings(tmp_path_factory):
 
 
 def _figures(name, folder, *arguments, processes=None):
-    """What an example writes with ``--json``."""
+    """The figures that an example writes with ``--json``."""
     path = folder / "figures.json"
     done = run_example(name, *arguments, "--json", path, processes=processes)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def _test_auc(figures):
 
 
 def test_click_models(ratings, tmp_path):
-    """Saved by two processes and resumed by one; other numbers of processes round otherwise."""
+    """Two processes save and one resumes; results round differently by number of processes."""
     run = ("train_movielens.py", tmp_path, "--data", ratings, "--batch-size", 64)
     run += ("--runs", "stock", "hkv")
     _figures(*run, "--epochs", 1, "--save", tmp_path / "saved", processes=2)

@@ -1,4 +1,4 @@
-"""The example that serves through HTTP: batches, bad requests, health and metrics."""
+"""The HTTP serving example: batches, bad requests, health and metrics."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def test_served(run_ranks, tmp_path):
         metrics = client.get("/metrics").text
         assert "torchrec_hkv_serving_call_seconds_count" in metrics
     calls = int(metrics.partition("call_seconds_count ")[2].split()[0])
-    assert 1 <= calls < len(sent)  # some were served together
+    assert 1 <= calls < len(sent)  # some requests were served in one batch

@@ -1,4 +1,4 @@
-"""DLRM on Criteo's files, and DeepFM, as a user runs them."""
+"""DLRM on Criteo's files, and DeepFM, run as a user does."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_evaluations_in_between_change_nothing(processes, criteo, tmp_path):
     assert run["test_auc"] == alone["test_auc"]
     assert run["train_loss"] == alone["train_loss"]
     assert run["counters"] == alone["counters"]
-    # TorchRec's AUC takes equal predictions in some order.
+    # TorchRec's AUC depends on the order of equal predictions.
     assert evaluations[-1]["auc"] == pytest.approx(run["test_auc"], abs=5e-4)
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     assert f"after 50 steps: test loss {evaluations[-1]['loss']:.4f}" in output

@@ -1,4 +1,4 @@
-"""The example as a user runs it: its table, its JSON file, and its answers to bad input."""
+"""The MovieLens example, run as a user does: its table, JSON file and errors."""
 
 import json
 
@@ -14,7 +14,7 @@ ROWS, USERS, MOVIES = 4000, 120, 80
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory):
-    """A MovieTweetings file in which some movies are liked and others are not."""
+    """A MovieTweetings file in which users like some movies and dislike others."""
     random = np.random.default_rng(0)
     users, movies = random.integers(USERS, size=ROWS), random.integers(MOVIES, size=ROWS)
     liked = random.random(ROWS) < np.where(movies % 2 == 0, 0.8, 0.2)
@@ -29,7 +29,7 @@ def clicks(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[None, 2], ids=["1 process", "2 processes"])
 def trained(request, clicks, tmp_path_factory):
-    """What the whole example printed, and what it wrote."""
+    """What the whole example printed and wrote."""
     path = tmp_path_factory.mktemp("json") / "figures.json"
     done = run_example(
         SCRIPT,
@@ -87,12 +87,12 @@ def test_plan_progress_and_table_are_printed(trained):
         assert f"test AUC {run['test_auc']:.4f}" in line
         last = run["progress"][-1]
         assert f"train loss {last['loss']:.4f}, train AUC {last['auc']:.4f}" in line
-        # One AUC is of training batches, the other of the test: both are labelled.
+        # Both AUCs are labelled: one is of training batches, the other of the test set.
         assert line.count("AUC") == 2
 
 
 @pytest.mark.slow
 def test_bad_input_is_refused_in_one_sentence(clicks):
-    """As a process; test_bad_input.py has all kinds of bad input."""
+    """Runs as a process; test_bad_input.py covers all kinds of bad input."""
     message = refusal(SCRIPT, "--data", clicks, "--limit", 100, "--batch-size", 81)
     assert message == "error: A batch of 81 rows is more than the 80 rows to train on."

@@ -1,4 +1,4 @@
-"""Online learning over a stream with arriving and expiring ids, as a user runs it."""
+"""Online learning over a stream with new and expiring ids, run as a user does."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def test_one_period_is_refused():
 def test_share_of_new_ids():
     log = log_of([0, 1, 2])
     assert new_share(log, range(0, 5)) == 1.0
-    assert new_share(log, range(5, 10)) == pytest.approx(0.8)  # id 2 came before
+    assert new_share(log, range(5, 10)) == pytest.approx(0.8)  # id 2 occurred before
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def _auc_by_period(content):
 
 @pytest.fixture(scope="module")
 def killed(ratings, tmp_path_factory):
-    """Arguments of a run, the AUC by period of one that goes on, and a killed one's chain."""
+    """Arguments of a run, the AUC by period of an uninterrupted run, and the chain of a killed
+    one."""
     folder = tmp_path_factory.mktemp("killed")
     chain, figures = folder / "chain", folder / "figures.json"
     arguments = ["--data", ratings, "--days", 1, "--batch-size", 16, "--expire-after", 2]
@@ -121,7 +122,7 @@ def killed(ratings, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [None, 2])
 def test_a_killed_run_goes_on(processes, killed, tmp_path):
-    """Its AUC by period is that of a run that was not killed, also with fewer processes."""
+    """A resumed run has the AUC by period of an uninterrupted one, also with fewer processes."""
     arguments, wanted, left = killed
     chain, figures = tmp_path / "chain", tmp_path / "figures.json"
     shutil.copytree(left, chain)
@@ -135,7 +136,7 @@ def test_a_killed_run_goes_on(processes, killed, tmp_path):
     same = {number: wanted[number] for number in found}
     if processes == 2:
         assert found == same
-    else:  # steps of other parts, and AUCs of some 140 rows
+    else:  # steps see other parts of the data, and an AUC is over some 140 rows
         assert found == pytest.approx(same, abs=0.05)
         assert np.mean(list(found.values())) == pytest.approx(
             np.mean(list(same.values())), abs=0.01

@@ -1,4 +1,4 @@
-"""Next items as a user predicts them: hash tables beside stock tables, known ids and new ones."""
+"""Next-item prediction, run as a user does: hash tables beside stock tables, known and new ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.example_runs import refusal, run_example, shared_file, write_
 
 
 def write_chains(path, users=150, length=24, items=60):
-    """Users go through items in steps of 7, from where they like; the next item follows from the
-    last one, and the most chosen items tell nothing."""
+    """Users go through items in steps of 7 from a random start. The next item follows from the last
+    one; popularity tells nothing."""
     random = np.random.default_rng(0)
     begin = random.integers(items, size=users)
     lines = []
@@ -57,7 +57,8 @@ def test_chains_are_learned(order, processes, more, tmp_path):
     if "stock" in scores:
         assert scores["hkv"]["recall"] == pytest.approx(scores["stock"]["recall"], abs=0.05)
         assert "hkv - stock: recall@10" in done.stdout
-    # Of some 50 items that a user has not chosen yet, ten at random have the next one in 20 %.
+    # Among some 50 items that a user has not chosen, ten random ones include the next item with a
+    # probability of 20 %.
     if order == "time" or processes is None:
         assert scores["hkv"]["recall"] > 0.35
     assert 0 < scores["hkv"]["ndcg"] <= scores["hkv"]["recall"]

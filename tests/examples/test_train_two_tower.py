@@ -1,4 +1,4 @@
-"""Two towers as a user runs them, and their recall."""
+"""Two towers, run as a user does, and their recall."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.support.example_runs import refusal, run_example, shared_file, write_
 
 
 def write_tastes(path):
-    """Users like movies of their own kind, one of four; the most liked movies tell nothing."""
+    """Users like movies of their own kind, one of four; popularity tells nothing."""
     random = np.random.default_rng(0)
     user = random.integers(200, size=6000)
     movie = 4 * random.integers(25, size=6000) + user % 4
@@ -32,7 +32,7 @@ def test_recall_is_better_than_that_of_the_most_liked_items(processes, tmp_path)
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(figures.read_text())
-    # Of 100 movies, 25 are of a user's kind.
+    # 25 of 100 movies are of a user's kind.
     assert result["recall"] > 1.5 * result["popular"]
     assert f"recall@15 {result['recall']:.4f}" in done.stdout
     assert "hit rate" in done.stdout
@@ -50,7 +50,7 @@ def test_real_ratings(tmp_path, device_type):
 
 
 class _Vectors:
-    """A model whose vectors are given."""
+    """A model with given vectors."""
 
     def __init__(self, users, items):
         self.module = self
@@ -62,11 +62,11 @@ class _Vectors:
 
 def test_recall_of_given_vectors(run_ranks):
     (result,) = run_ranks(1, _recall)
-    # User 0 liked 0 before; 1 ranks before 2, and was liked later. User 1 liked 2 before; 0 ranks
-    # before 1, which was liked later. User 9 was not there before.
+    # User 0 liked 0 before, and later 1, which the model ranks before 2. User 1 liked 2 before, and
+    # later 1, which the model ranks after 0. User 9 is new.
     assert result["recall"] == pytest.approx(0.5)
     assert (result["users"], result["items"]) == (2, 3)
-    # The most liked of the others is 1 for both.
+    # The most popular of the others is 1 for both.
     assert result["popular"] == pytest.approx(1.0)
 
 
@@ -83,7 +83,7 @@ def test_bad_input_gets_one_sentence(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.dat", rows=400)
     message = refusal("train_two_tower.py", "--data", ratings, "--batch-size", 300)
     assert "is more than the likes to train on" in message
-    # Every later like is of what the user liked before.
+    # Later likes are of the movie that the users liked before.
     (tmp_path / "again.dat").write_text("".join(f"{s % 3}::7::9::{s}\n" for s in range(60)))
     message = refusal("train_two_tower.py", "--data", tmp_path / "again.dat", "--batch-size", 8)
     assert "has no later likes of known users and movies to recall: use more rows." in message

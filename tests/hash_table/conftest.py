@@ -1,4 +1,4 @@
-"""Fixtures that the tests of hash tables share."""
+"""Fixtures for the tests of hash tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """``torch.set_num_threads``; the number is restored after the test."""
+    """``torch.set_num_threads``; restores the number after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

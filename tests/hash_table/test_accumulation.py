@@ -1,4 +1,4 @@
-"""Gradients of several backwards are applied at once, as those of one larger batch."""
+"""Gradients of several backwards are applied at once, like those of one larger batch."""
 
 import gc
 
@@ -23,7 +23,7 @@ def _group(optimizer, device):
 def _random_bags(size, pool):
     """Bags of 0, 1, 2 or 4 ids: their means are exact, so no sum depends on its order.
 
-    Adam would turn a rounding error into a whole step where gradients of a row cancel out.
+    If gradients of a row cancel out, Adam would turn the rounding error into a whole step.
     """
     lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(FEATURES) * size,))]
     offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
@@ -31,7 +31,7 @@ def _random_bags(size, pool):
 
 
 def _together(batches, grads, weights):
-    """The batches as one, sample after sample: bags, gradient, weights."""
+    """The batches concatenated sample by sample: bags, gradient, weights."""
     ids, lengths, scales = [], [], []
     for feature in range(len(FEATURES)):
         for bags, scale in zip(batches, weights, strict=True):

@@ -1,4 +1,4 @@
-"""LFU with aging: who leaves, as c says."""
+"""LFU with aging: c decides which ids leave."""
 
 import itertools
 import math
@@ -44,11 +44,11 @@ def test_the_ends_are_lru_and_lfu(c, seed, capacity):
 
 @pytest.mark.parametrize(("c", "stays"), [(1.0, False), (3.0, True)])
 def test_a_count_is_worth_half_after_a_half_life(device_type, c, stays):
-    """16 lookups long ago against one recent lookup: 4 half-lives decide."""
+    """16 old lookups weigh as much as one recent lookup after 4 half-lives."""
     table = make(device_type, 64, eviction=AgedLFU(c))
     ids = distinct_ids(2000, device_type)
     table.find_or_insert(ids[:1].repeat(16))
-    # 8 tables full of ids that come once: an age of 8 half-lives where c = 1, of 8 / 3 where c = 3.
+    # 8 capacities of ids that occur once: an age of 8 half-lives for c = 1, of 8 / 3 for c = 3.
     for part in ids[1 : 1 + 8 * 64].split(16):
         table.find_or_insert(part)
     assert table.contains(ids[:1]).item() == stays

@@ -1,4 +1,4 @@
-"""Lookups and updates of any number of tables, widths, features and bags, against EmbeddingBag in
+"""Lookups and updates with any number of tables, widths, features and bags equal EmbeddingBag in
 float64."""
 
 import pytest
@@ -29,7 +29,7 @@ from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 @example(bags=[5] * 70, dims=[128, 36, 3] * 21, ragged=False, mean=True, seed=1)
 @example(bags=[0], dims=[8], ragged=False, mean=False, seed=2)
 def test_one_step(device, bags, dims, ragged, mean, seed):
-    if not ragged:  # as many bags of each feature
+    if not ragged:  # all features have equal numbers of bags
         bags = bags[:1] * len(bags)
     torch.manual_seed(seed)
     specs = [TableSpec(f"t{i}", 200, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]

@@ -88,7 +88,7 @@ def test_a_gradient_of_another_shape(group):
 
 
 def test_grouped_positions_on_a_cpu(group):
-    """There updates group them by themselves."""
+    """On a CPU updates group positions themselves."""
     slots = insert(group, Bags(IDS, OFFSETS, 2))
     grouped, ways = torch.empty(100, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     args = (torch.rand(2, 8), IDS, OFFSETS, None, slots, 2, False, rate(0.1, group), 1, None)

@@ -1,7 +1,7 @@
-"""Offsets that can't be followed: refused at once on a CPU, on a GPU by the call after.
+"""Invalid offsets: a CPU refuses the call at once, a GPU the next call.
 
-On a GPU nobody looks at offsets before a kernel does. Whatever they are, nothing outside of arrays
-is read or written (compute-sanitizer shows that on this file), and no row is updated.
+On a GPU only kernels read offsets. Whatever the offsets are, no kernel reads or writes outside of
+arrays (run this file under compute-sanitizer to check), and no row is updated.
 """
 
 import pytest
@@ -12,8 +12,8 @@ from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import SGD, Adam, TableGroup, TableSpec, Uniform
 
 BAGS, FEATURES = 50, 3
-IDS = 4 * BAGS * FEATURES  # 4 a bag
-# Quick rows on a GPU, ones wider than a warp, ones that are read one by one, a table by itself.
+IDS = 4 * BAGS * FEATURES  # 4 ids a bag
+# On a GPU: rows with a fast path, wider than a warp, read value by value, and one table only.
 GROUPS = [((8, 64), [0, 1, 0]), ((260, 132), [0, 1, 1]), ((3, 6), [1, 0, 1]), ((32,), [0, 0, 0])]
 
 
@@ -94,7 +94,7 @@ def test_on_a_gpu_by_the_next_call(case, dims, features, distinct, kind):
         out = group.pooled_lookup(anchor, *args, numbers)
         out.backward(torch.ones_like(out))
 
-    for _ in range(2):  # the second is updated as the first has told
+    for _ in range(2):  # the first batch decides how the second is updated
         step(good.offsets)
         torch.cuda.synchronize()
     before = all_rows(group)
@@ -103,7 +103,7 @@ def test_on_a_gpu_by_the_next_call(case, dims, features, distinct, kind):
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(bad)
-    except ValueError:  # the GPU was quicker than the host
+    except ValueError:  # the GPU reported before the host checked
         pass
     else:
         torch.cuda.set_sync_debug_mode("default")
@@ -127,7 +127,7 @@ def test_on_a_gpu_by_the_next_call(case, dims, features, distinct, kind):
 
 @pytest.mark.parametrize("bags", [None, [0, 0, 0]], ids=str)
 def test_ids_without_a_bag(device_type, bags):
-    """Known without a look at the device, and so refused at once on a GPU, too."""
+    """The host knows this without the device, so a GPU refuses at once, too."""
     group = make((8, 64), [0, 1, 0], device_type)
     ids = random_ids(5).to(device_type)
     offsets = torch.zeros(1, dtype=torch.int64, device=device_type)

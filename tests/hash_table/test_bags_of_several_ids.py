@@ -1,7 +1,7 @@
-"""Bags of several ids on a GPU, rows updated by row-wise Adagrad: the two ways, the same bits.
+"""Bags of several ids on a GPU under row-wise Adagrad: both update paths give the same bits.
 
-Rows that stand at one position of the batch come to shared memory then, and share the gradient of
-their bag. Where batches before were not such ones, all positions are sorted instead.
+One path copies rows that occur once in the batch to shared memory, where they share their bag's
+gradient. If such rows were few in previous batches, the other path sorts all positions.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def make_group(dims):
     return group
 
 
-# Tables of one width, narrow ones, and those of which some have fewer columns than others.
+# Tables of one width, narrow tables, and tables of different widths.
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (4, 20), (100, 4)])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,4 +51,4 @@ def test_both_ways_give_the_same_bits(dims, pooling, dtype):
     for group in groups:
         pooled_step(group, ids, offsets, BATCH, grad, weights, mean)
     for mine, other in zip(*(contents(group, len(dims)) for group in groups), strict=True):
-        assert torch.equal(mine, other)  # gradients of zero have left no trace
+        assert torch.equal(mine, other)  # zero gradients changed nothing

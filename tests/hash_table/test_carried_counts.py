@@ -1,4 +1,4 @@
-"""Large counts are exact: on a CPU, the low and the high bits of a count are in two arrays."""
+"""Large counts are exact: a CPU stores their low and high bits in two arrays."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.tables import make, scores_of
 from torchrec_hkv.hash_table import AgedLFU
 
 POLICIES = ["lfu", AgedLFU(2.0)]
-#: What lookups add: small ones carry after many lookups, large ones in each.
+#: Counts that a lookup adds: small ones carry after many lookups, large ones each time.
 GIVEN = [1, 2, 126, 127, 128, 129, 2**14, 2**15 - 1, 2**15, 2**40, 2**61]
 MOST = 2**63 - 1
 
@@ -28,7 +28,7 @@ def test_sums_of_lookups(device_type, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("given", [None, 3, 127, 128, 2**15])
 def test_many_positions_of_few_ids(device_type, policy, given):
-    # One table: threads share it, and add to the same counts.
+    # Threads share one table, and add to the same counts.
     table = make(device_type, 64, dim=1, eviction=policy)
     expected = dict.fromkeys(range(5), 0)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The right entry leaves, whatever has raised or lowered counts, and changed c, before."""
+"""The right entry leaves after any changes of counts and of c."""
 
 import copy
 import math
@@ -11,12 +11,12 @@ from tests.support.batches import Bags, insert, random_ids
 from tests.support.tables import distinct_ids, make, scores_of
 from torchrec_hkv.hash_table import SGD, AgedLFU, HashTable, TableGroup, TableSpec
 
-#: Half-lives in lookups a slot.
+#: Half-lives in lookups per slot.
 C = [0.0, 0.3, 2.0, 40.0, 1e4, 1e9, math.inf]
 
 
 class Model:
-    """One or two buckets: each id may take every slot. Count and last step by id."""
+    """One or two buckets, so that each id may take every slot. Count and last step by id."""
 
     def __init__(self, table: HashTable, c: float) -> None:
         self.table, self.aged = table, AgedLFUModel(c)
@@ -24,7 +24,7 @@ class Model:
         self.calls = self.lookups = self.evicted = 0
 
     def call(self, ids: list[int], counts: list[int]) -> None:
-        """A call with ids that are there, or with a new one."""
+        """A call with present ids, or with a new one."""
         table, device = self.table, self.table.device
         table.find_or_insert(torch.tensor(ids, device=device), torch.tensor(counts, device=device))
         self.calls += 1
@@ -52,13 +52,13 @@ class Model:
         return self.aged.rank(count, step), step
 
     def some(self, n: int) -> list[int]:
-        """Ids that are there."""
+        """Some present ids."""
         ids = list(self.entries)
         return [ids[at] for at in torch.randperm(len(ids))[:n]]
 
 
 def counts(n: int) -> list[int]:
-    """Mostly small ones."""
+    """Counts, mostly small."""
     return [min(int(2 ** (60 * x)), 2**60) for x in (torch.rand(n) ** 6).tolist()]
 
 
@@ -80,7 +80,7 @@ def test_counts_and_c_change_on_the_way(device_type, capacity, c):
 
 
 def full(device: str, high: bool) -> tuple[TableGroup, torch.Tensor]:
-    """A full table, of which some entries have left, and its ids: looked up longest ago first."""
+    """A full table, after some evictions, and its ids ordered by last lookup."""
     spec = TableSpec("t", 64, 2, AgedLFU(2.0), deterministic=device == "cuda")
     group = TableGroup([spec], [0], SGD(), device=device)
     ids = distinct_ids(68, "cpu")
@@ -96,7 +96,7 @@ def test_loaded_counts_are_lower_than_those_before(device_type, copied):
     group.load_table(0, low.export_table(0))
     if copied:
         group = copy.deepcopy(group)
-    # The first is looked up again; the second is the one that leaves.
+    # The first id is looked up again; the second one leaves.
     insert(group, Bags.flat(ids[:1]).to(device_type))
     insert(group, Bags.flat(random_ids(1)).to(device_type))
     state = group.export_table(0)
@@ -104,7 +104,7 @@ def test_loaded_counts_are_lower_than_those_before(device_type, copied):
 
 
 def test_others_take_the_places_of_high_counts(device_type):
-    """What those that left had says nothing of those that came."""
+    """Counts of evicted ids do not affect new ids in the same slots."""
     table = make(device_type, 64, dim=1, eviction=AgedLFU(5.0))
     model = Model(table, 5.0)
     ids = distinct_ids(400, "cpu").tolist()

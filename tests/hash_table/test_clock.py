@@ -1,4 +1,4 @@
-"""The clock of a group counts the calls that touch rows, and no others."""
+"""A group's clock counts only calls that touch rows."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_what_counts_in_a_group(device_type):
     out.backward(torch.ones_like(out))
     find(group, bags)
     assert group.clock == 2
-    insert(group, Bags.flat(bags.ids[:0]))  # no ids, but a call
+    insert(group, Bags.flat(bags.ids[:0]))  # a call without ids counts
     assert group.clock == 3
     group.set_clock(41)
     insert(group, bags)

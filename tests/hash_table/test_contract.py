@@ -1,7 +1,7 @@
-"""What every kind of table promises: random calls, each compared with the model.
+"""Every kind of table keeps its contract: random calls, each compared with the model.
 
-Tables from one bucket to many, alone and in groups, on both devices. What is particular to a kind
-has tests of its own (``growth``, ``tiers``, ``deterministic``, ``groups``).
+Tables from one bucket to many, alone and in groups, on both devices. Other tests cover what is
+particular to a kind (``growth``, ``tiers``, ``deterministic``, ``groups``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("plain", "growing", "tiered", "deterministic")
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of the tables."""
+    """The kind of table."""
     return request.param
 
 
@@ -71,7 +71,7 @@ def test_random_calls(device_type, kind, policy, capacity):
         assert checked.table.group.host_bytes(0) > 0
 
 
-# So many cells that no set is ever full: then the order within a call doesn't matter.
+# So many cells that none is replaced: the order within a call does not matter.
 ADMISSIONS = {
     "cells": MinFrequency(3, entries=1 << 16),
     "cells, halved": MinFrequency(4, entries=1 << 16, halve_every=5),

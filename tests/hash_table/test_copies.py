@@ -35,7 +35,7 @@ def everything(table: HashTable) -> tuple:
 @pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
 @pytest.mark.parametrize("initial_capacity", [None, 64])
 def test_the_copy_goes_on_alike(device_type, policy, initial_capacity):
-    """Also where it evicts, expires, admits, and counts what returns."""
+    """The copy evicts, expires, admits and counts returns like the original."""
     table = make(
         device_type,
         1000,
@@ -60,7 +60,7 @@ def test_the_copy_goes_on_alike(device_type, policy, initial_capacity):
         for each in (table, made):
             insert(each, part)
         assert everything(made) == everything(table)
-    # Under the other policies the newcomers rank lower and are refused.
+    # Under other policies, new ids rank lower and are refused.
     if policy in ("lru", "epoch_lru", "customized"):
         assert table.counters()["evicted"] > 0
         assert table.counters()["returned"] > 0
@@ -81,11 +81,11 @@ def test_the_copy_is_its_own(device_type):
 
 
 def test_a_group(device_type):
-    """Tables of several policies and geometries, trained by an optimizer."""
+    """Tables of several policies and geometries, with an optimizer."""
     specs = [
         TableSpec(
             "a", 300, 4, eviction="lfu", initializer=Uniform(-1, 1), deterministic=True
-        ),  # both take the same steps, so that what they hold is equal
+        ),  # both take the same steps, so their contents are equal
         TableSpec("b", 5000, 8, initial_capacity=64, initializer=Uniform(-1, 1)),
     ]
     group = TableGroup(specs, [0, 1], Adam(), device=device_type)

@@ -1,4 +1,4 @@
-"""A huge table is made at once: nothing goes through its buckets on the host."""
+"""Creating a huge table is instant: the host does not visit its buckets."""
 
 import time
 
@@ -46,7 +46,7 @@ def test_10_to_the_8_slots_that_grow():
 
 @needs_gpu
 def test_10_to_the_9_slots_on_a_gpu():
-    HashTable(1, 1000, device="cuda")  # the first table starts CUDA
+    HashTable(1, 1000, device="cuda")  # the first table initializes CUDA
     make_and_use("cuda", 10**9, 2)
 
 

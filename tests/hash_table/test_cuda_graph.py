@@ -1,4 +1,4 @@
-"""A training step captured in a CUDA graph does what an eager one does, new ids included."""
+"""A training step captured in a CUDA graph equals an eager step, including new ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Captured:
 
 
 def capture(group: TableGroup, first: list[Tensor]) -> Captured:
-    """Runs the first batches as they are, as PyTorch wants it, and captures one step."""
+    """Runs the first batches eagerly, as PyTorch requires, and captures one step."""
     bags = one_a_bag(first[0].clone())
     grad = torch.ones(len(first[0]), DIM, device="cuda")
     side = torch.cuda.Stream()
@@ -91,7 +91,7 @@ def test_batches_of_new_and_old_ids(eviction):
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_evictions(eviction):
-    """One id a step, so that there is no choice of what leaves."""
+    """One id a step, so that only one entry can leave."""
     pool = random_ids(400).to("cuda")
     at = torch.arange(600) // 2 + torch.randint(0, 60, (600,))
     group = compare(64, eviction, list(pool[at.to("cuda")].split(1)))
@@ -99,7 +99,7 @@ def test_evictions(eviction):
 
 
 def test_evictions_of_whole_batches():
-    """Each batch is new and takes the place of an old one; none is refused."""
+    """Each batch is new and replaces an old one; no id is refused."""
     group = make(640)
     batches = [random_ids(150).to("cuda") for _ in range(40)]
     captured = capture(group, batches[:3])
@@ -113,7 +113,7 @@ def test_evictions_of_whole_batches():
 
 
 def test_a_replay_leaves_no_pin():
-    """What a replayed step has trained may be evicted by the next eager call."""
+    """The next eager call may evict rows that a replayed step has trained."""
     group = make(64)
     ids = random_ids(64 * 8).to("cuda").split(64)
     captured = capture(group, ids[:3])
@@ -145,7 +145,7 @@ def test_an_eager_lookup_keeps_its_pin_over_replays():
 
 
 def test_a_pin_noted_before_the_capture_ends():
-    """The last eager backward's pin ends with the first replay, although no eager call follows."""
+    """The first replay releases the last eager backward's pin, although no eager call follows."""
     group = make(64)
     ids = random_ids(64 * 6).to("cuda").split(64)
     captured = capture(group, ids[:3])

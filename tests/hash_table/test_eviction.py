@@ -1,4 +1,4 @@
-"""A full table evicts the lowest score, and nothing is evicted before the table is full."""
+"""A full table evicts its lowest score; a table that is not full evicts nothing."""
 
 import pytest
 import torch
@@ -35,18 +35,18 @@ def test_lru_keeps_the_newest(device_type):
         insert_ids(group, part, device_type)
     newest = ids[-capacity:]
     kept = (find(group, Bags.flat(newest.to(device_type))) >= 0).float().mean().item()
-    # Exact eviction would keep all; buckets of 64 evict a little beside the mark.
+    # Exact eviction would keep all; buckets of 64 slots are slightly inexact.
     assert kept >= 0.96
     assert group.counters()[0]["size"] == capacity
 
 
 def test_lru_touch_protects(device_type):
-    """In one bucket eviction is exact: what was looked up longest ago goes."""
+    """With one bucket eviction is exact: the least recently used id leaves."""
     group = make(64, "lru", device_type)
     ids = random_ids(100)
     for id_ in ids[:64].split(1):
         insert_ids(group, id_, device_type)
-    insert_ids(group, ids[:10], device_type)  # oldest become newest
+    insert_ids(group, ids[:10], device_type)  # the oldest ids become the newest
     insert_ids(group, ids[64:84], device_type)
     expected = set(ids[:10].tolist()) | set(ids[30:64].tolist()) | set(ids[64:84].tolist())
     assert rows_by_id(group).keys() == expected
@@ -125,7 +125,7 @@ def test_counters(device_type):
 
 @pytest.mark.parametrize("capacity", [1, 2, 63, 65, 100, 129, 1000])
 def test_a_table_holds_its_capacity(device_type, capacity):
-    """Rounded up by less than one slot a bucket."""
+    """The capacity is rounded up by less than one slot a bucket."""
     group = make(capacity, "lru", device_type)
     for part in random_ids(20 * capacity).split(max(1, capacity // 4)):
         insert_ids(group, part, device_type)

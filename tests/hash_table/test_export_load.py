@@ -1,4 +1,4 @@
-"""A table's exported state loads into another table of its shape; anything else is refused."""
+"""A table's exported state loads into a table of the same shape; anything else is refused."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_a_full_table_comes_back_whole(device_type, eviction):
     assert (state.states[state.occupied] > 0).all()
     everything = Bags.flat(pool.to(device_type))
     assert torch.equal(find(target, everything), find(source, everything))
-    # Both go on alike: the same ids leave.
+    # Both tables continue alike: the same ids leave.
     for part in random_ids(200).to(device_type).split(1):
         insert(source, Bags.flat(part))
         insert(target, Bags.flat(part))

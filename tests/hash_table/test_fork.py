@@ -1,4 +1,4 @@
-"""A table in a child made by fork, where the parent's threads are gone."""
+"""A table in a forked child, which lacks the parent's threads."""
 
 import multiprocessing
 
@@ -13,7 +13,7 @@ SECONDS = 30
 
 def put_slots(group: TableGroup, bags: Bags, more: Bags, results) -> None:
     found, placed = find(group, bags), insert(group, more)
-    # Not by torch, which waits for ever in a child for threads of the parent.
+    # Not by torch, whose child would wait for threads of the parent forever.
     results.put((found.tolist(), int((placed.numpy() >= 0).sum())))
 
 
@@ -39,5 +39,5 @@ def test_a_child_of_a_process_that_has_used_its_threads():
     assert child.exitcode == 0
     assert found == slots.tolist()
     assert placed == 40_000
-    assert torch.equal(find(group, bags), slots)  # the parent's threads go on
+    assert torch.equal(find(group, bags), slots)  # the parent's threads still work
     assert int((find(group, more) >= 0).sum()) == 0

@@ -1,4 +1,4 @@
-"""Training lookups take scores for tables under "customized"; other tables count as ever."""
+"""Training lookups take scores for tables under "customized"; other tables count as usual."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAPACITY = 64
 
 
 def make(device_type: str, policies=POLICIES, **options) -> TableGroup:
-    """A table of one bucket for each policy, each with its own feature."""
+    """A table of one bucket for each policy, each with one feature."""
     tables = [
         TableSpec(str(i), CAPACITY, 4, eviction=policy, initializer=Constant(0.5), **options)
         for i, policy in enumerate(policies)
@@ -66,7 +66,7 @@ def test_the_lowest_leaves_even_for_a_lower_one(device_type):
     rows.sum().backward()
     assert 0 not in held(group, 0)
     assert held(group, 0)[1000] == -(2**62)
-    # It has been trained, and is the next to leave.
+    # It was trained, and is the next to leave.
     assert look_up(group, [1000], [-(2**62)]).tolist() == [[0.0] * 4]
     look_up(group, [1001], [5])
     assert 1000 not in held(group, 0)

@@ -1,4 +1,4 @@
-"""Gradients that are views of larger tensors, which may begin anywhere in memory."""
+"""Gradients that are views of larger tensors, at any alignment."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""On a GPU the forward groups the positions of equal slots for its backward, beside the pooling.
+"""On a GPU the forward groups positions of equal slots for its backward, in parallel with pooling.
 
-The backward then updates rows to the same bits as an update that groups them by itself.
+The backward then gives the same bits as an update that groups positions itself.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def make(dims=(64, 128), optimizer=None, initial=None, **options):
 def draw(kind):
     """Three features; ids that occur once, that repeat, and one that repeats often.
 
-    Of "few" one in 25 stands where another one does, too; other batches know most of them.
+    In "few", one id in 25 repeats; batches share most ids.
     """
     bags = Bags.random(3, BATCH, random_ids(600)).to("cuda")
     if kind in ("alone", "few"):
@@ -49,18 +49,18 @@ def slots_of(group, bags):
 
 
 def train(group, bags, grad, weights=None, mean=False):
-    """By the formula of autograd."""
+    """Trains by autograd."""
     anchor = torch.empty(0, device="cuda", requires_grad=True)
     slots, pin = slots_of(group, bags)
     where = (bags.ids, bags.offsets, weights, slots, BATCH, mean, pin)
     out = group.pooled_lookup(anchor, *where, rate(0.1, group))
     out.backward(grad)
-    torch.cuda.synchronize()  # how the next batch is updated is known
+    torch.cuda.synchronize()  # now the host knows how to update the next batch
     return out
 
 
 def train_by_ops(group, bags, grad, weights=None, mean=False):
-    """By an update that groups the positions itself."""
+    """Trains by an op that groups the positions itself."""
     slots, pin = slots_of(group, bags)
     anchor = torch.empty(0, device="cuda")
     where = (bags.ids, bags.offsets, weights, slots, BATCH, mean)
@@ -88,7 +88,7 @@ def entries(group):
 @pytest.mark.parametrize("kind", ["alone", "few", "repeated"])
 def test_same_bits(kind, dims, optimizer, pooling):
     groups = [make(dims, OPTIMIZERS[optimizer]) for _ in range(2)]
-    for _ in range(3):  # from the second on as the first has shown
+    for _ in range(3):  # from the second step on, the path depends on the first
         bags = draw(kind)
         weights = torch.rand(len(bags.ids), device="cuda") if pooling != "sum" else None
         grad = torch.randn(BATCH, 2 * dims[0] + dims[1], device="cuda")
@@ -104,7 +104,7 @@ def test_same_bits(kind, dims, optimizer, pooling):
 
 @pytest.mark.parametrize("kind", ["alone", "few", "repeated"])
 def test_two_backwards_of_one_forward(kind):
-    """The first uses the grouping up."""
+    """The first backward consumes the grouping."""
     groups = [make() for _ in range(2)]
     before, bags = draw(kind), draw(kind)
     for group in groups:
@@ -126,7 +126,7 @@ def test_two_backwards_of_one_forward(kind):
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"eviction": "lfu"}], ids=str)
 def test_what_a_lookup_notes(options):
-    """Batches that are mostly alone: the marks are of what the lookup has noted."""
+    """In batches of mostly unique ids, the grouping uses marks that the lookup made."""
     groups = [make(**options) for _ in range(2)]
     for _ in range(4):
         bags, grad = draw("few"), torch.randn(BATCH, 256, device="cuda")
@@ -139,7 +139,7 @@ def test_what_a_lookup_notes(options):
 
 @pytest.mark.parametrize("change", ["written to", "others", "another lookup between"])
 def test_slots_that_are_not_what_was_noted(change):
-    """Notes of other slots are of no use."""
+    """Marks of other slots are not used."""
     groups = [make() for _ in range(2)]
     warm, bags, between = draw("few"), draw("few"), draw("few")
     grad = torch.randn(BATCH, 256, device="cuda")
@@ -167,7 +167,7 @@ def test_slots_that_are_not_what_was_noted(change):
 
 
 def test_a_graph_of_the_backward_alone():
-    """What a lookup outside of the graph has noted is not what later ones will."""
+    """Marks of a lookup before the capture do not hold for replays."""
     groups = [make() for _ in range(2)]
     warm, batches = draw("few"), [draw("few") for _ in range(3)]
     n = min(len(bags.ids) for bags in batches)
@@ -215,7 +215,7 @@ def test_a_table_that_grows_before_the_backward():
 
 
 def test_bad_offsets_are_refused_by_a_backward_long_after():
-    """The host was told, the error caught, and then comes the backward of the bad batch."""
+    """The caller catches the error and continues; the bad batch's backward must raise, too."""
     group = make()
     bags = draw("repeated")
     train(group, bags, torch.randn(BATCH, 256, device="cuda"))
@@ -229,7 +229,7 @@ def test_bad_offsets_are_refused_by_a_backward_long_after():
     match = r"offsets must not decrease"
     with pytest.raises(ValueError, match=match):
         group.check_offsets()
-    group.check_offsets()  # said once
+    group.check_offsets()  # the error is raised once
     before = entries(group)
     out.backward(torch.ones_like(out))
     torch.cuda.synchronize()
@@ -240,7 +240,7 @@ def test_bad_offsets_are_refused_by_a_backward_long_after():
 
 
 def test_no_grouping_without_a_backward_to_come():
-    """Memory tells."""
+    """A forward without a backward does not group, as its memory shows."""
     group = make()
     bags = draw("alone")
     slots, pin = slots_of(group, bags)
@@ -261,7 +261,7 @@ def test_checks_of_the_op():
     slots, _ = slots_of(group, bags)
     where = (bags.ids, bags.offsets, None, slots, BATCH, False, rate(0.0, group))
     anchor = torch.empty(0, device="cuda")
-    # Not the comparison of two runs: not all bytes of `grouped` mean something.
+    # No comparison of two runs: some bytes of `grouped` are undefined.
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         ops.pooled_lookup_grouped, (anchor, group.handle, *where), test_utils=checks

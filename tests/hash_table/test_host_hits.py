@@ -1,4 +1,4 @@
-"""Hits are counted by the memory that their rows were in."""
+"""Hits are counted separately for rows in HBM and in host memory."""
 
 import torch
 

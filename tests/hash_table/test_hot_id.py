@@ -1,9 +1,8 @@
-"""Large batches with one id in half of the positions, on a GPU: the outputs and rows of
-EmbeddingBags in float64.
+"""On a GPU, large batches with one id in half of the positions equal EmbeddingBags in float64.
 
-Tiles of the pooling then keep that id's row in registers, over several chunks of positions, and
-the update passes over the positions of its run. A CPU's tables are no reference: they sum that
-row's gradients, 40,000 of them, one after the other in float32.
+Pooling tiles then keep that id's row in registers over several chunks of positions, and the update
+skips to the end of its run. A CPU's tables are no reference: they sum the row's 40,000 gradients
+sequentially in float32.
 """
 
 import pytest
@@ -22,7 +21,7 @@ EPS = 1e-8
 
 
 class Float64Table:
-    """A table and its optimizer: SGD, or row-wise Adagrad."""
+    """A table and its optimizer: SGD or row-wise Adagrad."""
 
     def __init__(self, rows, adagrad):
         self.rows = rows.double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Sums of a row's gradients are nearly exact, however many and however alike they are."""
+"""Sums of a row's gradients are nearly exact, even for very many equal gradients."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from tests.support.batches import Bags, lookup, random_ids, rows_by_id
 from torchrec_hkv.hash_table import SGD, Constant, TableGroup, TableSpec
 
 DIM = 8
-# Rounding errors of each addition, where none cancels another: on a CPU those of a piece of 64, on
-# a GPU those of a warp's share of the pieces, too.
+# Worst-case rounding errors without cancellation: within a piece of 64 on a CPU, and within a
+# warp's share of the pieces on a GPU.
 WORST = {"cpu": 64 * 2.0**-24, "cuda": 1e-4}
 
 
-# On either side of where pieces begin and end, and many.
+# Around the ends of pieces, and many.
 @pytest.mark.parametrize("positions", [2, 63, 64, 65, 127, 128, 129, 300_001])
 @pytest.mark.parametrize("alike", [False, True])
 def test_equal_to_float64(device_type, positions, alike):

@@ -1,4 +1,4 @@
-"""A table that no memory holds is refused before anything is allocated, with both figures."""
+"""A table too large for memory is refused before any allocation, with both sizes."""
 
 import pytest
 import torch
@@ -47,17 +47,17 @@ def test_tables_of_a_group_are_added_up():
 def test_more_gpu_memory_than_there_is(initial):
     free, total = available_memory.gpu_memory(torch.device("cuda", 0))
     dim = 64
-    capacity = (free if initial is None else total) // (4 * dim)  # the index is too much
+    capacity = (free if initial is None else total) // (4 * dim)  # the index is too large
     before = torch.cuda.mem_get_info()[0]
     with pytest.raises(ValueError, match=r"table 'table' takes .* of GPU memory .* bytes") as error:
         HashTable(dim, capacity, device="cuda", initial_capacity=initial)
     needed, there = figures(str(error.value))
     expected = table_memory(capacity, dim, 0, "lru", initial_capacity=initial)
-    # The only table of its group, of so many slots and not to grow, has its ids packed.
+    # The only table of its group, this large and with a fixed size, packs its ids.
     index = _C.index_bytes(capacity, False, initial, packed=initial is None)
     assert needed == index + expected.num_slots * expected.row_bytes
     assert there == total if initial else abs(there - free) < 1 << 30
-    # Other programs use memory, too, but the index alone would take more.
+    # Other programs use memory, too, but the index alone exceeds it.
     assert abs(torch.cuda.mem_get_info()[0] - before) < 1 << 30 < index
 
 
@@ -72,7 +72,7 @@ def test_rows_beyond_hbm_bytes_count_as_host_memory():
 
 @needs_gpu
 def test_what_pytorch_holds_without_use_counts_as_free():
-    """Tried a few times, since other processes on the GPU may take or return memory meanwhile."""
+    """Retries, since other processes on the GPU may take or return memory meanwhile."""
     device = torch.device("cuda", 0)
     differences = []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The values of initial rows are distributed as the initializer says."""
+"""Initial rows have the distribution that the initializer states."""
 
 import math
 
@@ -12,13 +12,13 @@ N = IDS * DIM
 
 
 def draw(initializer, device_type) -> torch.Tensor:
-    """Float64 ``[IDS, DIM]`` on the CPU."""
+    """Initial rows as float64 ``[IDS, DIM]`` on the CPU."""
     ids = torch.arange(IDS, device=device_type)
     return initial_rows(ids, DIM, table="t", initializer=initializer).double().cpu()
 
 
 def below(x: torch.Tensor | float, initializer) -> torch.Tensor:
-    """The probability of a value up to x."""
+    """The cumulative distribution function at x."""
 
     def normal(y):
         z = (torch.as_tensor(y, dtype=torch.double) - initializer.mean) / initializer.std
@@ -47,7 +47,7 @@ def moments(initializer) -> tuple[float, float]:
     def density(z: float) -> float:
         return math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
-    # Differences of complements are exact enough in an upper tail, of lower ones in a lower tail.
+    # Subtracts upper tails if the interval is above 0, and lower tails otherwise, for accuracy.
     sign = -1 if a > 0 else 1
     mass = abs(math.erfc(-sign * b / math.sqrt(2)) - math.erfc(-sign * a / math.sqrt(2))) / 2
     shift = (density(a) - density(b)) / mass
@@ -72,7 +72,7 @@ def test_moments(device_type, initializer):
     mean, std = moments(initializer)
     z = (values - mean) / std
     assert abs(z.mean()) < 5 / math.sqrt(N)
-    # The standard error of a variance, by the fourth moment.
+    # The standard error of a variance depends on the fourth moment.
     assert abs(z.square().mean() - 1) < 5 * math.sqrt((z**4).mean() / N)
 
 
@@ -82,7 +82,7 @@ def test_kolmogorov_smirnov(device_type, initializer):
     expected = below(values, initializer)
     ranks = torch.arange(N + 1) / N
     distance = max((ranks[1:] - expected).max(), (expected - ranks[:-1]).max())
-    # A larger one has a probability of 2 exp(-2 * 2.5^2) = 7e-6.
+    # A larger value has a probability of 2 exp(-2 * 2.5^2) = 7e-6.
     assert distance < 2.5 / math.sqrt(N)
 
 
@@ -104,7 +104,7 @@ def test_bounds_of_the_uniform(device_type):
     "initializer",
     [
         TruncatedNormal(0, 1, -2, 2),
-        TruncatedNormal(0, 1, -0.1, 0.7),  # bounds that are no float32
+        TruncatedNormal(0, 1, -0.1, 0.7),  # bounds that float32 can't represent
         TruncatedNormal(3, 100, 0.1, 0.3),  # nearly uniform
         TruncatedNormal(0, 1, 5, 5.5),
         TruncatedNormal(0, 1, -5.5, -5),
@@ -117,7 +117,7 @@ def test_bounds_of_the_truncated_normal(device_type, initializer):
     values = draw(initializer, device_type)
     low, high = torch.tensor([initializer.low, initializer.high]).double()
     assert low <= values.min() < values.max() <= high
-    # All of the range is reached, as far as this many draws go.
+    # The draws cover the whole range, as far as their number allows.
     quantiles = below(torch.stack([values.min(), values.max()]), initializer)
     assert quantiles[0] < 20 / N
     assert quantiles[1] > 1 - 20 / N

@@ -15,12 +15,12 @@ NORMALS = [
     TruncatedNormal(0, 1, -2, 2),
     TruncatedNormal(0.5, 0.1, 0.45, 3),
     TruncatedNormal(1, 0.5, -2, -0.5),  # a lower tail
-    TruncatedNormal(1, 0.5, 3, 3.5),  # an upper tail, from 4 standard deviations on
+    TruncatedNormal(1, 0.5, 3, 3.5),  # an upper tail, from 4 standard deviations
 ]
 
 
 def ulps(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """How many float32 apart."""
+    """Distance in float32 ulps."""
 
     def order(x: torch.Tensor) -> torch.Tensor:
         bits = x.view(torch.int32).long()

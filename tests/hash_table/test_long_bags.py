@@ -1,5 +1,5 @@
-"""Bags longer than what a tile of lanes takes at a time, among short and empty ones, are reduced as
-float64 reduces them, and their gradients reach all rows."""
+"""Bags longer than a tile's chunk, among short and empty ones, are reduced as in float64, and their
+gradients reach all rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.support.batches import rows_by_id
 from tests.support.filled_table import filled_table
 from tests.support.pairwise import pairwise
 
-#: Around one and several chunks of 8, 16 and 32 positions.
+#: Lengths around one and several chunks of 8, 16 and 32 positions.
 LENGTHS = (0, 8, 1, 17, 16, 0, 33, 32, 0, 200, 3, 64, 7, 9, 31, 1000, 15, 24, 0, 25, 65, 500)
 ROWS = 300
 RATE = 0.1
@@ -60,6 +60,6 @@ def test_equal_to_float64(device_type, dim, dtype, reduction):
     updated = rows_by_id(group)
     got = torch.stack([updated[name] for name in names.tolist()]).double()
     largest = wanted.abs().amax(1, keepdim=True)
-    # A row is rounded once; stochastic rounding of int8 may go either way.
+    # A row is rounded once; stochastic rounding of int8 may go up or down.
     steps = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
     assert ((got - wanted).abs() <= largest * steps.get(dtype, 1 / 126) + 1e-5).all()

@@ -1,4 +1,4 @@
-"""Half-lives up to the longest: on a CPU, each slot after each call, beside a model."""
+"""Half-lives up to the longest: a CPU's table agrees with a model in each slot after each call."""
 
 import random
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.support.bucket_model import BucketModel
 from torchrec_hkv.hash_table import AgedLFU, HashTable
 
-#: Steps. 65,536 need 33 bits with their fraction; 2^26 is the most.
+#: In steps. 65,536 needs 33 bits with its fraction; 2^26 is the maximum.
 HALF_LIVES = [0, 1, 150, 65_535, 65_536, 65_537, 10**6, 2**26 - 1, 2**26, 10**9]
-#: Counts that one pass ranks, and those beyond.
+#: Counts that one pass ranks, and larger ones.
 COUNTS = [0, 1, 1, 1, 2, 3, 6, 7, 8, 14, 15, 16, 17, 126, 127, 128, 129, 255, 256, 2**40, 2**63 - 1]
-#: Counts of whole buckets, each with bits in arrays of their own: few and many, equal and not.
+#: Counts of whole buckets whose high bits are in separate arrays: few and many, equal and not.
 HIGH_COUNTS = [
     [200],
     [128, 129, 130],
@@ -27,7 +27,7 @@ LAST_STEP = 2**32 - 1000
 
 
 class Compared:
-    """A table beside its model, in calls of as many ids each.
+    """A table and its model, called with equally many ids each time.
 
     Args:
         half_life: steps.
@@ -44,7 +44,7 @@ class Compared:
         self.half_life, self.ids, self.random = half_life, ids, random.Random(seed)
 
     def pass_time(self) -> None:
-        """A part of a half-life, or several."""
+        """Passes a fraction of a half-life, or several."""
         share = self.random.choice([0, 0, 0.01, 0.3, 0.999, 1, 1.001, 2.3])
         gap = min(int(share * self.half_life), 2**26)
         if gap > 0:
@@ -52,7 +52,7 @@ class Compared:
             self.table.group.set_clock(self.model.clock)
 
     def call(self, counts: list[int]) -> None:
-        """Looks up ids of twice as many as there is room for."""
+        """Looks up ids from twice as many as the table holds."""
         ids = self.random.sample(range(2 * self.model.num_slots + self.ids), self.ids)
         given = [self.random.choice(counts) for _ in ids]
         self.table.find_or_insert(torch.tensor(ids), torch.tensor(given))
@@ -60,7 +60,7 @@ class Compared:
         assert self.table.find_slots(torch.tensor(ids)).tolist() == slots
 
     def check(self) -> None:
-        """All entries are equal, and the number of those that have left."""
+        """All entries are equal, and so is the number of evictions."""
         state = self.table.group.export_table(0)
         slots = state.occupied.nonzero().flatten()
         columns = (state.ids, state.scores, state.last_steps.long() % 2**32)
@@ -89,7 +89,7 @@ def test_many_buckets(set_threads, half_life, capacity, ids, threads):
     compared = Compared(half_life, capacity, ids, seed=threads)
     for turn in range(3 * capacity // ids):
         compared.pass_time()
-        # Small counts, as most tables have them: many entries of a bucket have equal ranks.
+        # Small counts, as in most tables: many entries of a bucket have equal ranks.
         compared.call(COUNTS if turn % 4 == 0 else COUNTS[:8])
     compared.check()
 
@@ -130,7 +130,7 @@ def test_any(half_life, capacity, ids, start, seed, counts):
 
 
 def test_steps_before_the_last_ones_leave_first():
-    # The last steps of a clock of 32 bits, and entries of the first ones.
+    # The last steps of a 32-bit clock, with entries of the first ones.
     compared = Compared(100, 64, 1, seed=0)
     for id_ in range(64):
         compared.table.find_or_insert(torch.tensor([id_]), torch.tensor([3]))

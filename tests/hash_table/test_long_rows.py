@@ -1,4 +1,5 @@
-"""On a CPU all threads sum the gradients of a row with very many positions, to the same bits."""
+"""On a CPU all threads sum the gradients of a row with very many positions, bit for bit as one
+thread."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ IDS, HOT = 50, (3, 17)
 
 
 def draw(dim: int) -> torch.Tensor:
-    """Ids of which two have most of the positions, and others come between them."""
+    """Ids of which two take most positions, with others between."""
     least = (1 << 19) // (dim + 32)  # positions of a long row
     pool = torch.cat([torch.full((least + 100,), hot) for hot in HOT] + [torch.arange(IDS)] * 9)
     return pool[torch.randperm(len(pool))]
@@ -39,7 +40,7 @@ def test_sums(set_threads, weighted, dim):
         rows.append(table.rows[table.occupied][order])
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
-    if not weighted:  # outputs are the rows from before
-        set_threads(1)  # one thread of index_add_ adds in the order of the index
+    if not weighted:  # outputs are the rows before the update
+        set_threads(1)  # with one thread, index_add_ adds in index order
         first = torch.tensor([int((ids == id_).nonzero()[0]) for id_ in range(IDS)])
         assert torch.equal(rows[0], start[first] - sums_in_pieces(ids, grad, IDS))

@@ -1,5 +1,5 @@
-"""Hundreds of steps on ids of a power law that moves on, each batch found a step ahead: outputs,
-rows and states are those of a Python model of the tables."""
+"""Over hundreds of steps on a moving power law of ids, each batch found a step ahead, outputs, rows
+and states equal those of a Python model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiers import hbm_bytes_for
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 STEPS = 500
-FEATURES = 2  # of a table each
+FEATURES = 2  # per table
 DIMS = (8, 20)
 CAPACITY = 384
 BATCH = 24
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclasses.dataclass
 class Step:
-    """A batch and its gradient, and what came of them."""
+    """A batch, its gradient, and its results."""
 
     bags: Bags
     grad: torch.Tensor
@@ -41,7 +41,7 @@ class Step:
 
 
 def draw_steps():
-    """Ids of before come back, and every hundred steps all are new."""
+    """Earlier ids return, and every hundred steps all ids are new."""
     steps = []
     for number in range(STEPS):
         bags = power_law_bags(number, FEATURES, BATCH, pool=600)
@@ -51,7 +51,7 @@ def draw_steps():
 
 
 class Trainer:
-    """Trains a group on steps that are found ahead, on a GPU on two other streams in turn."""
+    """Trains a group on steps that are found ahead; on a GPU, on two other streams in turn."""
 
     def __init__(self, group):
         self.group = group

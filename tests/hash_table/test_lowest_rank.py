@@ -1,4 +1,5 @@
-"""Which entry of a full bucket leaves: extreme scores, ties and bucket sizes, beside a model."""
+"""Which entry leaves a full bucket, for extreme scores, ties and bucket sizes: agrees with a
+model."""
 
 import pytest
 import torch
@@ -8,8 +9,7 @@ from tests.support.tables import make, scores_of, scores_tensor
 from torchrec_hkv.hash_table import AgedLFU
 
 COUNTS = [0, 1, 2, 3, 7, 2**31 + 5, 2**52 - 1, 2**52, 2**62, 2**63 - 1]
-#: On a CPU counts below 8 or 16 are ranked first, then those below 128, then those that have few
-#: more bits.
+#: A CPU ranks counts below 8 or 16 first, then those below 128, then those with few more bits.
 LIMITS = [6, 7, 8, 9, 15, 16, 100, 126, 127, 128, 129, 255, 256, 3 * 2**15]
 HIGH = [128, 129, 200, 255, 256, 3 * 2**15, 2**23 - 32769, 2**23 - 32768, 2**23, 2**40]
 SCORES = [-(2**63), 1 - 2**63, -1, 0, 1, 2**31, 2**63 - 2, 2**63 - 1]
@@ -46,7 +46,7 @@ def test_the_lowest_of_a_bucket_leaves(device_type, capacity, policy, counts):
 
 
 def test_a_score_of_all_bits_leaves_where_the_others_are_pinned(device_type):
-    # Slots that take no part are marked by the highest score.
+    # The search marks excluded slots by the highest score.
     table = make(device_type, 8, dim=1, eviction="customized")
     ids = torch.arange(8, device=device_type)
     table.find_or_insert(ids, scores_tensor([2**63 - 1] * 8, device_type))

@@ -1,6 +1,6 @@
-"""Large batches of narrow rows with several gradients each: as on a CPU.
+"""Large batches of narrow rows, each with several gradients, train as on a CPU.
 
-On a GPU a tile of lanes takes 32 positions then, several times as many as it has lanes.
+A GPU's tile of lanes then takes 32 positions, several for each lane.
 """
 
 import pytest
@@ -17,7 +17,7 @@ POSITIONS, BAG = 900_000, 10
 
 
 def trained(spec: TableSpec, optimizer: object, bags: Bags, grad: Tensor, device: str) -> Tensor:
-    """Rows after one step, in the order of their ids."""
+    """Rows after one step, ordered by id."""
     group = TableGroup([spec], [0], optimizer, device=device)
     lookup(group, bags.to(device), learning_rate=0.1).backward(grad.to(device))
     table = group.export_table(0)
@@ -28,7 +28,7 @@ def trained(spec: TableSpec, optimizer: object, bags: Bags, grad: Tensor, device
 @pytest.mark.parametrize("dim", [20, 64])
 @pytest.mark.parametrize("gradients", [3, 13, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-# With a small eps, Adagrad's first step depends on the sign of sums that are nearly 0.
+# With a small eps, Adagrad's first step depends on the sign of nearly zero sums.
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-2)])
 def test_rows(optimizer, dtype, gradients, dim):
     torch.manual_seed(gradients + dim)

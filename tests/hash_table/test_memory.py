@@ -1,4 +1,4 @@
-"""What a table takes is what was announced, in HBM and in host memory."""
+"""A table takes its announced memory, in HBM and in host memory."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table import (
     table_memory,
 )
 
-#: Host memory of a GPU's table comes in pieces, of rows and of states.
+#: A GPU's table allocates host memory in chunks of rows and of states.
 PIECE = 2 << 20
 
 
@@ -48,7 +48,7 @@ def test_rows_beyond_hbm_bytes_lie_in_host_memory(share, state_width):
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     frames = hbm_slots_for(memory, hbm_bytes)
     wanted = share * memory.num_slots
-    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in sets, beside their tags
+    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in sets, with their tags
     hbm, host = gpu_table_bytes(memory, hbm_bytes)
     assert hbm <= hbm_bytes
     assert host == (0 if share == 1.0 else memory.num_slots * memory.row_bytes)
@@ -68,7 +68,7 @@ def test_narrow_states_of_all_slots_are_in_hbm(state_width):
         memory.index_bytes + states + share.slots * 64 * 4 + share.sets * 12,
         slots * 64 * 4,
     )
-    # Not where all rows are in HBM, nor none.
+    # Not if all rows are in HBM, or none.
     assert not hbm_share_for(memory, None).all_states
     assert not hbm_share_for(memory, memory.bytes).all_states
     assert not hbm_share_for(memory, memory.index_bytes).all_states
@@ -104,7 +104,7 @@ def test_too_few_frames_are_none():
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("optimizer", [SGD(), RowWiseAdagrad()])
 def test_training_over_two_memories(share, optimizer):
-    """Rows in host memory are looked up, trained, saved and loaded as those in HBM are."""
+    """Rows in host memory are looked up, trained, saved and loaded like rows in HBM."""
     memory = table_memory(1000, 8, 0 if optimizer == SGD() else 1, "lru")
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     split = TableSpec("t", 1000, 8, hbm_bytes=hbm_bytes, initializer=Uniform(-1, 1))
@@ -136,7 +136,7 @@ def test_training_over_two_memories(share, optimizer):
 
 @needs_gpu
 def test_more_than_2_to_the_31_elements():
-    """Slots, elements and bytes past 2^31: every id past the boundary reads its own row."""
+    """Slots, elements and bytes past 2^31: every id beyond reads its own row."""
     dim, capacity = 1024, 2_200_000  # 2.25e9 elements, 9 GB
     group = TableGroup(
         [TableSpec("t", capacity, dim, initializer=Uniform(-1, 1))], [0], SGD(), device="cuda"

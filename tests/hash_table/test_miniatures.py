@@ -1,4 +1,4 @@
-"""An adaptive table chooses the half-life of its counts by miniatures, which follow a model."""
+"""An adaptive table chooses its half-life by miniature tables, which agree with a model."""
 
 import copy
 
@@ -43,7 +43,7 @@ class Modelled:
 
 
 def batch(generator: torch.Generator, n: int, base: int, width: int) -> list[int]:
-    """Skewed ids of a range that moves."""
+    """Skewed ids from a moving range."""
     return ((torch.rand(n, generator=generator) ** 3 * width).long() + base).tolist()
 
 
@@ -103,13 +103,13 @@ def test_they_see_nothing_where_nothing_leaves_or_batches_are_much_too_large(dev
         crowded.find_or_insert(ids)
     assert roomy.counters()["evicted"] == 0
     assert roomy.group.miniature_tally[0, :-1].eq(0).all()
-    # Before its first call a table knows no mean number of lookups.
+    # Before its first call a table has no mean number of lookups.
     assert crowded.counters()["evicted"] > 0
     assert crowded.group.miniature_tally[0, :-1].eq(0).all()
 
 
 def stream(replaced: bool) -> list[torch.Tensor]:
-    """300 batches with popularity 1 / rank; all ids are replaced each 20 batches, or none."""
+    """300 batches with popularity 1 / rank; all ids are replaced every 20 batches, or never."""
     generator = torch.Generator().manual_seed(2)
     weights = 1 / torch.arange(1, 6001).double()
     ranks = torch.multinomial(weights, 300 * 256, replacement=True, generator=generator)

@@ -1,4 +1,4 @@
-"""Warm calls on a GPU do not wait for the device."""
+"""Warm calls on a GPU do not make the host wait."""
 
 import types
 

@@ -1,9 +1,9 @@
-"""Large batches of one id a bag on a GPU: the same outputs, rows and states as on a CPU.
+"""Large batches of one id a bag on a GPU give the same outputs, rows and states as on a CPU.
 
-Such batches have ways of their own: rows that are read once are pooled as what leaves the
-second-level cache last, and copied in bulk where they are wide, narrow rows that stand alone are
-updated from shared memory, and Adam's by a warp each. Of very large batches all positions are
-sorted, and wide rows updated in tiles.
+Such batches have their own kernels. Rows that are read once are pooled as the last to leave the L2
+cache, and wide ones are copied in bulk. Narrow rows with one position are updated from shared
+memory, by Adam with a warp each. Very large batches sort all positions, and update wide rows in
+tiles.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def test_updates(optimizer, dim, n):
     compare(dim, n, optimizer, repeated=0.05)
 
 
-# Above where rows are read as what leaves the cache last, and positions are sorted.
+# Above the size from which rows leave the cache last, and positions are sorted.
 MANY = (1 << 19) + 77
 
 
@@ -68,7 +68,7 @@ def test_pooling_of_many(optimizer, dim):
     compare(dim, MANY, optimizer, repeated=0.05)
 
 
-# Runs of two positions and a long one, whose gradients have scales.
+# Runs of two positions and a long one; gradients have different scales.
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("dim", [100, 128])
 def test_sorted_rows_with_weights(dim, mean):
@@ -76,7 +76,7 @@ def test_sorted_rows_with_weights(dim, mean):
     compare(dim, MANY, RowWiseAdagrad(eps=1e-8), 0.05, hot=700, weights=weights, mean=mean)
 
 
-# As many ids as bags, but not one in each.
+# As many ids as bags, but not one in each bag.
 @pytest.mark.parametrize("dim", [100, 128])
 def test_bags_of_other_lengths(dim):
     lengths = torch.ones(MANY, dtype=torch.int64)

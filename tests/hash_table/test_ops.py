@@ -1,4 +1,4 @@
-"""The dispatcher ops have schemas, fakes and autograd formulas that PyTorch finds correct."""
+"""opcheck accepts the schemas, fakes and autograd formulas of the ops."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_find_or_insert(case):
     torch.library.opcheck(ops.find_or_insert, args)
 
 
-NUMBERS = [10, 0, 14]  # bags of each feature, where they differ
+NUMBERS = [10, 0, 14]  # bags of each feature, if they differ
 
 
 @pytest.mark.parametrize("numbers", [None, NUMBERS], ids=str)
@@ -44,13 +44,13 @@ NUMBERS = [10, 0, 14]  # bags of each feature, where they differ
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 def test_pooled_lookup(case, weighted, numbers, dtype):
     group, bags, slots = case
-    if numbers is not None:  # the bags of the fixture, dealt out otherwise
+    if numbers is not None:  # distributes the fixture's bags differently
         slots = group.find_or_insert(bags.ids, bags.offsets, 0, None, numbers)
     anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
     weights = None
     if weighted:
         weights = torch.rand(len(slots), device=anchor.device, requires_grad=True)
-    # A learning rate of 0, as the checks run the op several times and compare.
+    # The learning rate is 0, since opcheck runs the op several times and compares.
     args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, None)
     args = (*args, rate(0.0, group), numbers, dtype)
     torch.library.opcheck(ops.pooled_lookup, args)
@@ -97,7 +97,7 @@ def test_initial_rows(device_type, distribution):
 
 
 def test_gradcheck_of_weights(case):
-    """The analytic gradient of the weights against differences, in float32."""
+    """The analytic gradient of the weights equals finite differences, in float32."""
     group, bags, slots = case
     anchor = torch.empty(0, device=bags.ids.device)
     weights = torch.rand(len(slots), device=bags.ids.device, requires_grad=True)

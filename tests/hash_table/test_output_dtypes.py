@@ -1,4 +1,4 @@
-"""Outputs and gradients of 16 bits: sums in float32 that are rounded once."""
+"""16-bit outputs and gradients: sums in float32 that are rounded once."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.batches import Bags, random_ids, rate, rows_by_id
 from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 NARROW = [torch.float16, torch.bfloat16]
-# Quick rows on a GPU, ones that are read one by one, ones wider than a warp.
+# On a GPU: rows with a fast path, rows read value by value, rows wider than a warp.
 DIMS = [(8, 64, 128), (1, 3, 6), (260, 132)]
 
 
@@ -53,8 +53,8 @@ def test_outputs_are_rounded_once(device_type, dtype, dims, weighted, rows):
 @pytest.mark.parametrize("optimizer", [SGD(), RowWiseAdagrad(eps=1e-6), Adam()], ids=repr)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_gradients_of_16_bits_are_those_widened(device_type, dtype, dims, optimizer, ragged):
-    """Bit for bit what the same gradient in float32 does, of rows and of weights: sums run in the
-    order of the batch, whatever the slots."""
+    """16-bit gradients give, bit for bit, the rows and weight gradients of the same gradient in
+    float32: sums follow the order of the batch, whatever the slots."""
     narrow, wide = (make(dims, optimizer, device_type) for _ in range(2))
     pool = random_ids(60)
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_gradients_of_16_bits_are_those_widened(device_type, dtype, dims, optimi
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_a_hot_id(device_type, dtype):
-    """The sum of 100,000 gradients of 16 bits is that of their exact values."""
+    """The sum of 100,000 16-bit gradients equals that of their exact values."""
     group = TableGroup([TableSpec("t", 64, 8)], [0], SGD(), device_type)
     n = 100_000
     ids = torch.full((n,), 3, device=device_type)
@@ -93,7 +93,7 @@ def test_a_hot_id(device_type, dtype):
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_held_gradients(device_type, dtype):
-    """Those of several backwards, one of them in float32 and one with bags of other numbers, are
+    """Held gradients of several backwards, one in float32 and one with other numbers of bags, are
     applied as one batch."""
     dims = (8, 64)
     ours, theirs = (make(dims, SGD(), device_type) for _ in range(2))
@@ -113,7 +113,7 @@ def test_held_gradients(device_type, dtype):
     third = look_up(ours, batches[2], None, False, None)
     grads.append(torch.randn_like(third.detach()))
     third.backward(grads[2])
-    # SGD is linear: one step for each batch comes to the same.
+    # SGD is linear: one step for each batch gives the same.
     for bags, grad, each in zip(batches, grads, (None, numbers, None), strict=True):
         look_up(theirs, bags, None, False, None, each).backward(grad.float())
     for table in range(2):

@@ -39,7 +39,7 @@ class Model:
         self.steps = self.lookups = self.refused = 0
 
     def step(self, ids, after):
-        """``after``: the ids that the table holds; decides between entries of equal rank."""
+        """``after`` has the ids in the table, which decide between entries of equal rank."""
         self.steps += 1
         self.aged.begin_call(self.steps, self.lookups, self.slots)
         self.lookups += len(ids)
@@ -76,7 +76,7 @@ def test_equal_to_a_dictionary(device_type, c, capacity):
     for step in range(60):
         n = int(torch.randint(1, 2 * capacity, ()))
         ids = pool[(torch.rand(n) ** 3 * len(pool)).long()]
-        if step % 7 == 0:  # a scan of ids that do not come again
+        if step % 7 == 0:  # a scan of ids that do not return
             ids = random_ids(capacity)
         insert(group, Bags.flat(ids).to(device_type))
         after = counts_of(group)

@@ -1,5 +1,5 @@
-"""A batch with more distinct ids than the table: the table fills, the others are refused, counted
-and looked up by their initial rows."""
+"""A batch with more distinct ids than the table fills it; other ids are refused, counted and looked
+up by their initial rows."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torchrec_hkv.hash_table import (
 def test_refused_ids(device_type, eviction):
     spec = TableSpec("t", 100, 4, eviction, initializer=Uniform(-1, 1))
     group = TableGroup([spec], [0], SGD(), device=device_type)
-    insert(group, Bags.flat(random_ids(100).to(device_type)))  # all of these will leave
+    insert(group, Bags.flat(random_ids(100).to(device_type)))  # all of these will be evicted
     ids = random_ids(500)
     bags = Bags(ids, torch.arange(501), 500).to(device_type)
     out = lookup(group, bags)
@@ -30,7 +30,7 @@ def test_refused_ids(device_type, eviction):
     assert counters["refused"] == 400
     assert rows_by_id(group).keys() <= set(ids.tolist())
 
-    out.backward(torch.ones_like(out))  # trains those that have a row, drops the rest
+    out.backward(torch.ones_like(out))  # trains ids with a row, drops the rest
     rows = rows_by_id(group)
     by_id = dict(zip(ids.tolist(), initial, strict=True))
     for id_, row in rows.items():

@@ -1,4 +1,5 @@
-"""A packed table keeps of an id what its digest does not tell; every id comes back from that."""
+"""A packed table stores only the part of an id that its digest does not determine; every id can be
+restored."""
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def _unmixed(x: int) -> int:
 
 
 def _ids_of_digest(raw: int, n: int) -> list[int]:
-    """Ids whose digest, before two of its values give way to others, is this one.
+    """Ids that have this digest, before two digest values are replaced by others.
 
     Those of two digests differ in the lowest 16 bits of their hashes alone.
     """
@@ -73,7 +74,7 @@ def test_ids_of_one_digest_are_told_apart(device_type, eviction):
 
 @needs_gpu
 def test_the_oldest_of_both_buckets_leaves():
-    """In packed tables as in others: the same slots for the same calls."""
+    """Packed tables use the same slots as others for the same calls."""
 
     def run(packed_from: int) -> list[torch.Tensor]:
         before = _C.set_packed_from(packed_from)
@@ -93,7 +94,7 @@ def test_the_oldest_of_both_buckets_leaves():
 
 @needs_gpu
 def test_one_id_at_a_time_takes_the_same_places():
-    """Where nothing depends on chance anyhow, also without the order of the batch."""
+    """One id at a time leaves nothing to chance, also without the batch order."""
 
     def run(packed_from: int) -> list[int]:
         before = _C.set_packed_from(packed_from)

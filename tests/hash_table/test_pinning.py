@@ -1,4 +1,4 @@
-"""What a forward found stays put until its backward, also when other batches come between."""
+"""Rows that a forward found stay until its backward, even if other batches come between."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_rows_stay_until_the_backward(device_type, eviction):
     ids = random_ids(200).to(device_type)
     out = lookup(group, Bags.flat(ids[:40]))
     before = rows_by_id(group)
-    insert(group, Bags.flat(ids[40:100]))  # 24 places are free, the other 40 are pinned
+    insert(group, Bags.flat(ids[40:100]))  # 24 slots are free, the other 40 are pinned
     assert group.counters()[0]["refused"] == 36
     assert group.counters()[0]["evicted"] == 0
     out.backward(torch.ones_like(out))

@@ -11,7 +11,7 @@ DIMS = [(16, 16), (1, 3), (64, 130, 7), (300, 4), (129,), (2048, 1)]
 
 
 def expected(group, bags, feature_tables, weights, mean):
-    """[batch, columns] by EmbeddingBag over initial rows, float64."""
+    """EmbeddingBag over initial rows, as float64 [batch, columns]."""
     outs = []
     for feature, table in enumerate(feature_tables):
         spec = group.tables[table]
@@ -93,7 +93,7 @@ def test_long_and_empty_bags(device_type):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dims", [(128, 36), (64, 8), (32,)], ids=str)
 def test_a_large_batch(dims, weighted, mean):
-    """Tiles of lanes work through several bags in several chunks, some ids have no row."""
+    """Tiles of lanes process several bags in several chunks; some ids have no row."""
     known, unknown = random_ids(1000).cuda(), random_ids(20).cuda()
     specs = [
         TableSpec(f"t{i}", 5000, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)

@@ -1,5 +1,5 @@
-"""Bags of rows of every width and dtype are reduced as float64 reduces them, and so are those of
-ids that have no row, which count with their initial ones."""
+"""Bags of rows of every width and dtype are reduced as in float64; ids without a row count with
+their initial rows."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch
 from tests.support.filled_table import filled_table
 from tests.support.pairwise import pairwise
 
-#: Whole vectors of a CPU, parts of one, and what several passes over a row cover.
+#: Whole vectors of a CPU, partial ones, and widths that need several passes over a row.
 WIDTHS = (
     1,
     3,
@@ -49,7 +49,7 @@ ROWS, BATCH = 60, 37
 def test_equal_to_float64(device_type, dim, dtype, reduction):
     torch.manual_seed(dim)
     group, names, table = filled_table(ROWS, dim, dtype, device_type)
-    # Five ids leave the table, and count with the rows that they began with.
+    # Five ids leave the table, and count with their initial rows.
     which = torch.randint(ROWS, (BATCH * 5,))
     lengths = torch.tensor([0, 9] * BATCH)[:BATCH]
     lengths[-1] = 5 * BATCH - int(lengths[:-1].sum())
@@ -73,7 +73,7 @@ def test_equal_to_float64(device_type, dim, dtype, reduction):
     expected = torch.zeros(BATCH, dim, dtype=torch.double).index_add_(0, bag_of, terms)
     if "mean" in reduction:
         expected /= lengths.clamp(min=1)[:, None]
-    # An initial row is not rounded to the rows' dtype.
+    # An initial row is not rounded to the table's dtype.
     steps = {torch.float32: 0.0, torch.int8: 1 / 127}
     rounding = steps[dtype] if dtype in steps else float(torch.finfo(dtype).eps)
     error = (pooled.double().cpu() - expected).abs()

@@ -1,4 +1,4 @@
-"""Several lookups may wait for their backward at once, each with its own pin."""
+"""Several lookups may await their backwards at once, each with its own pin."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ def backward(out: torch.Tensor) -> None:
 
 
 def test_two_forwards_before_the_first_backward(device_type):
-    """The first backward frees its own rows and not those of the second lookup."""
+    """The first backward releases its own rows, but not those of the second lookup."""
     group = make(device_type)
     ids = random_ids(300).to(device_type)
     parts = [ids[:24], ids[24:56]]
     outs = [lookup(group, Bags.flat(part)) for part in parts]
     before = rows_by_id(group)
-    insert(group, Bags.flat(ids[100:140]))  # 8 places are free
+    insert(group, Bags.flat(ids[100:140]))  # 8 slots are free
     assert group.counters()[0]["refused"] == 32
     backward(outs[0])
     insert(group, Bags.flat(ids[200:300]))
@@ -44,7 +44,7 @@ def test_two_forwards_before_the_first_backward(device_type):
 
 
 def test_the_second_backward_first(device_type):
-    """What was looked up since the oldest lookup that waits stays with that one's rows."""
+    """Rows looked up after the oldest pending lookup stay until that lookup's backward."""
     group = make(device_type)
     ids = random_ids(300).to(device_type)
     outs = [lookup(group, Bags.flat(part)) for part in (ids[:24], ids[24:64])]
@@ -57,7 +57,7 @@ def test_the_second_backward_first(device_type):
 
 
 def test_an_id_in_both_batches(device_type):
-    """It stays until the later of the two backwards, and gets both gradients."""
+    """An id in both batches stays until the later backward, and gets both gradients."""
     group = make(device_type)
     ids = random_ids(200).to(device_type)
     outs = [lookup(group, Bags.flat(ids[:40])), lookup(group, Bags.flat(ids[20:60]))]
@@ -74,7 +74,7 @@ def test_an_id_in_both_batches(device_type):
 
 
 def test_places_of_pins_are_used_again(device_type):
-    """More lookups than places for pins, with always two of them waiting."""
+    """More lookups than pin slots, with two of them always pending."""
     group = make(device_type, capacity=256)
     waiting = []
     for _ in range(3 * _C.MAX_PINS):
@@ -107,7 +107,7 @@ def test_too_many_wait(device_type):
 
 
 def test_a_pin_ends_once(device_type):
-    """A second backward of a graph does not end the pin that has the first one's place."""
+    """A second backward of a graph does not release the pin that reuses the first one's slot."""
     group = make(device_type)
     ids = random_ids(128).to(device_type)
     first = lookup(group, Bags.flat(ids[:5]))
@@ -122,7 +122,7 @@ def test_a_pin_ends_once(device_type):
 
 
 def test_a_pin_without_a_lookup(device_type):
-    """It holds the rows of its call for as long as there is a reference to it."""
+    """A pin without a lookup holds its call's rows as long as it is referenced."""
     group = make(device_type)
     ids = random_ids(128).to(device_type)
     bags = Bags.flat(ids[:64])
@@ -137,7 +137,7 @@ def test_a_pin_without_a_lookup(device_type):
 
 
 def test_a_place_that_is_taken_and_left_unused(device_type):
-    """The rows of the pin that had the place before are free all the same."""
+    """An unused pin that took a previous pin's slot does not hold that pin's rows."""
     group = make(device_type)
     ids = random_ids(128).to(device_type)
     bags = Bags.flat(ids[:64])

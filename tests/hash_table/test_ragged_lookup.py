@@ -1,4 +1,4 @@
-"""Lookups whose features differ in their numbers of bags, against EmbeddingBag in float64."""
+"""Lookups whose features differ in their numbers of bags equal EmbeddingBag in float64."""
 
 import pytest
 import torch
@@ -9,14 +9,13 @@ from tests.support.ragged_batches import Batch, look_up, reference_step
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 OPTIMIZERS = {"sgd": SGD(), "rowwise_adagrad": RowWiseAdagrad(eps=1e-6)}
-# Quick rows on a GPU, ones that are read one by one, ones wider than a warp, and all at once.
+# On a GPU: rows with a fast path, read value by value, wider than a warp, and all at once.
 DIMS = [(8, 64, 128), (1, 3, 6), (260, 132), (4, 7, 200)]
 BAGS = [[4, 1, 6, 9], [0, 3, 0, 5], [2, 2, 2, 2], [0, 0, 0, 0], [70, 0, 1, 300]]
 
 
 def make_groups(dims, optimizer, device):
-    """A group of all tables, whose first has two features, and for each feature one with it
-    alone."""
+    """A group of all tables, whose first table has two features, and a group for each feature."""
     specs = [TableSpec(f"t{i}", 600, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
     features = [*range(len(dims)), 0]
     return TableGroup(specs, features, optimizer, device), specs, features
@@ -26,7 +25,7 @@ def make_groups(dims, optimizer, device):
 @pytest.mark.parametrize("bags", BAGS, ids=str)
 @pytest.mark.parametrize("mean", [False, True])
 def test_against_embedding_bag(device_type, dims, bags, mean):
-    """Outputs, gradients of rows and of weights, in float64. Ids are rows 0 to 39."""
+    """Outputs and gradients of rows and weights, in float64. Ids are rows 0 to 39."""
     torch.manual_seed(sum(bags) + sum(dims))
     group, specs, features = make_groups(dims, SGD(), device_type)
     bags = bags[: len(features)]
@@ -58,7 +57,7 @@ def test_against_embedding_bag(device_type, dims, bags, mean):
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_the_same_as_bags_of_equal_number(device_type, optimizer):
-    """Bit for bit what a lookup without ``bags`` gives, in several steps."""
+    """Equals a lookup without ``bags`` bit for bit, over several steps."""
     dims, number = (8, 64, 12), 30
     ours, specs, features = make_groups(dims, OPTIMIZERS[optimizer], device_type)
     theirs, _, _ = make_groups(dims, OPTIMIZERS[optimizer], device_type)
@@ -75,14 +74,14 @@ def test_the_same_as_bags_of_equal_number(device_type, optimizer):
     for table in range(len(dims)):
         got, wanted = rows_by_id(ours, table), rows_by_id(theirs, table)
         assert got.keys() == wanted.keys()
-        # Ids may have come to other slots on a GPU, and so in another order into the sums.
+        # On a GPU ids may be in other slots, which changes the order of sums.
         for id_, row in wanted.items():
             torch.testing.assert_close(got[id_], row, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [4, 7, 128, 300])
 def test_a_row_an_id(device_type, dim):
-    """Sequences: ids are bags of one, and outputs their rows in the order of the ids."""
+    """Sequences: each id is a bag, and outputs are rows in the order of the ids."""
     specs = [TableSpec(f"t{i}", 500, dim, initializer=Uniform(-1, 1)) for i in range(2)]
     group = TableGroup(specs, [0, 1, 0], SGD(), device_type)
     pool = random_ids(60)
@@ -104,7 +103,7 @@ def test_a_row_an_id(device_type, dim):
 
 
 def test_a_hot_id_over_features(device_type):
-    """One id in most bags of all features, of one table: its gradients are added up once."""
+    """One id takes most bags of all features of a table; its gradients are summed once."""
     group = TableGroup([TableSpec("t", 64, 8)], [0, 0, 0], SGD(), device_type)
     bags = [50_000, 1, 30_000]
     n = sum(bags)
@@ -169,7 +168,7 @@ def test_a_gradient_of_another_shape():
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
-    """With more features than one launch tells of their bags."""
+    """There are more features than one launch's arguments can describe."""
     features = 150
     spec = TableSpec("t", 4000, 8, initializer=Uniform(-1, 1))
     ours, theirs = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
@@ -186,7 +185,7 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
         return out.detach()
 
     def fill(batch):
-        """All of the static ids: the last bag has what is left."""
+        """Uses all static ids: the last bag gets the surplus."""
         static.ids[: len(batch.ids)].copy_(batch.ids)
         static.ids[len(batch.ids) :] = batch.ids[0]
         static.offsets.copy_(batch.offsets)

@@ -1,6 +1,6 @@
-"""Batches of thousands of ids whose repetitions come early, late, always or never.
+"""Batches of thousands of ids that repeat early, late, always or never.
 
-On a CPU, where a find looks for ids that repeat others of a part of the batch once.
+On a CPU a find searches once for ids that repeat within a part of the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CAPACITY = 1 << 14
 
 
 def frequent_first(n: int) -> Tensor:
-    """About a power law: the i-th of POOL numbers as often as 1 / i."""
+    """Roughly a power law: the i-th of POOL indices has a frequency of 1 / i."""
     return (POOL ** torch.rand(n, dtype=torch.float64)).long() - 1
 
 
@@ -25,7 +25,7 @@ def different(n: int) -> Tensor:
     return torch.randperm(POOL)[:n]
 
 
-#: Numbers in the pool of ids, of one feature.
+#: Indices into the pool of ids, for one feature.
 STREAMS = {
     "always": lambda: frequent_first(20_000),
     "late": lambda: torch.cat([different(600), frequent_first(9_000)]),
@@ -45,7 +45,7 @@ def make(eviction: str) -> TableGroup:
 
 
 def features(parts: list[Tensor]) -> Bags:
-    """One bag of each feature."""
+    """One bag for each feature."""
     lengths = torch.tensor([0, *(len(part) for part in parts)])
     return Bags(torch.cat(parts), lengths.cumsum(0), 1)
 
@@ -61,7 +61,7 @@ def assert_at(group: TableGroup, slots: Tensor, parts: list[Tensor]) -> None:
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_every_position_gets_its_slot(stream, eviction):
-    """Of ids half of which are there, and half are not yet."""
+    """Half of the ids are present, the others are new."""
     group = make(eviction)
     pool = random_ids(POOL)
     parts = [pool[STREAMS[stream]()] for _ in range(3)]
@@ -105,7 +105,7 @@ def test_lfu_counts_every_position(stream):
 
 
 def test_lru_touches_what_repeats():
-    """Ids of every batch keep their slots, while twice the capacity of others comes and goes."""
+    """Ids of every batch keep their slots while twice the capacity of other ids passes through."""
     group = make("lru")
     pool = random_ids(4 * CAPACITY)
     other = pool[:5]

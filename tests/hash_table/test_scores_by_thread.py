@@ -1,5 +1,5 @@
-"""On a CPU scores are those of one lookup after the other, exactly, however the threads share the
-tables of a batch: whole ones, or in pieces."""
+"""On a CPU scores equal those of sequential lookups, however threads share a batch's tables: whole
+tables or pieces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
 
 IDS = 3_000
 BATCH = 600
-#: By case: the features of tables of 0, 1, 2 ... and the longest bags of each feature. Of two
-#: threads each gets a table, or they share the last one, or the only one.
+#: By case: the table of each feature, and each feature's longest bag. Two threads get a table each,
+#: share the last one, or share the only one.
 CASES = {
     "one table": ([0], [40]),
     "one each": ([0, 1], [30, 30]),
@@ -26,7 +26,7 @@ CASES = {
 
 
 def draw(longest: list[int], skew: float) -> tuple[Tensor, Tensor]:
-    """Ids, of which with a high skew few come often, and offsets."""
+    """Ids and offsets. With a high skew, few ids are frequent."""
     lengths = torch.cat([torch.randint(most + 1, (BATCH,)) for most in longest])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = (IDS * torch.rand(int(offsets[-1])) ** skew).long()

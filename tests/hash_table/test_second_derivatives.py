@@ -1,4 +1,4 @@
-"""The gradient of a lookup's weights under ``create_graph=True`` can't be differentiated."""
+"""A weight gradient under ``create_graph=True`` can't be differentiated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of slots finds what changed in them, whatever did it, against reads of all slots."""
+"""A snapshot of slots finds all changes since, whatever made them, as reads of all slots do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.slot_snapshot import SlotSnapshot
 
 
 class _Followed:
-    """A table that changes at random, and what its slots held at the last comparison."""
+    """A table that changes at random, and its slots at the last comparison."""
 
     def __init__(self, seed: int, device: str, batch: int) -> None:
         self.random, self.device, self.batch = random.Random(seed), device, batch
@@ -34,7 +34,7 @@ class _Followed:
         self.since = self.group.first_open_step
 
     def held(self) -> dict[int, int]:
-        """Ids by slot, from an export; of the slots that there are now."""
+        """Ids by slot, from an export, for the present slots."""
         state = self.group.export_table(self.table)
         occupied = state.occupied.nonzero().flatten()
         return dict(zip(occupied.tolist(), state.ids[occupied].tolist(), strict=True))
@@ -56,7 +56,7 @@ class _Followed:
         self.group.erase(ids, self.offsets(len(ids)), 1)
 
     def restore(self) -> None:
-        """Puts entries of an early step into the table, as a sync does."""
+        """Puts entries of an early step into the table, like a sync."""
         ids = self.some(20)
         ids = ids[self.group.find(ids, self.offsets(len(ids)), 1) < 0]
         if len(ids) == 0:
@@ -71,7 +71,7 @@ class _Followed:
         FileTarget(self.group, self.table, 1 << 20).restore(batch, exact=False)
 
     def note(self) -> None:
-        """Says of an entry that it changed."""
+        """Records that an entry changed."""
         held = self.held()
         if held and len(self.snapshot.ids) == self.group.present_slots(self.table):
             self.noted.add(self.random.choice(sorted(held)))

@@ -16,7 +16,7 @@ TABLES = 10
 BATCH = 1024
 IDS = 5000  # of each table
 DIM = 8
-NOWHERE = IDS + 3  # an id that gets no slot
+NOWHERE = IDS + 3  # an id without a slot
 
 
 def make(capacity, optimizer, shares, dim=DIM):
@@ -30,7 +30,7 @@ def make(capacity, optimizer, shares, dim=DIM):
 
 
 def draw(kind):
-    """Ids and lengths of bags. A fifth of the positions of "missing" get no slot."""
+    """Ids and lengths of bags. In "missing", a fifth of the positions get no slot."""
     lengths = torch.randint(21, (TABLES, BATCH), device="cuda")
     if kind == "one long feature":
         lengths[3] = 150
@@ -64,7 +64,7 @@ def step(group, ids, lengths, weights, mean, grad):
     slots = slots.where(ids != NOWHERE, -1)
     out = group.pooled_lookup(anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate)
     out.backward(grad[:, : out.shape[1]].contiguous())
-    torch.cuda.synchronize()  # what the batch was like is known when the next begins
+    torch.cuda.synchronize()  # now the host knows the batch when the next one begins
     return out.detach()
 
 

@@ -1,4 +1,4 @@
-"""What a training step on a GPU takes for its time, beside rows, outputs and gradients."""
+"""Temporary memory of a training step on a GPU, beside rows, outputs and gradients."""
 
 import os
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 TABLES, ROWS, DIM, BAG = 8, 1 << 19, 128, 10
 MOST = 24  # bytes an id
-COUNTS = 1 << 15  # bytes of counts by table, under adaptive eviction
+COUNTS = 1 << 15  # bytes of counts per table, under adaptive eviction
 
 
 @pytest.fixture(scope="module", params=["lru", "adaptive"])
@@ -29,7 +29,7 @@ def eviction(request):
 
 @pytest.fixture(scope="module")
 def group(eviction):
-    """All ids are there."""
+    """A group in which all ids are present."""
     specs = [
         TableSpec(f"t{t}", int(ROWS / 0.8), DIM, initializer=Uniform(-1, 1), eviction=eviction)
         for t in range(TABLES)
@@ -54,12 +54,12 @@ def requested(what):
 
 
 def taken_by_step(group, ids, batch, mean):
-    """Bytes at most of the search for the ids, and of lookup and backward without the output."""
+    """Peak bytes of the find, and of lookup and backward without the output."""
     offsets = torch.arange(TABLES * batch + 1, device="cuda") * BAG
     anchor = torch.empty(0, device="cuda", requires_grad=True)
     learning_rate = rate(0.1, group)
     grad = torch.randn(batch, TABLES * DIM, device="cuda")
-    torch.cuda.synchronize()  # what the batches before were like is known
+    torch.cuda.synchronize()  # now the host knows the previous batches
     torch.cuda.reset_peak_memory_stats()
     before = requested("current")
     pin = group.pin()
@@ -72,15 +72,15 @@ def taken_by_step(group, ids, batch, mean):
     return to_find, requested("peak") - before - out.nbytes
 
 
-# At 2256 the scratch table of the search is at its largest: 2^19 words for somewhat more than .34
-# times as many ids.
+# At 2256 the find's scratch table is largest: 2^19 words for slightly more than .34 times as many
+# ids.
 @pytest.mark.parametrize("batch", [3276, 2256])
 @pytest.mark.parametrize("mean", [False, True])
 def test_at_most_24_bytes_an_id(group, eviction, mean, batch):
-    """Scratch for the find and for the update, whatever the ids."""
+    """At most 24 bytes an id of scratch for find and update, whatever the ids."""
     n = TABLES * batch * BAG
     for kind in ("uniform", "power law"):
-        for _ in range(3):  # how ids are sorted depends on the batches before
+        for _ in range(3):  # previous batches decide how ids are sorted
             taken_by_step(group, draw(kind, n), batch, mean)
         to_find, to_update = taken_by_step(group, draw(kind, n), batch, mean)
         print(f"{kind}: {to_find / n:.3f} bytes an id to find, {to_update / n:.3f} to update")

@@ -1,4 +1,4 @@
-"""Steps far apart: on a CPU the words of tables that count lookups hold steps of a window only."""
+"""Steps far apart: on a CPU, tables that count lookups store steps relative to a window."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.support.tables import make
 from torchrec_hkv.hash_table import AgedLFU
 
 POLICIES = ["lru", "lfu", AgedLFU(2.0)]
-#: Steps of a window, and what lies on both sides of its ends.
+#: Steps of a window, and steps around its ends.
 WINDOW = 2**23
 CLOCKS = [
     5,
@@ -41,7 +41,7 @@ def test_steps_and_counts_stay_exact(device_type, policy):
     expected: dict[int, tuple[int, int]] = {}
     for round_, clock in enumerate(CLOCKS):
         table._group.set_clock(clock)
-        # Some ids are new, some were last looked up one or several rounds before.
+        # Some ids are new; some were last looked up one or several rounds ago.
         ids = torch.cat([torch.randperm(40 * round_ + 1)[:25], torch.arange(40) + 40 * round_])
         ids = ids.unique()
         given = torch.tensor(COUNTS)[torch.randint(len(COUNTS), ids.shape)]
@@ -70,7 +70,7 @@ def test_the_lowest_leaves(device_type, policy, capacity):
         if gap > 0:
             table._group.set_clock(clock)
             if aged is not None:
-                aged.seen = None  # steps of another clock are not measured
+                aged.seen = None  # steps before a jump of the clock are not measured
         clock += 1
         again = bool(torch.rand(()) < 0.4) and bool(entries)
         id_ += not again

@@ -1,4 +1,4 @@
-"""Calls on several CUDA streams come out as if made one after the other; the host never waits."""
+"""Calls on several CUDA streams give the results of sequential calls; the host never waits."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_rows_are_read_before_they_change(streams):
 
 
 def test_evictions_on_one_reads_on_another(streams):
-    """A full table: what is found has its own row, never a half-written or another's."""
+    """In a full table, a found id has its own row, never a half-written one or another id's."""
     table = make("cuda", 6400, 64)
     parts = distinct_ids(64_000, "cuda").split(3200)
     expected = [initial_rows(ids, 64, table="table", initializer=INITIALIZER) for ids in parts]
@@ -69,14 +69,14 @@ def test_evictions_on_one_reads_on_another(streams):
         with torch.cuda.stream(streams[1]):
             results += [(back, *table.find(parts[back])) for back in range(max(0, at - 2), at + 1)]
     torch.cuda.synchronize()
-    for back, read, _ in results:  # an id that is gone reads as its initial row too
+    for back, read, _ in results:  # an evicted id reads as its initial row
         assert torch.equal(read, expected[back])
     newest = [found for back, _, found in results[-1:]]
     assert newest[0].all()
 
 
 def test_backward_on_one_next_insertion_on_another(streams):
-    """Prefetching: each batch is new, so its rows are initial ones, and then trained once."""
+    """Prefetching: each batch is new, so rows are initial ones, and are trained once."""
     side, main = streams
     n, dim, rounds = 5000, 32, 40
     spec = TableSpec("t", 6 * n, dim, initializer=INITIALIZER)
@@ -96,7 +96,7 @@ def test_backward_on_one_next_insertion_on_another(streams):
 
     outs, trained = [], []
     ready = prefetch(batches[0])
-    kept = []  # slots are used on both streams
+    kept = []  # both streams use slots
     for at, bags in enumerate(batches):
         pin, slots, event = ready
         kept.append(slots)
@@ -128,7 +128,7 @@ def test_backward_on_one_next_insertion_on_another(streams):
 
 
 def test_a_lookup_does_not_wait_for_an_insertion_that_ends_other_pins(streams):
-    """Its own pin holds its rows; so does a backward's."""
+    """A lookup's own pin holds its rows, and so does a backward's."""
     side, main = streams
     n, dim = 2000, 32
     group = TableGroup([TableSpec("t", 20 * n, dim)], [0], SGD(), device="cuda")
@@ -149,7 +149,7 @@ def test_a_lookup_does_not_wait_for_an_insertion_that_ends_other_pins(streams):
                 anchor, bags.ids, offsets, None, slots, n, False, pin, half
             ).backward(ones)
 
-    # First without a delay, so that kernels are loaded and memory is there.
+    # The first run, without a delay, loads kernels and allocates memory.
     for delay, (first, second, third) in ((0, batches[:3]), (400_000_000, batches[3:])):
         first, second = found(first), found(second)
         torch.cuda.synchronize()
@@ -157,7 +157,7 @@ def test_a_lookup_does_not_wait_for_an_insertion_that_ends_other_pins(streams):
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             torch.cuda._sleep(delay)
-        third = found(third)  # ends the first one's pin
+        third = found(third)  # releases the first pin
         inserted = side.record_event()
         train(*second)
         trained = main.record_event()
@@ -171,7 +171,7 @@ def test_a_lookup_does_not_wait_for_an_insertion_that_ends_other_pins(streams):
 
 
 def test_memory_outlives_the_calls_on_it(streams):
-    """A table that is deleted is not given away while another stream still reads it."""
+    """The memory of a deleted table is not reused while another stream still reads it."""
     for _ in range(5):
         table = make("cuda", 1 << 16, 64)
         ids = distinct_ids(1 << 15, "cuda")

@@ -1,4 +1,4 @@
-"""A training lookup in one call does what its parts do one after the other."""
+"""A training lookup in one call equals its parts called one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec_hkv.hash_table import Adam, RowWiseAdagrad, TableGroup, TableSpec,
 
 ops = torch.ops.torchrec_hkv
 BATCH = 16
-NUMBERS = [10, 0, 38]  # bags of each feature, where they differ
+NUMBERS = [10, 0, 38]  # bags of each feature, if they differ
 
 
 def make(device, optimizer=None, **options):
@@ -58,7 +58,7 @@ def test_as_in_parts(device_type, optimizer, weighted, mean, numbers, dtype):
             grad = torch.randn_like(out) if grad is None else grad
             out.backward(grad)
             if device_type == "cuda":
-                torch.cuda.synchronize()  # how the next batch is updated is known
+                torch.cuda.synchronize()  # now the host knows how to update the next batch
             outs.append(out)
             grads.append(weights.grad if weighted else torch.empty(0))
         assert torch.equal(*outs)
@@ -70,7 +70,7 @@ def test_as_in_parts(device_type, optimizer, weighted, mean, numbers, dtype):
 
 
 def test_rows_stay_until_the_backward(device_type):
-    """The rows of a full table that a backward is to come for are not evicted."""
+    """A full table does not evict rows that await a backward."""
     group = make(device_type)
     bags = Bags.flat(torch.arange(500, device=device_type))
     bags = Bags(bags.ids, torch.tensor([0, 500, 500, 500], device=device_type), 1)
@@ -130,7 +130,7 @@ def test_without_a_backward_to_come_nothing_stays_pinned(device_type):
     bags = Bags.random(3, BATCH, random_ids(40)).to(device_type)
     args = (bags.ids, bags.offsets, None, BATCH, False, rate(0.1, group))
     wanted = in_one(group, bags, None, False)
-    for _ in range(100):  # of which 64 could wait
+    for _ in range(100):  # 64 of them could be pending
         with torch.no_grad():
             got = group.train_lookup(torch.empty(0, device=device_type), *args)
         with torch.inference_mode():
@@ -196,9 +196,9 @@ def test_op(device_type, weighted, numbers):
     if weighted:
         weights = torch.rand(len(bags.ids), device=device_type, requires_grad=True)
     anchor = torch.empty(0, device=device_type, requires_grad=True)
-    # A learning rate of 0, as the checks run the op several times and compare.
+    # The learning rate is 0, since opcheck runs the op several times and compares.
     args = (group.counter_tensor, anchor, group.handle, bags.ids, bags.offsets, weights, BATCH)
     args = (*args, True, rate(0.0, group), numbers)
-    # Not the comparison with a compiled one: a trace would hold the pin of one call.
+    # No comparison with a compiled op: a trace would hold the pin of one call.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.train_lookup, args, test_utils=checks)

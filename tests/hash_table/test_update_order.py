@@ -1,8 +1,7 @@
-"""Batches of any kind follow each other: how rows are updated changes no bit of them.
+"""Batches of different kinds follow each other; the update path does not change any bit.
 
-A GPU updates rows that stand at one position in the order of the batch where most rows do, as the
-batches before have shown. Others go by chains, and only what stands at more than a few positions is
-sorted.
+If previous batches had mostly ids with one position, a GPU updates such rows in batch order. It
+links the positions of other ids in chains, and sorts only those of ids with more than a few.
 """
 
 import pytest
@@ -25,7 +24,7 @@ OPTIMIZERS = {
     "sgd": SGD(),
     "rowwise_adagrad": RowWiseAdagrad(eps=1e-8),
     "adam": Adam(),
-    "rowwise_adam": RowWiseAdam(),  # has no updater of its own
+    "rowwise_adam": RowWiseAdam(),  # has no specialised updater
 }
 
 
@@ -51,7 +50,7 @@ def step(group, ids, lengths, weights, grad, mean=False):
     pooled = group.pooled_lookup(anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate)
     pooled.backward(grad)
     if device.type == "cuda":
-        torch.cuda.synchronize()  # what the batch was like is known when the next begins
+        torch.cuda.synchronize()  # now the host knows the batch when the next one begins
 
 
 def rows_of(group, device):
@@ -79,7 +78,7 @@ def draw(kind, lengths, device):
         ids = torch.randperm(ROWS, device=device)[:n]
         ids[torch.rand(n, device=device) < 0.03] = int(torch.randint(ROWS, ()))
         return ids
-    if kind in ("pairs", "eights", "runs"):  # less than an eighth of the batch is repeated
+    if kind in ("pairs", "eights", "runs"):  # less than an eighth of the positions repeat
         ids = torch.randperm(ROWS, device=device)[:n]
         again = torch.randperm(n, device=device)[: n // (18 if kind == "pairs" else 10)]
         number = torch.arange(len(again), device=device)
@@ -109,19 +108,21 @@ def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
     mean = pooling == "weighted mean"
     weights = torch.rand(len(ids), device=device) if mean else None
     grad = torch.randn(BATCH, sum((DIMS[0], DIMS[1], DIMS[0])), device=device)
-    # What the batches before were like: the first group's rows stood alone, the second's did not.
+    # The previous batches decide the path: of unique ids in the first group, of repeated ids in the
+    # second.
     for group, before in zip(groups, ("alone", "repeated"), strict=True):
         step(group, draw(before, lengths, device), lengths, None, torch.zeros_like(grad))
     for group in groups:
         step(group, ids, lengths, weights, grad, mean)
     for mine, other in zip(*(rows_of(group, device) for group in groups), strict=True):
-        assert torch.equal(mine, other)  # gradients of zero have left no trace
+        assert torch.equal(mine, other)  # zero gradients changed nothing
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("kind", ["alone", "pairs", "eights", "runs", "repeated"])
 def test_batches_after_one_of_which_a_part_was_sorted(device_type, kind, optimizer):
-    """What sorts the rest has a stream of its own after a batch where there was a rest."""
+    """After a batch that sorted a part of its positions, the next one sorts on a stream of its
+    own."""
     device = torch.device(device_type)
     groups = [make_group(optimizer, device) for _ in range(2)]
     lengths = torch.randint(6, (3 * BATCH,), device=device)
@@ -139,7 +140,7 @@ def test_batches_after_one_of_which_a_part_was_sorted(device_type, kind, optimiz
 
 @pytest.mark.parametrize("kind", ["few repeated", "pairs", "runs", "repeated", "one id"])
 def test_batches_after_batches_of_rows_that_stand_alone(device_type, kind):
-    """Against the sum of gradients in double precision, and the formula of row-wise Adagrad."""
+    """Equals the sum of gradients in double precision and the formula of row-wise Adagrad."""
     device = torch.device(device_type)
     group = make_group("rowwise_adagrad", device)
     lengths = torch.randint(1, 5, (3 * BATCH,), device=device)

@@ -1,7 +1,7 @@
-"""Rows become the same in whatever form the update of a batch sorts its slots and bags.
+"""Rows are the same whatever format an update uses to sort slots and bags.
 
-A GPU puts both into six bytes where they fit; bags of more than 16 bits stand in part beside the
-slot. Tables and batches are large here for that reason alone.
+A GPU packs both into six bytes if they fit; otherwise a part of the bag goes beside the slot. The
+test needs large tables and batches only for this.
 """
 
 import pytest
@@ -18,11 +18,11 @@ INITIAL = Uniform(-1, 1)
 def step(group, bags, weights, grad):
     lookup(group, bags, weights, learning_rate=0.5).backward(grad)
     if grad.is_cuda:
-        torch.cuda.synchronize()  # what the batch was like is known when the next begins
+        torch.cuda.synchronize()  # now the host knows the batch when the next one begins
 
 
 def check(device, capacity, batch, weighted, kind, before):
-    """Against the sum of gradients in double precision."""
+    """Compares with the sum of gradients in double precision."""
     group = TableGroup(
         [TableSpec("t", capacity, DIM, initializer=INITIAL)], [0], SGD(), device=device
     )
@@ -42,7 +42,7 @@ def check(device, capacity, batch, weighted, kind, before):
 
     weights = torch.rand(n, device=device) if weighted else None
     grad = torch.randn(batch, DIM, device=device)
-    # What the batch before was like decides in which order rows are updated.
+    # The previous batch decides the order in which rows are updated.
     step(group, Bags(draw(before), offsets, batch), weights, torch.zeros_like(grad))
     ids = draw(kind)
     step(group, Bags(ids, offsets, batch), weights, grad)

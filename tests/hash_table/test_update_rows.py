@@ -1,4 +1,4 @@
-"""The backward trains rows of any width, and of ids that repeat, as formulas in float64 do."""
+"""The backward trains rows of any width, and of repeated ids, as float64 formulas do."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_any_dim_against_the_formula(device_type, dim, optimizer):
 
 @pytest.mark.parametrize("bag", [1, 7, 10**6])
 def test_a_hot_id(device_type, bag):
-    """One id a million times: its rows are added up, and its gradients once."""
+    """One id occurs a million times: the output sums its row, and its gradients are summed once."""
     group = TableGroup(
         [TableSpec("t", 64, 8, initializer=Constant(0.375))], [0], SGD(), device=device_type
     )
@@ -64,7 +64,7 @@ def test_a_hot_id(device_type, bag):
     offsets = torch.arange(0, n + bag, bag, device=device_type).clamp(max=n)
     bags = Bags(torch.full((n,), 2**62, device=device_type), offsets, len(offsets) - 1)
     out = lookup(group, bags, learning_rate=1.0)
-    # Such sums, and those below, are exact in float32, in any order.
+    # These sums, and those below, are exact in float32 in any order.
     assert torch.equal(out, (offsets.diff() * 0.375).float().unsqueeze(1).expand_as(out))
     grad = (torch.randint(-8, 9, out.shape, device=device_type) / 1024).float()
     out.backward(grad)
@@ -74,7 +74,7 @@ def test_a_hot_id(device_type, bag):
 
 @pytest.mark.parametrize("n", [129, 160, 161, 257, 300, 700, 5000])
 def test_hot_ids_in_small_batches(device_type, n):
-    """Of few positions, runs that are cut in pieces are all there."""
+    """In small batches, runs that are cut in pieces are complete."""
     group = TableGroup(
         [TableSpec("t", 10_000, 8, initializer=Uniform(-1, 1))], [0], SGD(), device=device_type
     )

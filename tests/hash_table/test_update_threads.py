@@ -1,5 +1,5 @@
-"""On a CPU the backward adds up gradients in the order of the batch, on any number of threads: in
-pieces of 64, which end where a multiple of 64 is still to come, and the pieces in double."""
+"""On any number of threads, a CPU's backward sums gradients in batch order: in pieces of 64, which
+end at multiples of 64, and then the pieces in double."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchrec_hkv.hash_table import (
 )
 
 BATCH, IDS, LENGTH = 700, 40_000, 100
-#: Two features of one table, and tables whose positions are cut in several parts or in one.
+#: Two features share a table; a table's positions are cut in several parts or in one.
 DIMS, FEATURES = (64, 132, 3), [0, 0, 1, 2]
 
 
 def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
-    """Bags of ids of which some come often and some once, weights, and gradients of the output."""
+    """Bags with frequent ids and unique ones, weights, and gradients of the output."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(LENGTH, (BATCH * len(FEATURES),), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -36,7 +36,7 @@ def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
     ids = (IDS * unit**3).long()
     columns = sum(DIMS[table] for table in FEATURES)
     grad = torch.randn(BATCH, columns, generator=generator)
-    # A bag's ids mostly have one weight.
+    # Most ids of a bag have equal weights.
     weights = torch.rand(len(ids), generator=generator).mul_(4).round_().add_(0.3)
     return Bags(ids, offsets, BATCH), weights, grad
 
@@ -60,7 +60,7 @@ def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
     out = lookup(group, bags, weights if weighted else None, mean, learning_rate=1.0)
     before = [rows_by_id(group, table) for table in range(len(DIMS))]
     out.backward(grad)
-    set_threads(1)  # one thread of index_add_ adds in the order of the index
+    set_threads(1)  # with one thread, index_add_ adds in index order
     lengths = bags.offsets.diff()
     scale = weights if weighted else torch.ones(len(bags.ids))
     if mean:

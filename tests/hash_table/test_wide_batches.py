@@ -1,7 +1,7 @@
-"""Rows of many columns with more gradients than a GPU's cache holds: as on a CPU.
+"""Wide rows with more gradients than a GPU's cache holds train as on a CPU.
 
-On a GPU such a batch has kernels of its own: rows are pooled without asynchronous copies, and
-updated in the order of their bags; long sums are computed column by column.
+A GPU has separate kernels for such a batch: it pools rows without asynchronous copies, updates them
+in bag order, and computes long sums column by column.
 """
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = NEEDS_GPU
 
 BATCH = 4096  # of 1024 columns: 16 MiB of gradients a table
 IDS = 3000
-NOWHERE = IDS + 1  # an id that gets no slot
+NOWHERE = IDS + 1  # an id without a slot
 
 
 def make(dims, features, optimizer, dtype, device):
@@ -37,7 +37,7 @@ def make(dims, features, optimizer, dtype, device):
 
 
 def draw(features, hot):
-    """Ids, and lengths of bags, some of which are empty. A tenth of the ids gets no slot."""
+    """Ids and lengths of bags, some of which are empty. A tenth of the ids get no slot."""
     lengths = torch.randint(11, (features, BATCH))
     lengths[:, 100:200] = 0
     ids = torch.randint(IDS, (int(lengths.sum()),))

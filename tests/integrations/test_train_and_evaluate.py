@@ -1,4 +1,4 @@
-"""Evaluations in between leave training as it is, and give the metrics of all samples."""
+"""Intermediate evaluations do not change training, and give the metrics of all samples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Clicks(Pipelineable):
 
 
 class Model(nn.Module):
-    """Gives loss and outputs, as TorchRec's pipelines take it."""
+    """Returns loss and outputs, as TorchRec's pipelines require."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def _train_batches(rank):
 
 
 def _test_batches(rank):
-    # Rank 1 has one fewer: an evaluation ends with the first rank that has no more.
+    # Rank 1 has one batch fewer: an evaluation ends with the first rank that runs out.
     return [Clicks.draw(9000 + 100 * rank + step) for step in range(4 - rank)]
 
 
@@ -151,7 +151,7 @@ def _run(rank, world_size, device, every, has_pipeline):
 
 
 def _by_hand(rank, world_size, device, every):
-    """Loss and AUC over the test's samples of all ranks, after each ``every`` steps."""
+    """Loss and AUC of the test samples of all ranks, after every ``every`` steps."""
     model, optimizer = _model(world_size, device)
     found = []
     for step, batch in enumerate(_train_batches(rank), start=1):
@@ -190,7 +190,7 @@ def test_beside_a_loop_by_hand(run_ranks, world_size, has_pipeline, every):
             assert evaluation.batches == 5 - world_size
             assert evaluation.loss == pytest.approx(loss, rel=1e-4)
             (name,) = [name for name in evaluation.metrics if "window_auc" in name]
-            # TorchRec's takes equal predictions in some order: a pair of them makes 1e-4.
+            # TorchRec's AUC depends on the order of equal predictions: a pair of them makes 1e-4.
             assert evaluation.metrics[name] == pytest.approx(auc, abs=5e-4)
             assert any("ne-click" in name for name in evaluation.metrics)
         assert counters == trained_alone

@@ -1,4 +1,4 @@
-"""The half-life of counts in use, and the hit rates by which it is chosen, as metrics."""
+"""Metrics report the half-life of counts, and the hit rates from which it is chosen."""
 
 import math
 

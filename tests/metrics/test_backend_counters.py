@@ -13,7 +13,7 @@ from torchrec_hkv.metrics import collect
 
 
 class CountingLookup(ToyLookup):
-    """Gives its counters on the device: some that metrics know, and one that they do not."""
+    """Returns counters on the device: some that metrics know, and one that they do not."""
 
     def device_counters(self):
         tables = list(reversed(self.tables))

@@ -1,4 +1,4 @@
-"""Metrics of tables are those of a model in Python, wherever the tables are."""
+"""Metrics of tables equal those of a Python model, wherever the tables are."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ def test_one_embedding(device_type):
     embedding(torch.arange(40, device=device_type))
     embedding(torch.arange(20, 70, device=device_type))
     (metrics,) = collect(embedding).values()
-    # 20 of the second call were there; of 30 new ones, 24 found a free slot.
+    # 20 ids of the second call were present; of 30 new ones, 24 got a free slot.
     assert (metrics.lookups, metrics.hits, metrics.inserted) == (90, 20, 70)
     assert (metrics.evicted, metrics.refused, metrics.expired) == (6, 0, 0)
     assert (metrics.size, metrics.capacity, metrics.load_factor) == (64, 64, 1.0)
@@ -77,7 +77,7 @@ def test_ids_that_come_back(device_type):
         embedding(torch.arange(first, first + 50, device=device_type))
         tables([torch.arange(first, first + 50, device=device_type)] * 2)
     metrics = collect(embedding)["embedding"]
-    # The first fifty have left when they come again.
+    # The first fifty ids were evicted before they returned.
     assert (metrics.inserted, metrics.evicted, metrics.returned) == (200, 136, 50)
     assert collect(tables)["table_0"].returned == 0
 

@@ -1,4 +1,4 @@
-"""The line of progress."""
+"""The progress line."""
 
 import io
 import re
@@ -88,7 +88,7 @@ def test_a_closed_line_is_refused():
 
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_a_narrow_terminal_is_not_overrun(with_rich, monkeypatch):
-    """With rich all figures are shown, on lines of their own; without, the line is cut."""
+    """With rich all figures are shown on separate lines; without it, the line is cut."""
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setenv("COLUMNS", "60")

@@ -60,7 +60,7 @@ def test_counts_are_those_since_the_last_time():
 
 
 def test_a_table_has_only_what_it_uses():
-    """On a CPU, without admission, expiry and marks of what was evicted."""
+    """A CPU's table without admission, expiry and memory of evictions has no metrics for them."""
     table = HashTable(4, 100, device="cpu")
     table.find_or_insert(torch.arange(10))
     writer = Writer()
@@ -92,7 +92,7 @@ def test_hits_by_memory_of_a_table_in_both():
     both = TableMetrics(lookups=10, hits=8, host_hits=2, capacity=9, hbm_bytes=5, host_bytes=7)
     with TensorBoard(writer=writer) as board:
         board(1, {"a": both})
-        # Without lookups there is no rate.
+        # There is no rate without lookups.
         board(2, {"a": both})
     first = written(writer, 1)
     assert (first["a/host_hits"], first["a/hbm_hit_rate"], first["a/host_hit_rate"]) == (

@@ -1,4 +1,4 @@
-"""A watch reads every so many steps, off the steps' path, and tells its sinks."""
+"""A watch reads metrics every few steps without delaying them, and passes them to its sinks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_sinks_get_every_so_manieth_step_and_the_last(device_type):
             embedding(torch.arange(10 * (step + 1), device=device_type))
             watch.step()
     assert [step for step, _ in seen] == [3, 6, 8]
-    # As the tables were then, and not when they were handed on.
+    # The tables' content at the time of the reading, not of the sink's call.
     assert [metrics["embedding"].size for _, metrics in seen] == [30, 60, 80]
     assert [metrics["embedding"].lookups for _, metrics in seen] == [60, 210, 360]
     assert watch.latest == seen[-1][1]
@@ -35,7 +35,7 @@ def test_close_twice_hands_on_once(device_type):
 
 
 def test_an_error_in_the_block_begins_no_reading():
-    """Other ranks may have ended, and a reading is a sum over all of them."""
+    """A reading sums over all ranks, and other ranks may have ended."""
     seen = []
     watch = Watch(make_embedding(), 3, [lambda step, metrics: seen.append(step)])
 

@@ -18,7 +18,7 @@ def batch(seed, device, shape=(6,)):
 
 
 def buffer_for(ids):
-    """GiB that hold so many ids' gradients, and a little more."""
+    """GiB for the gradients of this many ids, and slightly more."""
     return (ids * BYTES_AN_ID + 16) / 2**30
 
 
@@ -85,7 +85,7 @@ def test_a_step_applies_gradients_once(device_type):
 
 
 def test_a_step_without_gradients_does_not_count(device_type):
-    """Adam's correction of its means would tell."""
+    """Adam's bias correction would differ if the step counted."""
     embeddings = [make_embedding(device=device_type) for _ in range(2)]
     for embedding, idle in zip(embeddings, (0, 3), strict=True):
         optimizer = HKVAdamOptimizer(embedding, lr=0.1)
@@ -110,14 +110,14 @@ def test_a_graph_may_be_walked_twice(device_type):
 
 
 def test_a_graph_may_be_walked_again_after_a_step(device_type):
-    """Ids that were evicted in between are skipped; ids that came back are found."""
+    """The new step skips ids that were evicted in between, and finds ids that returned."""
     embedding = make_embedding(device=device_type, max_capacity=64, init_capacity=64)
     optimizer = HKVOptimizer(embedding, lr=0.5)
     rows = embedding(torch.arange(5, device=device_type))
     rows.sum().backward(retain_graph=True)
     optimizer.step()
-    embedding(torch.arange(100, 164, device=device_type))  # dropped: all others go
-    embedding(torch.tensor([4, 2], device=device_type))  # come back
+    embedding(torch.arange(100, 164, device=device_type))  # output dropped; evicts all others
+    embedding(torch.tensor([4, 2], device=device_type))  # return to the table
     before = {id: rows_of(embedding, [id]) for id in [*range(5), *range(100, 164)]}
     rows.sum().backward()
     optimizer.step()
@@ -172,7 +172,7 @@ def test_a_full_buffer_is_refused_and_keeps_what_it_held(device_type):
     first = torch.arange(20, device=device_type)
     before = embedding(first).detach()
     embedding(first).sum().backward()
-    embedding(first).sum().backward()  # the same ids: added up
+    embedding(first).sum().backward()  # the same ids: gradients add up
     with pytest.raises(RuntimeError, match=r"but grad_buffer_hbm_gb is .*: call step\(\)"):
         embedding(first + 10).sum().backward()
     assert embedding.grad_buffer_bytes <= 20 * BYTES_AN_ID + 16

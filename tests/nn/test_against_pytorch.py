@@ -1,4 +1,4 @@
-"""Rows are those of PyTorch's optimizers on the ids that have gradients, over 50 steps."""
+"""Over 50 steps, rows equal those of PyTorch's optimizers on the ids with gradients."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ IDS, DIM, STEPS = 40, 12, 50
 def batches(device, seed=0):
     """Ids with repetitions, and gradients.
 
-    These are multiples of 1/8, so that their sums are exact: Adam's first steps depend on the
-    direction of a gradient alone, and would make much of a sum that is 0 but for its rounding.
+    Gradients are multiples of 1/8, so that their sums are exact. Adam's first steps depend only on
+    a gradient's sign, and would magnify the rounding error of a sum that should be 0.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(STEPS):
@@ -84,7 +84,7 @@ REGULARISED = {
 
 @pytest.mark.parametrize("case", REGULARISED)
 def test_rows_equal_those_of_parameters_of_their_own(case, device_type):
-    """A parameter without a gradient does not change, and counts no step."""
+    """A row without a gradient does not change and counts no step, like a parameter of its own."""
     make_ours, make_theirs = REGULARISED[case]
     ours = make_embedding(DIM, device=device_type)
     rows = [torch.nn.Parameter(row.clone()) for row in rows_of(ours, device_type).to(device_type)]
@@ -126,7 +126,7 @@ def test_groups_have_learning_rates_of_their_own(device_type):
 
 
 def test_adam_decays_weights_as_that_of_a_dense_embedding(device_type):
-    """Where every id has a gradient in every step, there is no difference between the two."""
+    """If every id has a gradient in every step, both decay alike."""
     ours = make_embedding(DIM, device=device_type)
     theirs = torch.nn.Embedding(IDS, DIM, device=device_type)
     theirs.weight.data.copy_(rows_of(ours, device_type))

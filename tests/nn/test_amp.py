@@ -79,7 +79,7 @@ def test_several_tables_under_a_scaler(device_type):
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaler.step", "unscale_, scaler.step"])
 def test_a_gradient_that_is_not_finite_is_skipped(unscales, model, ids, device_type):
-    """The scaler hears of it from the second time on: backwards don't look without one."""
+    """The scaler detects it from the second time on: a backward does not check without a scaler."""
     scaler = torch.amp.GradScaler(device_type, init_scale=16.0, growth_interval=10**6)
     embedding = model.embedding
     optimizer = HKVAdamOptimizer(embedding, lr=0.1)
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(unscales, model, ids, device_t
     assert torch.equal(rows_of(embedding, IDS), before)
     assert scaler.get_scale() == 4.0
     step(1.0)
-    # The skipped steps were not counted: this is Adam's first.
+    # Skipped steps do not count: this is Adam's first one.
     torch.testing.assert_close(rows_of(embedding, IDS), before - 0.1, rtol=0, atol=1e-6)
 
 
@@ -109,7 +109,7 @@ def test_clipping_between_unscaling_and_the_step(model, ids, device_type):
     loss = model.embedding(ids).sum() + model.dense.weight.sum() / 2
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    for parameter in model.dense.parameters():  # as unscale_ of their optimizer does
+    for parameter in model.dense.parameters():  # as ``unscale_`` of their optimizer does
         if parameter.grad is not None:
             parameter.grad /= 2.0**12
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

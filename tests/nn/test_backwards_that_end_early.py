@@ -1,5 +1,5 @@
 """Gradients that autograd has not added to ``.grad`` train no rows: those of
-``torch.autograd.grad``, and those of a backward that an error ended."""
+``torch.autograd.grad``, and of a backward that an error interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _make(device):
 
 
 def _change(embedding, optimizer, ids):
-    """By how much a step changes the rows."""
+    """The change of the rows in a step."""
     with torch.no_grad():
         before = embedding(ids).clone()
         optimizer.step()
@@ -47,7 +47,7 @@ def test_gradients_alone(device_type):
     torch.autograd.grad(embedding(ids).sum(), list(embedding.parameters()))
     assert not _change(embedding, optimizer, ids).any()
     torch.autograd.grad(embedding(ids).sum(), list(embedding.parameters()))
-    embedding.load_state_dict(embedding.state_dict())  # refused while gradients are held
+    embedding.load_state_dict(embedding.state_dict())  # would be refused if gradients were held
 
 
 def test_gradients_put_in_place_by_hand(device_type):
@@ -62,7 +62,7 @@ def test_an_interrupted_backward(device_type, drops):
     embedding, optimizer, ids = _make(device_type)
     first = _Interrupted.apply(embedding(ids))
     with pytest.raises(KeyboardInterrupt):
-        (first + 3 * embedding(ids)).sum().backward()  # the second lookup's comes first
+        (first + 3 * embedding(ids)).sum().backward()  # the second lookup's backward runs first
     assert embedding.grad_buffer_bytes > 0
     if drops:
         optimizer.zero_grad()

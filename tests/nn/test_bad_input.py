@@ -1,4 +1,4 @@
-"""Bad input gets one sentence, and nothing changes."""
+"""Modules refuse bad input with one sentence, and nothing changes."""
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_impossible_arguments_of_an_optimizer_change_nothing(changes, sentence, 
         HKVAdamOptimizer(embedding, **changes)
     rows = rows_of(embedding, [1])
     embedding(torch.tensor([1], device=device_type)).sum().backward()
-    before.step()  # still the embedding's
+    before.step()  # still belongs to the embedding
     torch.testing.assert_close(rows_of(embedding, [1]), rows - 0.5)
 
 
@@ -166,7 +166,7 @@ def test_an_optimizer_that_was_replaced_can_not_step(device_type):
 def test_a_new_optimizer_starts_without_states(device_type):
     embedding = make_embedding(device=device_type)
     ids = torch.tensor([1], device=device_type)
-    for _ in range(2):  # the second is equal to the first
+    for _ in range(2):  # the second one equals the first
         optimizer = HKVAdagrad(embedding, lr=0.5)
         before = rows_of(embedding, [1])
         embedding(ids).sum().backward()

@@ -1,4 +1,4 @@
-"""Arguments that Tensor-Train modules refuse when they are made, by one sentence."""
+"""Tensor-Train modules refuse bad arguments at construction, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules within what torch.compile compiles."""
+"""Modules under torch.compile."""
 
 import torch
 
@@ -21,7 +21,7 @@ def _train(device, compiled):
     torch.compiler.reset()
     model = _Model(device)
     optimizer = HKVAdamOptimizer(model.embedding, lr=0.1)
-    # Compiles without generating code, and functionalizes as the default backend does.
+    # Compiles without code generation, and functionalizes like the default backend.
     forward = torch.compile(model, backend="aot_eager") if compiled else model
     for step in range(10):
         forward(torch.tensor([1, 2, step], device=device)).backward()
@@ -36,4 +36,4 @@ def test_a_compiled_model_trains_and_counts_as_another(device_type):
     compiled_rows, compiled_counts, graphs = _train(device_type, compiled=True)
     torch.testing.assert_close(compiled_rows, rows)
     assert compiled_counts == counts
-    assert graphs <= 2  # none for each step
+    assert graphs <= 2  # no recompilation in each step

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: refused with a sentence for several processes, as usual for one."""
+"""DistributedDataParallel is refused with one sentence for several processes, and works for one."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ def _trained(rank, world_size, device):
     rows, dense = HKVOptimizer(model[0], lr=0.5), torch.optim.SGD(wrapped.parameters(), lr=0.5)
     before = rows_of(model[0], [0, 1, 2])
     gradient = model[1].weight.detach().cpu().clone()
-    for _ in range(2):  # the second finds all parameters reduced
+    for _ in range(2):  # the second backward finds all parameters reduced
         wrapped(torch.arange(3, device=device)).sum().backward()
         rows.step()
         rows.zero_grad()

@@ -1,4 +1,4 @@
-"""A Tensor-Train module whose cores are larger than a dense table says so."""
+"""A Tensor-Train module warns if its cores are larger than a dense table."""
 
 from __future__ import annotations
 

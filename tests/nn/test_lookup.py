@@ -121,7 +121,7 @@ def test_least_recently_looked_up_ids_leave(device_type):
     embedding = make_embedding(device=device_type, max_capacity=64, init_capacity=64)
     optimizer = HKVOptimizer(embedding, lr=0.5)
     initial = rows_of(embedding, list(range(64)))
-    for start in (0, 32, 64):  # the third makes room among the first
+    for start in (0, 32, 64):  # the third batch evicts ids of the first
         embedding(torch.arange(start, start + 32, device=device_type)).sum().backward()
         optimizer.step()
     assert embedding.counters()["embedding"]["evicted"] == 32

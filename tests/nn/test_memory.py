@@ -1,4 +1,4 @@
-"""Bounds on memory hold, and capacities that don't fit are capped or refused."""
+"""Memory limits hold; capacities that do not fit are capped or refused."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from torchrec_hkv.nn.capacity import GIB, HbmLimits, TableShape, free_memory
 
 @pytest.fixture(autouse=True)
 def nothing_left_of_other_tests():
-    """What is free is measured: tables that wait for the collector would be counted."""
+    """Free memory is measured, so tables that await garbage collection would count."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -46,9 +46,9 @@ def test_a_first_allocation_beyond_the_memory_is_refused(device_type):
 
 
 def test_an_empty_table_makes_room_for_the_one_with_states(device_type):
-    """The example of a billion ids needs it: twice the memory would not be there."""
+    """The example of a billion ids needs this: its memory does not hold both tables."""
     hbm, host = free_memory(torch.device(device_type))
-    rows = int(0.25 * (hbm or host) / (2048 * 4))  # with the states of Adam 0.75
+    rows = int(0.25 * (hbm or host) / (2048 * 4))  # 0.75 with Adam's states
     embedding = make_embedding(2048, device_type, max_capacity=rows, init_capacity=rows)
     optimizer = HKVAdamOptimizer(embedding, lr=0.5)
     before = embedding(torch.arange(3, device=device_type))
@@ -61,7 +61,7 @@ def test_an_empty_table_makes_room_for_the_one_with_states(device_type):
 @pytest.mark.parametrize("held", [0, 3])
 def test_states_that_do_not_fit_are_refused_and_nothing_changes(held, device_type):
     hbm, host = free_memory(torch.device(device_type))
-    rows = int(0.4 * (hbm or host) / (2048 * 4))  # with the states of Adam thrice as much
+    rows = int(0.4 * (hbm or host) / (2048 * 4))  # three times as much with Adam's states
     embedding = make_embedding(2048, device_type, max_capacity=rows, init_capacity=rows)
     optimizer = HKVOptimizer(embedding, lr=0.5)
     embedding(torch.arange(held, device=device_type))
@@ -80,8 +80,8 @@ def test_capacity_is_all_that_is_asked_for_where_it_fits(device_type):
 
 
 def test_memory_is_taken_as_rows_come(device_type):
-    """``init_capacity`` rows at first, more before anything would be evicted."""
-    # So many that pages of 2 MiB, in which a GPU gives memory to a growing table, are small.
+    """Takes memory for ``init_capacity`` rows at first, and more before it would evict."""
+    # A GPU allocates pages of 2 MiB to a growing table, so the table must be much larger.
     embedding = make_embedding(32, device_type, max_capacity=640_000, init_capacity=20_000)
     whole = make_embedding(32, device_type, max_capacity=640_000, init_capacity=640_000)
 
@@ -102,8 +102,8 @@ def test_hbm_limits_of_rows_and_states():
     assert HbmLimits().hbm_bytes(memory, 32) is None
     assert HbmLimits(GIB).hbm_bytes(memory, 32) == GIB
     assert HbmLimits(GIB, 2 * GIB).hbm_bytes(memory, 32) == 3 * GIB
-    assert HbmLimits(GIB, 2 * GIB).hbm_bytes(memory, 0) == GIB  # no states to speak of
-    # As many rows as their states have room for.
+    assert HbmLimits(GIB, 2 * GIB).hbm_bytes(memory, 0) == GIB  # the optimizer has no states
+    # As many rows as there is room for their states.
     assert HbmLimits(None, 100 * 128).hbm_bytes(memory, 32) == memory.index_bytes + 100 * 192
 
 
@@ -111,13 +111,14 @@ def test_the_largest_capacity_fits_and_a_larger_one_does_not():
     shape = TableShape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"), 64)
     most = shape.most_rows(10**9, 0, 1 << 30)
     assert 3 * shape.memory(most).bytes <= 0.9 * (1 << 30)
-    # Capacities are rounded up by a sixteenth at most, as they grow from 64 rows.
+    # Capacities grow from 64 rows, and round up by a sixteenth at most.
     assert 3 * shape.memory(most).bytes > 0.9 * (1 << 30) * 15 / 16
     assert shape.most_rows(most // 2, 0, 1 << 30) == most // 2
 
 
 def test_an_index_as_large_as_its_limit_is_rounded_down_not_refused():
-    """A GPU with little memory for much host memory: the index decides, which is always in HBM."""
+    """A GPU with little memory beside large host memory: the index, which is always in HBM, is the
+    limit."""
     for first in (64, 1000, 65_536, 1_000_000):
         device = torch.device("cuda", 0)
         shape = TableShape(1, 64, 128, "lru", HbmLimits(GIB), device, first)

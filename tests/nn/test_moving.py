@@ -1,4 +1,4 @@
-"""Modules move between devices, and only there."""
+"""Modules can move only between devices."""
 
 import copy
 

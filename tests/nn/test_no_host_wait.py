@@ -1,4 +1,4 @@
-"""Warm steps on a GPU do not wait for the device, once the table has its whole capacity."""
+"""Warm steps on a GPU do not make the host wait, once the table has its full capacity."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ def check(forward, optimizer):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step, ids in enumerate(batches()):
         with no_waits() if step > 1 else contextlib.nullcontext():
-            for part in ids:  # two backwards a step
+            for part in ids:  # two backwards per step
                 forward(part).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

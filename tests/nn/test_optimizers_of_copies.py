@@ -1,4 +1,4 @@
-"""Optimizers of copied modules begin without states, or load the old one's ``state_dict``."""
+"""Optimizers of copied modules start without states, or load the original's ``state_dict``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_with_the_old_state_they_go_on(make, optimizer, how, device_type):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[1:])
 @pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
 def test_without_it_they_start_anew(optimizer, how, device_type):
-    """As a torch.optim.Optimizer over a copy of any module does."""
+    """Without it, the optimizer starts anew, as torch.optim.Optimizer does over a copy of any
+    module."""
     module, _ = trained(MAKERS["one table"], optimizer, device_type)
     copied, fresh = how(module), MAKERS["one table"](device=device_type)
     fresh.load_state_dict(module.state_dict())
@@ -61,7 +62,7 @@ def test_without_it_they_start_anew(optimizer, how, device_type):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
 def test_a_copy_without_an_optimizer_has_the_states(optimizer, how, device_type):
-    """``apply_gradients`` continues with them."""
+    """A copy without an optimizer keeps the states, and ``apply_gradients`` continues with them."""
     module, old = trained(MAKERS["two tables"], optimizer, device_type)
     copied = how(module)
 
@@ -85,9 +86,9 @@ def test_optimizers_are_not_copied(optimizer, device_type):
 
 @pytest.fixture
 def deterministic():
-    """Sums on a GPU in a fixed order: rows that leave a cache are fitted by L-BFGS, which makes a
-    difference in the last bit a large one."""
-    # cuBLAS warns without CUBLAS_WORKSPACE_CONFIG; on one stream its sums have a fixed order.
+    """Fixes the order of sums on a GPU: L-BFGS fits rows that leave a cache, and magnifies a
+    difference in the last bit."""
+    # cuBLAS warns without CUBLAS_WORKSPACE_CONFIG, but its sums have a fixed order on one stream.
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -96,7 +97,7 @@ def deterministic():
 @pytest.mark.parametrize("how", [*COPIES, "state_dict"])
 @pytest.mark.usefixtures("deterministic")
 def test_tensor_train_bags_with_a_cache_go_on(how, device_type):
-    """The fused optimizer is part of the module, so that its states go along."""
+    """The fused optimizer is part of the module, so copies include its states."""
 
     def make():
         return TTEmbeddingBag(

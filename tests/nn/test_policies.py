@@ -1,4 +1,4 @@
-"""Modules evict by every policy of HashTable, and keep what policies know."""
+"""Modules evict by every policy of HashTable, and keep the policies' data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ POLICIES = ("lru", "lfu", AgedLFU(100.0), "adaptive", "epoch_lru", "epoch_lfu", 
 
 
 def make(device: str, eviction, **options) -> HierarchicalHashEmbedding:
-    """A small one."""
+    """A small embedding."""
     return HierarchicalHashEmbedding(4, ROWS, eviction=eviction, device=device, seed=3, **options)
 
 
 def look_up(module, ids: list[int], scores: list[int] | None = None) -> torch.Tensor:
-    """A step of training."""
+    """A training step."""
     given = torch.tensor(ids, device=module.device)
     told = () if scores is None else (torch.tensor(scores, device=module.device),)
     rows = module(given, *told)
@@ -35,7 +35,7 @@ def look_up(module, ids: list[int], scores: list[int] | None = None) -> torch.Te
 
 
 def held(module) -> dict[int, tuple]:
-    """By id: its row and score."""
+    """Row and score by id."""
     state = module.state_dict()
     scores = state["scores"] if len(state["scores"]) else state["last_steps"]
     rows = state["rows"].tolist()
@@ -43,7 +43,7 @@ def held(module) -> dict[int, tuple]:
 
 
 def copies_of(module):
-    """The module, and what is made of it in each way; the optimizer comes last."""
+    """Copies of the module made in each way, and last the module itself, with an optimizer."""
     device, eviction = module.device, module._tables.plan.eviction
     loaded = make(device, eviction)
     loaded.load_state_dict(module.state_dict())
@@ -55,12 +55,12 @@ def copies_of(module):
 
 
 def scores_of(eviction, ids: list[int]) -> list[int] | None:
-    """For a policy that takes any."""
+    """Scores for a policy that takes them."""
     return [-i for i in ids] if eviction == "customized" else None
 
 
 def _filled(device, eviction):
-    """64 ids in two epochs, the later ones less often."""
+    """64 ids in two epochs; those of the second have fewer lookups."""
     module = make(device, eviction)
     for first, times in ((0, 3), (32, 1)):
         if "epoch" in str(eviction):
@@ -72,8 +72,8 @@ def _filled(device, eviction):
 
 
 def _leaves(eviction, i: int) -> bool:
-    """Whether an id is among those that may leave first."""
-    if eviction == "adaptive":  # as LRU or as LFU
+    """Whether the id is among the first that may leave."""
+    if eviction == "adaptive":  # behaves like LRU or LFU
         return True
     early = eviction in ("lru", "epoch_lru", "epoch_lfu")
     return i == 63 if eviction == "customized" else (i < 32) == early
@@ -91,7 +91,7 @@ def test_who_leaves(device_type, eviction):
 
 @pytest.fixture
 def in_order():
-    """New ids take their places in the order of the batch, on a GPU too."""
+    """New ids get slots in the order of the batch, on a GPU too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""torch.optim.lr_scheduler, closures and hooks work on the optimizers of rows."""
+"""torch.optim.lr_scheduler, closures and hooks work with the optimizers of rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients under ``create_graph=True``: they have a graph, or using it raises."""
+"""Gradients under ``create_graph=True`` have a graph, or their use raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(device, **arguments):
 
 
 def filled(device, **arguments):
-    """With a cache that holds some ids."""
+    """A bag with a cache that holds some ids."""
     bag = make(device, use_cache=True, cache_size=20, **arguments)
     bag(torch.arange(0, ROWS, 2, device=device), torch.tensor([0], device=device))
     bag.cache_populate()
@@ -28,7 +28,7 @@ def filled(device, **arguments):
 
 
 def penalty_gradients(out, inputs):
-    """Gradients of a loss, and gradients of the squared norm of these."""
+    """Gradients of a loss, and gradients of their squared norm."""
     first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     second = torch.autograd.grad(sum(each.square().sum() for each in first), inputs)
     return [*first, *second]
@@ -87,9 +87,10 @@ def test_table_batched_bags(device_type):
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
 def test_weights_of_a_fused_bag_are_refused(device_type, cache, linear):
-    """Their gradient depends on cores and rows, which have no gradients: also for a linear loss."""
+    """The weights' gradient depends on cores and rows, which have no gradients, even for a linear
+    loss."""
     bag = (filled if cache else make)(device_type, sparse=True, optimizer=OptimType.SGD)
-    ids = torch.arange(0, 20, 2, device=device_type)  # with a cache all of them are there
+    ids = torch.arange(0, 20, 2, device=device_type)  # the cache, if any, holds all of them
     weights = torch.rand(10, device=device_type, requires_grad=True)
     out = bag(ids, torch.arange(10, device=device_type), weights)
     loss = out.sum() if linear else out.square().sum()
@@ -100,7 +101,7 @@ def test_weights_of_a_fused_bag_are_refused(device_type, cache, linear):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_weights_of_a_fused_bag_in_evaluation(device_type, cache):
-    """Nothing trains there, so that the derivative is whole."""
+    """Evaluation trains nothing, so the derivative is complete."""
     bag = (filled if cache else make)(device_type, sparse=True).eval()
     bags = tt.random_bags([bag.shape], [0], 10).to(device_type)
     weights = bags.weights.requires_grad_()
@@ -122,7 +123,7 @@ def test_gradients_of_hash_tables_are_refused(device_type, make_module):
 
 
 def test_penalties_on_other_gradients_train_hash_tables(device_type):
-    """The lookup itself is linear: what comes back to it is the whole gradient."""
+    """The lookup is linear: the gradient that reaches it is complete."""
     module, twin = (make_embedding(device=device_type) for _ in range(2))
     ids = torch.arange(5, device=device_type)
     weight = torch.randn(4, 3, device=device_type, requires_grad=True)

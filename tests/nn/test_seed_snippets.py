@@ -1,4 +1,4 @@
-"""The snippets of HKV Embedding's documents run with this package's name in place of theirs."""
+"""Snippets of HKV Embedding's documents run if its name is replaced by this package's."""
 
 import warnings
 
@@ -120,7 +120,7 @@ class TwoTowerModel(nn.Module):
 
 @pytest.fixture
 def run(device_type):
-    """``run(code, **names)``: its names after it ran, with ids on this test's device."""
+    """``run(code, **names)``: returns the code's names; ids are on the test's device."""
     if device_type == "cpu" and torch.cuda.is_available():
         pytest.skip("the snippets take the GPU where there is one")
 
@@ -129,7 +129,7 @@ def run(device_type):
         code = code.replace("hkv_embedding", "torchrec_hkv").replace("'cuda'", f"'{device_type}'")
         names |= {"torch": torch, "nn": nn, "torchrec_hkv": torchrec_hkv}
         with warnings.catch_warnings():
-            # Where the memory is too little for so many rows; tests/nn/test_memory.py.
+            # Memory may be too small for so many rows; see tests/nn/test_memory.py.
             warnings.filterwarnings("ignore", message="max_capacity is")
             exec(code, names)
         return names
@@ -143,7 +143,7 @@ def test_quick_start_trains_its_rows(run):
     assert embedding.counters()["embedding"]["size"] == len(indices.unique())
     embedding.eval()
     moved = (embedding(indices) - names["embeddings"]).detach()
-    # The first step of Adam is the learning rate, against the sign of the gradient.
+    # Adam's first step has the length of the learning rate and the opposite sign of the gradient.
     torch.testing.assert_close(moved, torch.full_like(moved, -0.001), rtol=0, atol=1e-5)
 
 

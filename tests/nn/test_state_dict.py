@@ -1,4 +1,4 @@
-"""``state_dict`` of modules and optimizers: what it keeps, and what is refused."""
+"""``state_dict`` of modules and optimizers: contents and refusals."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_state_dicts_continue_a_training(make, optimizer, device_type):
     train([first], first_optimizer, range(5, 10))
     train([second], second_optimizer, range(5, 10))
     assert torch.equal(rows(second), rows(first))
-    ids = torch.tensor([77], device=device_type)  # new to both: the seed was loaded, too
+    ids = torch.tensor([77], device=device_type)  # new to both, so the seed was loaded
     assert torch.equal(lookup(second, ids), lookup(first, ids))
 
 
@@ -49,7 +49,7 @@ def test_state_dict_keeps_who_is_to_leave(device_type):
 
 
 def test_loading_rows_keeps_optimizer_states_of_ids_that_stay(device_type):
-    """As PyTorch's: a module's state_dict has nothing of its optimizer."""
+    """As in PyTorch, a module's state_dict has nothing of its optimizer."""
     embedding = make_embedding(device=device_type)
     optimizer = HKVSparseAdam(embedding, lr=0.1)
     train([embedding], optimizer, range(3))
@@ -110,7 +110,7 @@ def test_a_broken_state_dict_is_refused_and_nothing_changes(message, device_type
     before = rows(module)
     with pytest.raises(RuntimeError, match=message):
         module.load_state_dict(broken(BROKEN[message]))
-    if message != "Unexpected key":  # as PyTorch: the others are loaded, then it is said
+    if message != "Unexpected key":  # as in PyTorch: other keys are loaded before the error
         assert torch.equal(rows(module), before)
 
 

@@ -25,7 +25,7 @@ def make(kind, device, sparse=False, **arguments):
 
 
 def bags(kind, device, seed=0, ids=24):
-    """Ids, and offsets as the module takes them."""
+    """Ids and offsets in the module's format."""
     generator = torch.Generator().manual_seed(seed)
     tables = 1 if kind == "one" else 2
     drawn = torch.randint(0, ROWS, (ids * tables,), generator=generator)
@@ -115,14 +115,14 @@ def test_copies_continue_alike(kind, how, kind_of_optimizer, device_type):
         other.load_state_dict(module.state_dict())
     saved = cores_of(module)
     train(module, 10)
-    assert all(map(torch.equal, cores_of(other), saved))  # apart
+    assert all(map(torch.equal, cores_of(other), saved))  # apart from each other
     train(other, 10)
     for one, two in zip(cores_of(module), cores_of(other), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
 def _trained_under_ddp(rank, world_size, device, kind):
-    """How far the cores are from those of one process that sees all ids."""
+    """The distance of the cores from those of one process with all ids."""
     wrapped = DistributedDataParallel(make(kind, device))
     alone = make(kind, device)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapped, alone)]

@@ -1,4 +1,4 @@
-"""The cache of hot rows: which ids it holds, that rows train, and what happens when they leave."""
+"""The cache of hot rows: which ids it holds, how rows train, and what happens when they leave."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make(device="cpu", cache_size=30, **arguments):
 
 
 def skewed_ids(n, first=0):
-    """Frequent near ``first``, by a long tail."""
+    """Ids with the highest frequency near ``first`` and a long tail."""
     return ((torch.rand(n) ** 4 * ROWS).long() + first) % ROWS
 
 
 def uncached_id(bag):
-    """The smallest id without a hot row."""
+    """The smallest id outside of the cache."""
     hot = bag.hot_rows.ids
     return (~torch.isin(torch.arange(ROWS, device=hot.device), hot)).nonzero()[0, 0]
 
@@ -48,14 +48,14 @@ def test_holds_the_most_frequent_ids(device_type):
         counts += torch.bincount(ids, minlength=ROWS)
         bag(ids.to(device_type), offsets_of(ids, 20).to(device_type))
     bag.cache_populate()
-    order = torch.argsort(counts, descending=True, stable=True)[:30]  # ties: the smaller id
+    order = torch.argsort(counts, descending=True, stable=True)[:30]  # ties: the smaller id wins
     assert sorted(bag.hot_rows.ids.tolist()) == sorted(order.tolist())
     bag.eval()
     bag.reset_cache_hit_rate()
     ids = skewed_ids(500)
     bag(ids.to(device_type), offsets_of(ids, 20).to(device_type))
     assert bag.cache_hit_rate == pytest.approx(torch.isin(ids, order).float().mean().item())
-    # Evaluation counts no frequencies; the populate has halved them.
+    # Evaluation does not count frequencies; populating has halved them.
     ids, halved = bag.hot_rows.frequencies()
     assert torch.equal(halved.cpu(), counts[ids.cpu()] // 2)
 
@@ -73,7 +73,7 @@ def test_without_autograd_nothing_is_counted(device_type, sparse, autograd):
             out = bag(ids, offsets)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     assert all(map(torch.equal, bag.hot_rows.frequencies(), before))
-    assert bag.hot_rows.num_rows == 0  # no populate
+    assert bag.hot_rows.num_rows == 0  # without populating
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -84,7 +84,7 @@ def test_lookup_and_gradients_are_those_of_the_full_weight(device_type, mode, we
     bag.cache_populate()
     bag.hot_rows.rows.data += torch.randn_like(bag.hot_rows.rows)
     bags = tt.random_bags([bag.shape], [0], 20, 8).to(device_type)
-    bags.ids[:2] = torch.stack([bag.hot_rows.ids[0], uncached_id(bag)])  # a hit and a miss
+    bags.ids[:2] = torch.stack([bag.hot_rows.ids[0], uncached_id(bag)])  # one hit and one miss
     ids, starts = bags.ids, bags.offsets[:-1]
     weights = bags.weights.requires_grad_() if weighted else None
     out = bag(ids, starts, weights)
@@ -106,7 +106,7 @@ def test_lookup_and_gradients_are_those_of_the_full_weight(device_type, mode, we
 def adam(rows, grad, state, step):
     first = state.setdefault("first", torch.zeros_like(rows))
     second = state.setdefault("second", torch.zeros_like(rows))
-    touched = (grad != 0).any(dim=1)  # as torch.optim.SparseAdam: others stand still
+    touched = (grad != 0).any(dim=1)  # like torch.optim.SparseAdam: other rows do not change
     first[touched] = 0.9 * first[touched] + 0.1 * grad[touched]
     second[touched] = 0.999 * second[touched] + 0.001 * grad[touched] ** 2
     root = (second[touched] / (1 - 0.999**step)).sqrt() + 0.1
@@ -129,7 +129,7 @@ def test_cached_rows_train_by_the_fused_optimizer(device_type, kind, formula):
     bag.cache_populate()
     rows, state = bag.full_weight()[:30].double().cpu(), {}
     for step in range(1, 5):
-        # All of them in the cache: the cores stay as they are.
+        # All ids are cached, so the cores do not change.
         ids = torch.randint(0, 25, (40,))
         starts, grad = offsets_of(ids, 10), torch.randn(10, DIM)
         out = bag(ids.to(device_type), starts.to(device_type))
@@ -149,7 +149,7 @@ def test_rows_that_stay_keep_row_state_and_place():
     bag.cache_populate()
     for _ in range(3):
         bag(ids, ids).square().sum().backward()
-    bag(torch.arange(390, 395).repeat(10), torch.tensor([0]))  # five come
+    bag(torch.arange(390, 395).repeat(10), torch.tensor([0]))  # five more ids are counted
     hot = bag.hot_rows
     before = {
         int(i): (k, hot.rows[k].clone(), hot.states[k].clone()) for k, i in enumerate(hot.ids)
@@ -179,7 +179,7 @@ def test_populate_changes_no_row_that_comes_or_stays():
 
 
 class Regression:
-    """Rows to be learned; ids come by a skewed distribution that moves."""
+    """Regression of rows; ids have a skewed distribution that moves."""
 
     def __init__(self, target, **arguments):
         self.bag = make(
@@ -194,15 +194,15 @@ class Regression:
             (out - self.target[ids]).square().sum(dim=1).mean().backward()
 
     def losses(self):
-        """Of each id."""
+        """The loss of each id."""
         return (self.bag.full_weight() - self.target).square().sum(dim=1)
 
 
 def populated_after_a_move(target, **arguments):
-    """Trains on some ids, then on others, and populates where the first leave.
+    """Trains on some ids, then on others, and populates the cache, which evicts some of the first.
 
-    Returns the losses of the rows by how often they come now: before, after, and if the rows that
-    left had just been dropped.
+    Returns losses weighted by the present frequencies: before, after, and if the evicted rows had
+    been dropped.
     """
     run = Regression(target, **arguments)
     run.train(10)
@@ -218,17 +218,17 @@ def populated_after_a_move(target, **arguments):
     assert left.numel() > 4
     dropped = before.clone()
     dropped[left] = (cores_alone - run.target)[left].square().sum(dim=1)
-    assert before[left].mean() < 0.5 * dropped[left].mean()  # they had learned
+    assert before[left].mean() < 0.5 * dropped[left].mean()  # the evicted rows had learned
     return [float((now * losses).sum()) for losses in (before, run.losses(), dropped)]
 
 
 def test_loss_does_not_rise_at_a_populate():
-    # Rows that the cores can make.
+    # Rows that the cores can represent.
     shape = make_shape(ROWS, DIM, ranks=3)
     torch.manual_seed(5)
     target = tt.dense_table(shape, tt.random_cores(shape)).float()
     before, after, dropped = populated_after_a_move(target, tt_ranks=8, hashtbl_size=ROWS)
-    assert dropped > 1.2 * before  # what FBTT-Embedding does
+    assert dropped > 1.2 * before  # as FBTT-Embedding does
     assert after <= before
 
 

@@ -1,4 +1,4 @@
-"""TTEmbeddingBag takes what nn.EmbeddingBag takes, and gives what it gives for the dense table."""
+"""TTEmbeddingBag takes the arguments of nn.EmbeddingBag, and equals it on the dense table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dense_twin(bag, cores):
 
 
 def absolute(tensor):
-    """float64, a leaf where the tensor is one: what sums would be if nothing cancelled."""
+    """Absolute values in float64, a leaf if the tensor is one: sums without cancellation."""
     if tensor is None or not tensor.is_floating_point():
         return tensor
     return tensor.detach().double().abs().requires_grad_(tensor.requires_grad)
@@ -121,7 +121,7 @@ def test_replaces_an_embedding_bag_in_training():
     assert losses[-1] < 0.3 * losses[0]
 
 
-# Row-wise Adagrad, which torch does not have, is in tests/tensor_train/test_fused_update.py.
+# tests/tensor_train/test_fused_update.py covers row-wise Adagrad, which torch lacks.
 @pytest.mark.parametrize("kind", [OptimType.SGD, OptimType.ADAGRAD, OptimType.ADAM])
 def test_fused_equals_returned_gradients(device_type, kind):
     fused = make(device_type, sparse=True, optimizer=kind, learning_rate=0.05, eps=0.01)
@@ -131,7 +131,7 @@ def test_fused_equals_returned_gradients(device_type, kind):
     optimizer = {
         OptimType.SGD: lambda p: torch.optim.SGD(p, lr=0.05),
         OptimType.ADAGRAD: lambda p: torch.optim.Adagrad(p, lr=0.05, eps=0.01),
-        # All slices occur below, so that Adam of all is Adam of those that occur.
+        # All slices occur below, so dense Adam equals Adam of the slices that occur.
         OptimType.ADAM: lambda p: torch.optim.Adam(p, lr=0.05, eps=0.01),
     }[kind](external.parameters())
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The examples of FBTT-Embedding's README run; where one is invalid, the nearest valid one."""
+"""The examples of FBTT-Embedding's README run, or their nearest valid versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_initialization(weight_dist):
         use_cache=False,
         weight_dist=weight_dist,
     )
-    # The README's second core should be 12 x 90 x 4 x 14: the rank after it is 14.
+    # The README's second core should be 12 x 90 x 4 x 14, as the next rank is 14.
     assert [core.numel() for core in tt_emb.tt_cores] == [
         1 * 120 * 4 * 12,
         12 * 90 * 4 * 14,
@@ -30,8 +30,8 @@ def test_initialization(weight_dist):
 
 
 def test_bags():
-    # The README leaves tt_ranks to a keyword after two Nones by position, which its own signature
-    # does not take; and its ids would be of ten rows of three columns.
+    # The README passes tt_ranks by keyword after two positional Nones, which its own signature does
+    # not allow; and its ids are for ten rows of three columns.
     embedding_sum = TTEmbeddingBag(
         10, 3, tt_ranks=[2, 2], tt_p_shapes=None, tt_q_shapes=None, sparse=False, use_cache=False
     )

@@ -1,4 +1,4 @@
-"""Tables of different shapes behind one lookup equal the tables one by one."""
+"""One lookup of tables of different shapes equals lookups of the tables one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where memory decides where shards are, they are moved until ranks take about as long."""
+"""If memory restricts the placement of shards, they are moved until ranks take about equally
+long."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _sums(values, placement, ranks=_RANKS):
 
 
 def _case(seed):
-    """Sizes by a power law, times that do not depend on them, and hardly more room than needed."""
+    """Sizes follow a power law, times are independent of them, and memory is barely sufficient."""
     draw = random.Random(seed)
     sizes = [int(1e9 * (i + 20) ** -1.3) for i in range(200)]
     draw.shuffle(sizes)
@@ -46,12 +47,12 @@ def test_many_shards_in_little_memory(seed):
     assert placement is not None
     assert max(_sums(sizes, placement)) <= room
     assert max(_sums(times, placement)) <= 1.05 * sum(times) / _RANKS
-    # The plan that is used takes no longer than was estimated.
+    # The returned plan takes no longer than estimated.
     assert max(_sums(times, placement)) <= _rooms(room).fastest(parts) * (1 + 1e-12)
 
 
 def test_several_slow_shards_are_swapped_for_a_large_one():
-    # By size, the large one comes first, and the small ones fill the other rank.
+    # By size, the large one is placed first, and the small ones fill the other rank.
     sizes, times = [100, *[10] * 10], [0.0, *[1.0] * 10]
     placement = _rooms(100, 2).pack(
         [_parts(*each) for each in zip(sizes, times, strict=True)], True

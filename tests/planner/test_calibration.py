@@ -1,4 +1,4 @@
-"""The file of measured constants: written, read, found in its default place, or refused."""
+"""The file of measured constants is written, read, found at its default path, or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
 
 @pytest.mark.parametrize("kernel", ["hkv", "fused"])
 def test_tables_share_caches(kernel):
-    """A small table beside a large one is read as the large one is."""
+    """A small table beside a large one is read at the large one's speed."""
     fits = tuple(Fit(size, {"ids": cost}, {}) for size, cost in ((1e4, 1e-3), (1e6, 5e-3)))
     measured = dataclasses.replace(calibration(), constants={kernel: Constants(fits)})
     times = {}
@@ -94,7 +94,7 @@ def test_the_default_place(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "told.json"))
     calibration(hkv=0.2).save(default_path("cuda"))
     assert _times()[0].fwd_compute == pytest.approx(6.0)
-    assert calibration_for("cuda", None) is None  # the file is of a CPU
+    assert calibration_for("cuda", None) is None  # the file was measured on a CPU
     monkeypatch.setenv(VARIABLE, "")
     assert default_path("cpu") is None
 

@@ -1,4 +1,4 @@
-"""Which kernel and sharding type the planner gives to a table."""
+"""The kernel and the sharding type that the planner chooses for a table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_constraints_nothing_changes():
 
 
 def test_a_backend_is_costed_beside_stock_kernels():
-    # The toy says it reads rows at a hundredth of the host's bandwidth.
+    # The toy backend claims to read rows at a hundredth of the host's bandwidth.
     both = ParameterConstraints(
         compute_kernels=["toy", "fused"],
         sharding_types=["table_wise"],
@@ -84,7 +84,7 @@ def test_a_type_that_is_not_served_is_passed_over_beside_one_that_is():
 def test_hashed_ids_come_to_ranks_of_equal_capacity():
     constraint = ParameterConstraints(compute_kernels=["toy"], sharding_types=["row_wise"])
     shards = _plan({"t": constraint}, world_size=4, rows=9)["t"].sharding_spec.shards
-    # TorchRec's own split is 3, 3, 3, 0.
+    # TorchRec's own split would be 3, 3, 3, 0.
     assert [shard.shard_sizes[0] for shard in shards] == [2, 2, 2, 3]
     assert [shard.shard_offsets[0] for shard in shards] == [0, 2, 4, 6]
 

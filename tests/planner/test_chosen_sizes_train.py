@@ -1,4 +1,4 @@
-"""Tables whose ranks or rows the planner chose train, and take the bytes that it planned."""
+"""Tables whose ranks or rows the planner chose train, and take the planned bytes."""
 
 from __future__ import annotations
 

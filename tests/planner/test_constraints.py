@@ -1,4 +1,4 @@
-"""Constraints that can't be met are refused with one sentence, when the planner is made."""
+"""Planners refuse impossible constraints at construction, with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quick copies of sharding options equal TorchRec's, and share nothing that changes."""
+"""Fast copies of sharding options equal TorchRec's copies, and share no mutable parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_copies_equal_those_of_torchrec(options):
         assert type(made) is type(option)
         assert _shards(made) == _shards(stock)
         assert hash(made) == hash(option)
-        left_out = {"origin", "made_shards"}  # another process does not need them
+        left_out = {"origin", "made_shards"}  # another process does not need these
         assert set(vars(made)) - left_out == set(vars(stock)) - left_out
         assert (made.tensor, made.module) == (option.tensor, option.module)
 

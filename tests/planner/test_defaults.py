@@ -75,7 +75,7 @@ def test_a_device_for_tables(monkeypatch):
     plan = _plan("cuda", constraints)
     assert plan["user"].options == HKVOptions(seed=3, hbm_bytes="index")
     assert plan.reports["user"].rejected == {}
-    # On a CPU all tables lie in host memory.
+    # On a CPU all tables are in host memory.
     assert _kernels(_plan("cpu", constraints)) == {"user": "hkv", "page": "fused", "hour": "fused"}
 
 

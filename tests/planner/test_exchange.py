@@ -1,4 +1,4 @@
-"""Shards that do not fit where most memory is left are exchanged with others."""
+"""Shards that do not fit on the rank with the most free memory are exchanged with others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _left(sizes, placement, room):
 
 
 def _largest_first(sizes, room):
-    """Whether all shards fit if each goes where most memory is left, the largest first."""
+    """Whether all shards fit if each goes to the rank with the most free memory, largest first."""
     left = [room] * _RANKS
     for size in sorted(sizes, reverse=True):
         rank = left.index(max(left))
@@ -37,7 +37,7 @@ def _largest_first(sizes, room):
 @pytest.mark.parametrize("seed", range(20))
 def test_many_shards_that_just_fit(seed):
     draw = random.Random(seed)
-    # The largest fill most of a rank.
+    # The largest shards fill most of a rank.
     sizes = [int(1e9 * (i + 1) ** -1.1 * draw.uniform(0.3, 1)) for i in range(8, 96)]
     room = sum(sizes) // _RANKS + 200_000
     while _largest_first(sizes, room):

@@ -1,4 +1,4 @@
-"""Of many tables that lose, two exchange memory where this lessens the loss."""
+"""Among many lossy tables, two exchange memory if this lowers the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compat
 
 
 class _OneRank:
-    """Arranges tables on a single rank, where they fit if the sum of their bytes does."""
+    """A single rank, on which tables fit if the sum of their bytes does."""
 
     host, num_ranks, adds_times = 0, 1, False
 
@@ -35,7 +35,7 @@ class _OneRank:
 
 
 def _least_loss(tables, room):
-    """By dynamic programming over the room."""
+    """The least loss, by dynamic programming over memory."""
     best = [0.0] * (room + 1)
     for levels in tables:
         best = [
@@ -45,7 +45,7 @@ def _least_loss(tables, room):
     return best[room]
 
 
-# Seeds with which single tables get stuck further from the least loss.
+# Seeds with which moves of single tables end further from the least loss.
 @pytest.mark.parametrize("seed", [7, 18, 26, 29])
 def test_the_loss_is_close_to_the_least(seed):
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The greedy proposer makes TorchRec's proposals in TorchRec's order."""
+"""The greedy proposer makes the same proposals as TorchRec's, in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many tables share HBM and host memory before one of them loses quality."""
+"""Many tables use HBM and host memory before any of them loses quality."""
 
 from __future__ import annotations
 

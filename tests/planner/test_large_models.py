@@ -1,5 +1,5 @@
-"""Plans of models with many tables on many hosts: found, no slower than TorchRec's, or refused by
-name."""
+"""Plans of models with many tables on many hosts are found, no slower than TorchRec's, or refused
+with a table's name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _given(tables, ranks, hbm, constraint):
 
 
 def _step(planner, options, ranks):
-    """Time of the slowest rank, with this planner's estimates."""
+    """The slowest rank's time by this planner's estimates."""
     times = [0.0] * ranks
     own = {
         (option.name, option.sharding_type): option
@@ -79,8 +79,8 @@ def test_no_slower_than_torchrecs_plan_where_all_fits(ranks, number):
 
 
 def _gradient_time(ranks):
-    """Estimated time of sending the gradients of a replicated table of a million rows: of a ``tt``
-    table with these ranks, or of a dense one if ``ranks`` is None."""
+    """Estimated time to send the gradients of a replicated table of a million rows: a ``tt`` table
+    with these ranks, or a dense one if ``ranks`` is None."""
     tables, sharding = _tables([1_000_000]), ["data_parallel"]
     if ranks is None:
         constraint = StockConstraints(compute_kernels=["dense"], sharding_types=sharding)
@@ -99,14 +99,14 @@ def _gradient_time(ranks):
 def test_replicated_compressed_tables_send_the_gradients_of_their_cores():
     cores = {rank: 400 * rank + 400 * rank * rank + 400 * rank for rank in (8, 16)}
     assert _gradient_time(16) / _gradient_time(8) == pytest.approx(cores[16] / cores[8])
-    # TorchRec adds the optimizer's time, by the bandwidth of the kernel.
+    # TorchRec adds the optimizer's time, at the kernel's bandwidth.
     sent = cores[8] / (1_000_000 * 64) * _gradient_time(None)
     assert sent <= _gradient_time(8) <= 3 * sent
 
 
 def test_few_tables_on_ranks_with_room_for_about_one_shard():
     tables = _tables([40_000] * 13, dim=256)
-    # Buffers of one table of all ranks' batches take half of a rank.
+    # Buffers of one table, for the batches of all ranks, take half of a rank.
     buffers = 16 * 64 * 256 * 4
     planner = EmbeddingShardingPlanner(
         **_given(

@@ -1,4 +1,5 @@
-"""A Tensor-Train table that is larger than its dense rows: never chosen, and warned of by name."""
+"""The planner never chooses a Tensor-Train table that is larger than its dense rows, and warns of
+it by name."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _planner(kernels, options, most_loss=None):
         topology=Topology(world_size=1, local_world_size=1, compute_device="cpu"),
         batch_size=8,
         constraints={"page": ParameterConstraints(compute_kernels=kernels, options=options)},
-        # By time alone, Tensor-Train tables would be chosen.
+        # By time alone, it would choose Tensor-Train tables.
         calibration=calibration(fused=3e-3, hkv=2e-3, tt=1e-3),
         max_quality_loss=most_loss,
     )

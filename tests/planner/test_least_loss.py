@@ -1,4 +1,5 @@
-"""Tables lose quality last: after host memory, as few as possible, and no more than they must."""
+"""The planner first uses host memory; then as few tables as possible lose quality, and no more than
+they must."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def _plan(hbm, host=0, gpus=4, kernels=("fused", "hkv", "tt"), constraints=None,
             local_world_size=gpus,
             compute_device="cuda",
             hbm_cap=hbm,
-            ddr_cap=max(host, 1),  # TorchRec 1.6 takes 0 for its default
+            ddr_cap=max(host, 1),  # TorchRec 1.6 treats 0 as its default
         ),
         constraints={**dict.fromkeys(_ROWS, constraint), **(constraints or {})},
         storage_reservation=FixedPercentageStorageReservation(0.0),
@@ -79,7 +80,7 @@ def test_only_one_table_is_compressed_where_the_others_fit():
     assert sorted(kernels.values()) == ["fused", "fused", "tt"]
     (name,) = _lossy(plan)
     assert kernels[name] == "tt"
-    # At ranks of 32 the table took 4 to 5 MiB.
+    # With ranks of 32 the table took 4 to 5 MiB.
     assert sum(part.hbm for part in _reports(plan)[name].bytes) > 50 * _MIB
 
 
@@ -111,7 +112,7 @@ def test_little_memory_is_used_for_ranks():
         step = plan.plan["ebc"][name].options
         more = TTOptions(ranks=step.ranks + 4).shape(_ROWS[name], _DIM)
         least = TTOptions(ranks=step.ranks).shape(_ROWS[name], _DIM)
-        # Cores and their gradient, and less than that for states of slices.
+        # Cores and their gradient; states of slices take less than that.
         grown = 2 * 4 * (more.num_elements - least.num_elements)
         assert plan.memory[rank].hbm.free < 1.1 * grown
 
@@ -122,7 +123,7 @@ def test_host_memory_comes_before_a_loss():
     report = _reports(plan)["page"]
     assert report.kernel == "hkv"
     assert sum(part.host for part in report.bytes) >= 4 * _DIM * _ROWS["page"]
-    # What HBM there is, is used for rows.
+    # The plan uses the available HBM for rows.
     least = plan.memory[0].hbm
     assert least.free < least.budget / 8
 
@@ -164,7 +165,7 @@ def test_fewer_rows_where_the_histogram_says_that_few_ids_have_most_lookups():
     assert sum(report.rows) == capacity
     assert 0.5 * _ROWS["page"] < capacity < _ROWS["page"]
     assert f"{capacity:,} rows for 4,000,000 ids have 9" in report.loss.what
-    # 3 % more rows would not fit.
+    # A table with 3 % more rows would not fit.
     more = ParameterConstraints(
         compute_kernels=["hkv"], options=HKVOptions(capacity=int(capacity * 1.035))
     )
@@ -208,7 +209,7 @@ def test_the_report_says_what_is_lost_why_and_what_more_memory_buys():
     assert "1 GiB more HBM over all ranks would keep it whole on fused" in (
         _reports(plan)["user"].loss.more
     )
-    # That is what a plan with as much says.
+    # A plan with that much memory confirms it.
     wider = _plan(60 * _MIB + (1 << 28))
     assert _kernels(wider)["user"] == "fused"
     lower = _reports(wider)["page"].loss.value

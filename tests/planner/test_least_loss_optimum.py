@@ -1,4 +1,4 @@
-"""The chosen plan against all plans of small models."""
+"""The chosen plan is the best of all plans of small models."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def test_the_least_loss_within_a_bound_on_time(seed):
         best = best_plan(by_table, room, most_time=bound)
         found = planned(planner, model)
         if best is not None and best[0] == 0:
-            # Of plans where nothing is lost the fastest is taken, here as anywhere.
+            # Among plans without loss the fastest is taken, as elsewhere.
             assert found[:2] == (0, 0)
         assert same(found, best), (room, bound, found, best)

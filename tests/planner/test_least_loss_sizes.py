@@ -1,4 +1,4 @@
-"""The sizes of open tables against all combinations of the sizes that there are."""
+"""The sizes of open tables are the best of all combinations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sizes(kernel, rows):
 
 
 def _alone(table, kernel, frequencies):
-    """Bytes and loss of a table for each size, each planned by itself."""
+    """Bytes and loss of a table at each size, each planned separately."""
     found = []
     for options in _sizes(kernel, table.num_embeddings):
         constraint = ParameterConstraints(

@@ -1,4 +1,4 @@
-"""Of many tables only some sizes are tried; the plans are about as good as those of all sizes."""
+"""For many tables only some sizes are tried; plans are about as good as with all sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tables_that_may_lose_are_those_of_all_sets_that_suffice(seed):
             taken = sum(smallest[t] if t in lost else tables[t].whole.hbm for t in tables)
             if taken <= room:
                 enough |= lost
-        # A table that would take more if it lost can't help, but may be among others.
+        # A lossy variant that is larger than the table can't help, but may be included.
         assert enough <= scarce.may_lose(count)
         if all(tables[t].whole.hbm >= smallest[t] for t in free):
             assert scarce.may_lose(count) == enough
@@ -97,7 +97,7 @@ def saved_by(levels):
 
 
 class _OneRank:
-    """What a search knows of a single rank."""
+    """The parts of a single rank that a search uses."""
 
     host, num_ranks, adds_times = 0, 1, False
 
@@ -198,5 +198,5 @@ def test_the_times_of_equal_shards_are_estimated_once_and_are_those_of_all():
     args, kwargs = estimator._handed_on
     found = [[vars(shard.perf).copy() for shard in option.shards] for option in space]
     assert len({id(s.perf) for option in space for s in option.shards}) == sum(map(len, found))
-    estimator._stock.estimate(space, *args, **kwargs)  # every shard, by TorchRec
+    estimator._stock.estimate(space, *args, **kwargs)  # every shard, as TorchRec counts
     assert found == [[vars(shard.perf) for shard in option.shards] for option in space]

@@ -1,4 +1,4 @@
-"""The plan says what ranks use, may use, and have left."""
+"""The plan reports the memory that ranks use, may use, and have left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_ranks_of_a_plan(device):
         found = getattr(memory, kind)
         assert (found.tables, found.used) == (tables, used)
         assert 0 < found.tables < found.used < found.budget
-        # A part of the rank's memory is the planner's reserve.
+        # The planner reserves a part of the rank's memory.
         storage = planner._topology.devices[rank].storage
         assert found.budget < (storage.hbm if kind == "hbm" else storage.ddr)
     assert len(plan.memory) == 2

@@ -1,4 +1,4 @@
-"""Tables that no backend can serve are refused with one sentence, when the model is planned."""
+"""Planning a model refuses tables that no backend can serve, with one sentence."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_fewer_rows_than_ranks():
 
 
 def test_a_capacity_of_zero():
-    # Without a range of its own, TorchRec's config divides by the number of rows.
+    # Without an initial range, TorchRec's config divides by the number of rows.
     table = _table(num_embeddings=0, weight_init_min=-0.1, weight_init_max=0.1)
     message = _refusal(make_model([table]), TOY)
     assert "num_embeddings=0: it must be at least 1" in message

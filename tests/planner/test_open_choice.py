@@ -1,5 +1,5 @@
-"""A table whose constraint names several kernels gets the fastest that fits and loses nothing; the
-plan says why."""
+"""If a table's constraint names several kernels, it gets the fastest one that fits without loss;
+the plan says why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_hkv.sharding import BackendParameterSharding
 pytestmark = pytest.mark.compat
 
 ROWS, DIM = 200_000, 16
-#: Of a table with SGD: of stock rows, and more than a hash table of as many slots takes.
+#: Bytes with SGD: of stock rows; and an upper bound of a hash table with as many slots.
 DENSE, HASHED = ROWS * DIM * 4, ROWS * DIM * 4 + ROWS * 32
 
 
@@ -93,7 +93,7 @@ def test_with_room_for_all_the_fastest_that_loses_nothing(costs, chosen):
     [(2 * HASHED, "hkv"), (DENSE + (1 << 16), "fused"), (DENSE // 8, "tt")],
 )
 def test_the_fastest_that_fits(bytes_a_rank, chosen):
-    # One rank: the hash table is the fastest, and the largest by its index.
+    # On one rank the hash table is the fastest, and the largest because of its index.
     measured = calibration(fused=3e-3, hkv=2e-3, tt=8e-3)
     assert _kernels(_plan(bytes_a_rank, measured, world_size=1)) == {"t": chosen}
 
@@ -125,7 +125,7 @@ def test_the_printed_plan_says_what_was_rejected_and_why():
 def test_what_is_missing_is_what_there_is_too_little_of():
     rejected = _plan(DENSE // 8, world_size=1).plan["ebc"].reports["t"].rejected
     said = int(rejected["fused"].split("(")[1].split(" bytes")[0].replace(",", ""))
-    # Besides the rows there are the buffers of 8 bags and ids.
+    # Beside the rows there are buffers of 8 bags and ids.
     assert said == DENSE - DENSE // 8 + 8 * DIM * 4 + 8 * 8
     exact = _plan(DENSE // 8 + said, world_size=1)
     assert _kernels(exact) == {"t": "fused"}
@@ -191,7 +191,7 @@ def test_an_impossible_budget_is_refused_by_name_and_bytes(world_size):
     for table in ("user", "page"):
         assert f"'ebc.embedding_bags.{table}' (at least 12.2 MiB of host memory on fused" in text
     missing = int(text.split("(")[1].split(" bytes")[0].replace(",", ""))
-    # Buffers: ids and bags of all ranks reach every shard.
+    # Buffers: ids and bags of all ranks arrive at every shard.
     buffers = 8 * (DIM * 4 + 8) * world_size
     assert missing == pytest.approx(2 * (DENSE + buffers) - world_size * (1 << 20), abs=2000)
 
@@ -213,7 +213,7 @@ def test_many_tables_that_leave_the_choice_open():
     reports = plan.plan["ebc"].reports
     assert {report.kernel for report in reports.values()} == {"fused"}
     assert all(set(report.rejected) == {"hkv", "tt"} for report in reports.values())
-    # Alternatives were tried in the plan's own options, whose ranks are the plan's again.
+    # Trying alternatives changed the plan's own options; their ranks must be restored.
     assert all(rank is not None for report in reports.values() for rank in report.ranks)
 
 
@@ -222,7 +222,7 @@ def test_many_tables_that_leave_the_choice_open():
     [(1 << 30, None), (10 << 20, 9 << 20), (7 << 20, "index")],
 )
 def test_the_tier_of_a_table(hbm, chosen):
-    """In HBM, partly in HBM, or in host memory: the fastest choice that fits."""
+    """Rows in HBM, partly in HBM, or in host memory: the fastest choice that fits."""
     options = [HKVOptions(hbm_bytes=bytes_near) for bytes_near in (None, 9 << 20, "index")]
     constraint = ParameterConstraints(
         compute_kernels=["hkv"], sharding_types=["table_wise"], options=options

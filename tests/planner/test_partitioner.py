@@ -1,4 +1,4 @@
-"""A few shards are placed so that the slowest rank is fastest; many shards so that all fit."""
+"""With few shards, the placement minimises the slowest rank's time; with many, all shards fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _topology(room):
 
 
 def _placed(partitioner, options, room):
-    """Bytes and times of the ranks, None if the shards do not fit."""
+    """Bytes and times of the ranks, or None if the shards do not fit."""
     try:
         partitioner.partition(proposal=options, storage_constraint=_topology(room))
     except PlannerError:
@@ -90,7 +90,7 @@ def test_few_shards(seed):
 
 
 def test_many_shards_find_room_that_the_greedy_choice_leaves():
-    # Of 60 each: the greedy choice spreads the larger ones.
+    # Capacity 60 each: the greedy choice spreads the larger shards.
     sizes = [31, 31, 31, 29, 29, 29, 0, 0, 0]
     times = [1.0, 5.0, 1.0, 5.0, 1.0, 5.0, 1.0, 1.0, 1.0]
     options = [

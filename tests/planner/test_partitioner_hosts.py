@@ -1,4 +1,4 @@
-"""Shards that must be on one host are placed as by TorchRec's partitioner, and where it fails."""
+"""Shards that must share a host are placed as TorchRec's partitioner does, and where it fails."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _options(draw):
         kind = draw.choice(list(_KINDS))
         count = _count(draw, kind)
         size, time = draw.randint(1, 40), draw.uniform(1, 9)
-        # Shards of a table are about equal.
+        # Shards of a table have about equal sizes.
         options.append(_option(f"t{at}", kind, [(size, time)] * count))
     return options
 
@@ -83,7 +83,7 @@ def _topology(room):
 
 
 def _placed(partitioner, options, room):
-    """Time of each rank; None if the shards do not fit."""
+    """Time of each rank, or None if the shards do not fit."""
     for option in options:
         for shard in option.shards:
             shard.rank = None
@@ -101,7 +101,7 @@ def _placed(partitioner, options, room):
 
 
 def _check_hosts(option):
-    """Shards are on the ranks that the sharding type allows."""
+    """Shards are on ranks that the sharding type allows."""
     ranks = [shard.rank for shard in option.shards]
     hosts = [rank // _PER_HOST for rank in ranks]
     if option.partition_by == "uniform":

@@ -1,6 +1,6 @@
-"""Steps of tables that no calibration timed are predicted from those that it timed.
+"""Steps of tables that no calibration measured are predicted from measured ones.
 
-The timer is made up: what a unit of work takes is known, and each time is up to 5 % off.
+The timer is simulated: the time of a unit of work is known, and each measurement is up to 5 % off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_hkv.backends.constants import FIXED, TimedStep, fit_constants
 from torchrec_hkv.backends.workload import StepTime, Workload
 from torchrec_hkv.planner import Calibration
 
-#: Milliseconds of a unit of work; of bytes and operations by what their names begin with.
+#: Milliseconds per unit of work; bytes and operations are matched by the prefixes of their names.
 _FORWARD = {"ids": 1e-7, "distinct": 4e-7, "id_bytes": 2e-10, "bag_bytes": 4e-10}
 _FORWARD |= {"row_bytes": 5e-10, "new": 2e-6, "moved_bytes": 2e-8, "tables": 4e-3}
 _FORWARD |= {"prefix_bytes": 3e-10, "flop": 3e-11, FIXED: 0.03}
@@ -38,7 +38,7 @@ def _took(costs, work):
 
 
 def _step(work, count=1):
-    """Of so many equal tables in a group."""
+    """A step of ``count`` equal tables in a group."""
     return StepTime(
         _FORWARD[FIXED] + count * _took(_FORWARD, work.forward),
         _BACKWARD[FIXED] + count * _took(_BACKWARD, work.backward),

@@ -1,4 +1,4 @@
-"""Curves of losses: values between and beyond points, the file of a benchmark, bad input."""
+"""Loss curves: values between and beyond points, a benchmark's file, bad input."""
 
 from __future__ import annotations
 

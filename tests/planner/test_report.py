@@ -1,4 +1,4 @@
-"""The printed plan names backends, and says what every rank gives to each table."""
+"""The printed plan names backends, and each rank's memory for each table."""
 
 from __future__ import annotations
 

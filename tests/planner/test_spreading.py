@@ -1,4 +1,4 @@
-"""Tables are spread further one by one where no pattern of all of them fits."""
+"""If no uniform pattern of tables fits, single tables are spread further."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANKS = _HOSTS * _PER_HOST
 
 
 def _options(rows, buffer):
-    """A table on one rank, on a host, and on all ranks: each shard has its own buffer."""
+    """A table on one rank, on a host, or on all ranks; each shard has its own buffer."""
     return [
         _C.PlannerParts([(rows + buffer, 0, 0.0)], _C.PlannerSpread.ANY_RANK),
         _C.PlannerParts(
@@ -31,7 +31,7 @@ def _rooms(room):
 
 
 def test_one_table_of_several_equal_ones_goes_to_all_ranks():
-    # Blocks of 60 fill all hosts; a fifth one must go to all ranks, and more would not fit.
+    # Blocks of 60 fill all hosts. A fifth must go to all ranks, where no more fit.
     tables = [_options(120, 5) for _ in range(_HOSTS + 1)]
     rooms = _rooms(65 + 120 // _RANKS + 5)
     chosen = rooms.fitting([_C.PlannerChoices(options) for options in tables])
@@ -40,7 +40,7 @@ def test_one_table_of_several_equal_ones_goes_to_all_ranks():
 
 
 def test_a_table_with_little_more_memory_then_is_spread():
-    # Of two tables that do not fit one host together, the one with the small buffer.
+    # Two tables exceed one host: the one with the smaller buffer is spread.
     tables = [_options(160, 1), *[_options(160, 40)] * _HOSTS]
     chosen = _rooms(145).fitting([_C.PlannerChoices(options) for options in tables])
     assert chosen == [2, 1, 1, 1, 1]

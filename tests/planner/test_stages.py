@@ -1,4 +1,4 @@
-"""The time of TorchRec's code in each part of a step is measured on a small collection."""
+"""The time of TorchRec's code in each stage of a step is measured on a small collection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_parts_of_a_step(device_type):
             timers[1].measure(1)
         times, exchange = timers[1].times()
     assert not dist.is_initialized()
-    assert exchange is None  # there is nobody to exchange with
+    assert exchange is None  # no other rank to exchange with
     assert set(times) == {*STAGES, *INPUT_DISTS.values()}
     for stage, costs in times.items():
         parts = {"fixed", "feature", "bag", "id"} if "input_dist" in stage else {"fixed", "feature"}
@@ -48,14 +48,14 @@ def test_parts_of_a_step(device_type):
 def _between_ranks(rank, world_size, device):
     with stage_timers(device) as timers:
         for timer in timers.values():
-            # On a GPU the exchange of these rows takes little more than that of none.
+            # On a GPU the exchange of these rows takes little longer than an empty one.
             timer.measure(4 if device.type == "cuda" else 1)
         return {ranks: timer.times() for ranks, timer in timers.items()}
 
 
 def test_ranks_time_their_exchange(run_ranks):
     first, second = run_ranks(2, _between_ranks)
-    assert (list(first), list(second)) == ([1, 2], [2])  # the first rank alone, too
+    assert (list(first), list(second)) == ([1, 2], [2])  # also on the first rank alone
     assert first[1][1] is None
     for times, exchange in (first[2], second[2]):
         assert 1e3 < exchange < 1e10
@@ -76,7 +76,7 @@ def test_ranks_time_their_exchange(run_ranks):
     ],
 )
 def test_exchanges_of_other_shapes_than_those_that_were_timed(ranks, by_table, true):
-    """A timer that is up to 5 % off."""
+    """Exchanges of unmeasured shapes are predicted from measurements that are up to 5 % off."""
     shapes = list(shapes_of(65536, ranks, by_table).values())
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -131,7 +131,7 @@ def test_exchanges_take_what_was_measured():
     for part in ("fwd_comms", "input_dist_comms"):
         assert getattr(slow, part) == pytest.approx(5 * getattr(stock, part))
         assert getattr(stock, part) > 0
-    # Row-wise TorchRec counts a copy in the backward, which there is not.
+    # For row-wise tables, TorchRec counts a copy in the backward that does not happen.
     assert stock.bwd_comms > stock.fwd_comms
     assert slow.bwd_comms == slow.fwd_comms
     assert slow.fwd_compute == stock.fwd_compute
@@ -204,12 +204,12 @@ def test_a_step_is_the_sum_of_its_tables_and_groups():
     assert plan.step_times(1)["backward"] == 3224.5
     assert "A step of rank 1, in ms: input_dist 0.75, forward 1.12e+03" in str(plan)
     assert "A step" not in str(ReportedModulePlan({}, reports))
-    # Tables of backends have an exchange of their own, and bring others along.
+    # Tables of backends have a separate exchange; other tables join it.
     stages["input_dist_of_backends_by_table"] = {"fixed": 500.0}
     assert ReportedModulePlan({}, reports, stages).step_times(0)["input_dist"] == 500.25
     stock = {"c": reports["c"]}
     assert ReportedModulePlan({}, stock, stages).step_times(1)["input_dist"] < 500
-    # Each sharding type has one.
+    # Each sharding type has its own exchange.
     stages["input_dist_of_backends"] = {"fixed": 70.0}
     mixed = {**reports, "b": dataclasses.replace(reports["b"], sharding_type="row_wise")}
     assert ReportedModulePlan({}, mixed, stages).step_times(0)["input_dist"] == 570.25

@@ -1,4 +1,4 @@
-"""The planner counts the bytes of a table on a backend, and stock buffers."""
+"""The planner counts the bytes of tables on backends, and of stock buffers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_tables_and_buffers(planned_for, backend, sharding_type):
 
 
 def _counted(backend, optimizer, fused_params):
-    """Bytes of the table on a backend, and those of the rows and states of the stock table."""
+    """Bytes of the table on a backend; and of rows and states of the stock table."""
     table = EmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"])
     constraint = ParameterConstraints(
         compute_kernels=[backend, "fused"], sharding_types=["table_wise"]
@@ -71,7 +71,7 @@ def _counted(backend, optimizer, fused_params):
 @pytest.mark.parametrize("fused_params", [None, {"learning_rate": 0.1}])
 @pytest.mark.parametrize("backend", ["hkv", "tt"])
 def test_without_an_optimizer_there_are_no_states(backend, fused_params):
-    """Nor has the stock table beside it some: SGD has none."""
+    """Without an optimizer neither table has states: SGD needs none."""
     ours, stock = _counted(backend, None, fused_params)
     assert stock == [1000 * 16 * 4]
     assert ours == _counted(backend, torch.optim.SGD, None)[0]

@@ -1,4 +1,4 @@
-"""Planned bytes equal those that tables and exchanges take when the plan runs."""
+"""Planned bytes equal the bytes that tables and exchanges take when the plan runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _constraints(kernel, sharding_type, options):
 
 
 def _bytes(rank, world_size, device, kernel, sharding_type, optimizer, options):
-    """Planned and taken, as (HBM, host) of this rank."""
+    """Planned and actual bytes, as (HBM, host), of this rank."""
     constraints = _constraints(kernel, sharding_type, options)
     plan = plan_model(_model(optimizer), constraints, world_size, device)
     report = plan.plan["ebc"].reports["t"]
@@ -96,7 +96,7 @@ def test_tables(run_ranks, world_size, kernel, sharding_type, optimizer, options
 
 
 def _exchanged(rank, world_size, device, kernel, sharding_type):
-    """Planned bytes of buffers, and bytes of ids and rows of a step, of this rank."""
+    """Planned bytes of buffers, and actual bytes of a step's ids and rows, of this rank."""
     constraints = _constraints(kernel, sharding_type, None)
     planner = EmbeddingShardingPlanner(
         topology=topology(world_size, device), constraints=constraints, batch_size=BATCH

@@ -1,4 +1,4 @@
-"""Sums over plans that differ in a few options are those of all their options."""
+"""Incremental sums over plans that differ in few options equal the full sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sums():
     options = [object() for _ in parts]
     numbers = {id(option): at for at, option in enumerate(options)}
     sums = Sums(lambda option: parts[numbers[id(option)]])
-    for count in (20, 20, 30):  # another number of tables is another model
+    for count in (20, 20, 30):  # another number of tables means another model
         plan = draw.sample(options, count)
         for _ in range(100):
             for _ in range(draw.choice([0, 1, 3])):

@@ -1,4 +1,4 @@
-"""Bytes between ranks in a step: as counted message by message, and in the report."""
+"""Bytes between ranks in a step equal a count message by message; the report shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS, BAGS = 40.0, 10.0
 
 
 def _messages(sharding_type, dims, hosts, pooled):
-    """``(from, to, bytes)`` of all messages of a step, one by one."""
+    """Yields ``(from, to, bytes)`` for each message of a step."""
     ranks, local = hosts.ranks, hosts.ranks_of_host
     everybody = range(ranks)
     outputs = BAGS if pooled else IDS
@@ -25,7 +25,7 @@ def _messages(sharding_type, dims, hosts, pooled):
         for a, b in itertools.permutations(everybody, 2):
             yield a, b, 8 * IDS / ranks + 4 * BAGS
             values = 4 * dims[0] * (outputs if pooled else outputs / ranks)
-            yield a, b, values  # parts of b's bags
+            yield a, b, values  # partial sums of b's bags
             yield a, b, values  # gradients of a's bags
     elif sharding_type in ("table_row_wise", "grid_shard"):
         for index, dim in enumerate(dims):
@@ -99,7 +99,7 @@ def _constraint(kernel, sharding_type):
 
 def test_the_report_names_bytes_within_and_between_hosts():
     plan = _plan(4, 2, {"user": _constraint("hkv", "row_wise")})
-    # 256 ids, 64 lengths, and 64 bags of 16 values there and back.
+    # 256 ids, 64 lengths, and 64 bags of 16 values in each direction.
     size = 8 * 256 / 4 + 4 * 64 + 2 * 4 * 64 * 16
     assert plan.traffic().intra_host == pytest.approx(size)
     assert plan.traffic().inter_host == pytest.approx(2 * size)
@@ -120,10 +120,10 @@ def test_the_report_names_bytes_of_syncs():
     constraints = {"user": _constraint("hkv", "row_wise"), "page": _constraint("fused", "row_wise")}
     plan = _plan(2, 2, constraints, replica_groups=3, sync_every=10)
     assert plan.reports["page"].sync_bytes == pytest.approx(2 * (2 / 3) * 4 * 16 * 5000)
-    # Of 10,000 ids 10 steps of 2 ranks look up 512 of each, and three groups thrice as many.
+    # In 10 steps, 2 ranks look up 512 of 10,000 ids each, and three groups three times as many.
     here = 10_000 * (1 - (1 - 1e-4) ** 5120) / 2
     anywhere = 10_000 * (1 - (1 - 1e-4) ** 15360) / 2
-    # With a row go its last step, its score, and what this replica has counted.
+    # Each row is sent with its last step, its score, and this replica's count.
     size = 8 * here * 2 + 2 * (2 / 3) * anywhere * (4 * (16 + 2) + 3 * 8)
     assert plan.reports["user"].sync_bytes == pytest.approx(size)
     assert plan.sync_bytes(0) == pytest.approx(size + plan.reports["page"].sync_bytes)
@@ -135,7 +135,7 @@ def test_the_report_names_bytes_of_syncs():
 def test_two_replicas_on_cpus_send_each_other_rows():
     plan = _plan(2, 2, {"user": _constraint("hkv", "row_wise")}, replica_groups=2, sync_every=10)
     here, anywhere = (10_000 * (1 - (1 - 1e-4) ** (5120 * n)) / 2 for n in (1, 2))
-    # The last step has no number of its own, but is among the columns.
+    # The last step is not sent separately, but as one of the columns.
     size = 8 * here + anywhere * (4 * (16 + 2) + 2 * 8)
     assert plan.reports["user"].sync_bytes == pytest.approx(size)
 

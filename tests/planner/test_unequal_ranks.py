@@ -1,4 +1,5 @@
-"""Ranks of unequal memory, and tables larger than a rank, against all plans of small models."""
+"""With ranks of unequal memory and tables larger than a rank, plans are the best of all plans of
+small models."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.compat
 
 
 def unequal(room, num_ranks, draw):
-    """As much memory in total, in parts of any size. Some ranks may have next to none."""
+    """Splits the same total memory at random. Some ranks may have almost none."""
     parts = [draw.random() ** 2 + 1e-3 for _ in range(num_ranks)]
     return [math.ceil(room * num_ranks * part / sum(parts)) for part in parts]
 
@@ -48,7 +49,7 @@ def test_least_loss_on_unequal_ranks(seed, num_ranks):
     ids=lambda value: "-".join(value),
 )
 def test_tables_that_are_not_divided(seed, sharding_types, more_kernels):
-    """A rank has whole tables, or none: the largest may fit nowhere."""
+    """Tables lie whole on a rank, so the largest may fit nowhere."""
     model, constraints, counts, costs, draw = case(seed, sharding_types, more_kernels)
     for room in rooms_of(all_options(model, constraints, counts, costs), draw):
         rooms = unequal(room, 2, draw)

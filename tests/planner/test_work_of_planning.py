@@ -1,6 +1,6 @@
-"""Planning many tables takes few steps, and finds plans close to the best ones.
+"""Planning many tables takes few steps and finds plans close to the best.
 
-Steps are counted, as times depend on the machine.
+The tests count steps, because times depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.compat
 
 
 class _OneRank:
-    """Arranges tables on a single rank, where they fit if the sum of their bytes does."""
+    """A single rank, on which tables fit if the sum of their bytes does."""
 
     host, num_ranks, adds_times = 0, 1, False
 
@@ -53,7 +53,7 @@ def _level(size, loss=None, share=1.0):
 
 
 def _tables(draw, count):
-    """Bytes of each table without loss, and the bytes and loss of smaller variants."""
+    """Bytes of each table without loss, and bytes and loss of smaller variants."""
     found = []
     for _ in range(count):
         whole = int(10 ** draw.uniform(6, 10))
@@ -64,14 +64,14 @@ def _tables(draw, count):
 
 
 def _fewest(tables, room):
-    """The number of tables that must lose: the largest savings come first."""
+    """The least number of tables that must lose: the largest savings first."""
     saved = sorted((whole - smaller[-1][0] for whole, smaller in tables), reverse=True)
     missing = sum(whole for whole, _ in tables) - room
     return next(n for n in range(len(tables) + 1) if sum(saved[:n]) >= missing)
 
 
 def _least_loss(tables, room, count):
-    """A lower bound on the loss: for any price of a byte, what tables lose and pay at least."""
+    """A lower bound on the loss: for any price per byte, the least of losses plus payments."""
     bounds = []
     for exponent in range(-320, -150):
         price = math.exp(exponent / 10)
@@ -84,12 +84,10 @@ def _least_loss(tables, room, count):
 
 
 def _least_loss_of_whole_tables(tables, room, count):
-    """A closer bound: what at most ``count`` tables save is counted in parts of what is missing,
+    """A closer bound: savings of at most ``count`` tables, in fractions of the missing bytes,
     rounded up."""
     missing, parts = sum(whole for whole, _ in tables) - room, max(4000, 60_000 // (count + 1))
-    least = np.full(
-        (count + 1, parts + 1), np.inf
-    )  # by the tables that lose, and by what they save
+    least = np.full((count + 1, parts + 1), np.inf)  # by number of lossy tables, and by savings
     least[0, 0] = 0.0
     for whole, smaller in tables:
         before = least.copy()
@@ -122,19 +120,19 @@ def test_a_search_over_many_tables(count, share):
     fewest = _fewest(tables, room)
     assert len(lossy) == fewest
     assert ranks.arranged <= 2500
-    # The loss of one table between two neighbouring sizes is what the bound may be off by.
+    # The bound may be off by one table's loss between two neighbouring sizes.
     step = max(b[1] - a[1] for _, own in tables for a, b in itertools.pairwise(own))
     least = _least_loss(tables, room, fewest)
-    if found.loss > least + 2 * step:  # that bound is of fractions of tables
+    if found.loss > least + 2 * step:  # that bound allows fractions of tables
         least = max(least, _least_loss_of_whole_tables(tables, room, fewest))
     saved = sorted((whole - smaller[-1][0] for whole, smaller in tables), reverse=True)
     if fewest < 20 and sum(saved[:fewest]) < 1.02 * (most - room):
-        least *= 1.05  # few tables that hardly save enough: both bounds are loose
+        least *= 1.05  # few tables that save barely enough: both bounds are loose
     assert found.loss <= least + 2 * step
 
 
 class _Counted:
-    """Reads from TorchRec's hook for reports how many plans it rated."""
+    """Counts rated plans through TorchRec's hook for reports."""
 
     num_proposals = 0
 
@@ -175,5 +173,5 @@ def test_few_plans_reach_torchrec(share):
     model = make_model(tables, device=torch.device("meta"))
     reports = planner.plan(model, get_default_sharders()).plan["ebc"].reports
     assert any(report.loss for report in reports.values()) == (share < 1)
-    # TorchRec's proposers make one for almost each of about 600 options.
+    # TorchRec's proposers make a proposal for almost each of about 600 options.
     assert 0 < counted.num_proposals <= 60

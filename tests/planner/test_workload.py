@@ -1,4 +1,4 @@
-"""The ids that the planner expects in a shard equal those that arrive."""
+"""The planner's expected ids of a shard equal those that arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _ids(generator):
 
 
 def _reached(rank, world_size, device, sharding_type):
-    """Ids, different ids and rows of the output of each rank."""
+    """Ids, distinct ids and output rows of each rank."""
     constraint = ParameterConstraints(
         compute_kernels=["hkv"], sharding_types=[sharding_type], min_partition=4
     )
@@ -69,13 +69,13 @@ def test_of_each_sharding_type(run_ranks, sharding_type, has_frequencies):
     assert len(reached) == len(option.shards)
     for shard, (_, _, values) in zip(option.shards, reached, strict=True):
         assert said.bags * shard.size[1] == values
-    # A frequent id comes to one rank: ranks have alike on average only.
+    # A frequent id goes to one rank: ranks are alike on average only.
     ids, distinct, _ = (sum(counts) / len(reached) for counts in zip(*reached, strict=True))
     assert said.ids == pytest.approx(ids)
     if has_frequencies:
         assert said.distinct == pytest.approx(distinct, rel=0.03)
     else:
-        # Ids are skewed, which is not known then.
+        # Ids are skewed, but the planner does not know it.
         assert said.distinct > 1.1 * distinct
 
 

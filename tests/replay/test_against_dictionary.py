@@ -1,4 +1,4 @@
-"""Hits, evictions and returns of a replay, beside a table that is a Python dictionary."""
+"""Hits, evictions and returns of a replay equal those of a Python dictionary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec_hkv.replay.arrays import ArrayLog
 
 
 class Model:
-    """A table of one bucket: exact LRU or LFU, one id a step."""
+    """A table of one bucket: exact LRU or LFU, one id per step."""
 
     def __init__(self, eviction, rows, admitted_at=1, expire_after=None):
         self.eviction, self.rows, self.admitted_at = eviction, rows, admitted_at
@@ -39,7 +39,7 @@ class Model:
 def stream(n, seed=3):
     generator = torch.Generator().manual_seed(seed)
     ids = (300 * torch.rand(n, generator=generator) ** 3).long()
-    ids[n // 2 :] += 40  # others become frequent
+    ids[n // 2 :] += 40  # other ids become frequent
     return ids * 7919 - 5
 
 
@@ -75,7 +75,7 @@ def test_one_bucket(eviction, admitted_at):
 
 
 def test_an_id_hits_if_it_was_there_before_its_step():
-    ids = torch.tensor([1, 1, 2, 1, 3, 3, 2, 2, 9])  # steps of three, the last one too
+    ids = torch.tensor([1, 1, 2, 1, 3, 3, 2, 2, 9])  # steps of three, including the last one
     told = replay(
         ArrayLog("log", {"ids": ids.numpy()}),
         {"t": TableSettings(("ids",), (10,), (Policy("lru"),))},
@@ -100,7 +100,7 @@ def test_expired_ids_are_counted():
 
 
 def test_epochs_begin_where_they_should():
-    """In an epoch's first steps ids of the one before leave first, whatever their counts."""
+    """In an epoch's first steps, ids of the previous epoch leave first, whatever their counts."""
     frequent, others = torch.arange(50).repeat(20), torch.arange(1000, 1050)
     ids = torch.cat([frequent, others, others, others])
     policies = [Policy("lfu"), Policy("epoch_lfu", epoch_samples=1000)]
@@ -152,7 +152,7 @@ def test_several_tables_columns_and_threads():
     ]
     assert told[0] == told[1]
     assert told[0]["two"].lookups == 10_000
-    # Step by step the ids of one feature, then those of the other.
+    # Each step has the ids of one feature, then those of the other.
     both = [log._columns[name] for name in ("b", "c")]
     steps = [c[at : at + 64].tolist() for at in range(0, 5000, 64) for c in both]
     joined = torch.tensor([ident for step in steps for ident in step])

@@ -1,4 +1,4 @@
-"""Columns that share a table: ids by step, then by column, beside loops of Python."""
+"""Columns that share a table give ids ordered by step, then by column, as Python loops do."""
 
 from __future__ import annotations
 

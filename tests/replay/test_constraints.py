@@ -1,4 +1,4 @@
-"""Constraints of a replay: the planner takes them as they are."""
+"""The planner accepts the constraints of a replay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of ids in the map that grows, beside a Counter of Python."""
+"""Counts of ids in the growing map equal those of a Counter."""
 
 from __future__ import annotations
 

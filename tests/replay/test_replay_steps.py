@@ -1,4 +1,4 @@
-"""The call that replays many steps, beside one call a step."""
+"""The call that replays many steps equals one call for each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec_hkv.hash_table import AgedLFU, MinFrequency, TableGroup, TableSpec
 from torchrec_hkv.hash_table.groups.counters import COUNTERS
 
 EVICTED = COUNTERS.index("evicted")
-#: Largest ratio by which the half-life of a sampled table may differ.
+#: Largest ratio between half-lives of a sampled and a full table.
 NEAR = 1.002
 
 
@@ -24,7 +24,7 @@ def group_of(*evictions, admission=None):
 
 
 def steps_of(number, most, distinct, seed=0):
-    """Steps of different sizes; some are empty. Ids of which some are new in each step."""
+    """Steps of different sizes, some empty. Each step has some new ids."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(0, most + 1, (number,), generator=generator)
     sizes[3] = 0
@@ -88,7 +88,7 @@ def test_epochs():
 
 @pytest.mark.parametrize("c", [None, 0.0, 3.0, float("inf")])
 def test_half_lives(c):
-    """Tables of a tenth of the ids: half-lives follow from all ids."""
+    """Tables hold a tenth of the ids; all ids determine the half-lives."""
     groups = [group_of(AgedLFU(2.0 if c is None else c)) for _ in range(2)]
     whole = [[_C.SampledAging(10 * rows, c) for rows in (64, 500)] for _ in range(2)]
     all_ids, all_ends = steps_of(60, 3000, 8000)

@@ -1,4 +1,4 @@
-"""What a sample of the ids tells of the whole log."""
+"""What a sample of the ids says about the whole log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = {"t": TableSettings(("ids",), ROWS, (Policy("lru"), Policy("lfu")))}
 
 
 def stream(n, ids, power, seed=0):
-    """A power law whose positions get new ids, a tenth of them in each tenth of the stream."""
+    """A power law; in each tenth of the stream, a tenth of the positions gets new ids."""
     torch.manual_seed(seed)
     parts = []
     for tenth in range(10):
@@ -58,8 +58,8 @@ def test_hit_rates_are_those_of_the_whole_log(log, full):
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_an_id_of_many_lookups_changes_nothing(ids, is_sampled):
-    """A quarter of all lookups; whether the sample has it says nothing of the others."""
-    candidates = np.arange(1, 101)  # the stream has none of these
+    """An id with a quarter of all lookups: whether the sample has it says nothing about others."""
+    candidates = np.arange(1, 101)  # ids that the stream lacks
     inside = np.isin(candidates, candidates[places(candidates, 0.1)])
     hot = int(candidates[inside == is_sampled][0])
     stream_with = ids.clone()
@@ -108,7 +108,7 @@ def test_too_small_a_sample_is_refused(log):
 
 
 def test_a_burst_makes_no_frequent_id():
-    """Ids that come a thousand times in a row, and never again."""
+    """Ids that occur a thousand times in a row, and never again."""
     ids = torch.arange(3000).repeat_interleave(1000)
     log = ArrayLog("log", {"ids": ids.numpy()})
     seen = replay(log, TABLES, batch_size=2000, sample=0.1)["t"].frequencies

@@ -1,4 +1,4 @@
-"""The op that samples ids, beside NumPy."""
+"""The op that samples ids agrees with NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half-lives in a sample are those of the whole table, and so are the hit rates that follow."""
+"""A sample's half-lives equal those of the whole table, and so do the resulting hit rates."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_half_lives_are_those_of_the_table(policy, shift):
 
 @pytest.mark.parametrize("power", [0.8, 1.1])
 def test_hit_rates_of_a_sample(power):
-    # Ids of which a fifth is replaced in each fifth, one of them in a fifth of all lookups: whether
-    # a sample has it must not matter.
+    # A fifth of the ids is replaced in each fifth of the log, and one id has a fifth of all
+    # lookups: it must not matter whether a sample has it.
     torch.manual_seed(int(10 * power))
     parts = []
     for fifth in range(5):

@@ -1,4 +1,4 @@
-"""Replays as files, and rows under a budget: those that an enumeration finds best."""
+"""Replays as files; and the best numbers of rows under a budget, as by enumeration."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_options_as_code_are_the_options(rule):
 
 
 def test_rows_under_a_budget_are_the_best():
-    """Against all pairs of points that were replayed; between points the curves are straight."""
+    """Enumerates all pairs of replayed points; between points the curves are straight."""
 
     def misses(name, rows):
         best = max(

@@ -1,4 +1,4 @@
-"""The error that a replay of a sample states covers the difference to a replay of all ids."""
+"""The error that a sampled replay states covers its difference from a full replay."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TABLES = {"t": TableSettings(("ids",), (20_000, 40_000), POLICIES)}
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [returning, drifting(0.9)], ids=["sessions", "drifting"])
 def test_of_renamed_ids(stream):
-    # Renamed ids are other ones in the sample. The miniature tables of adaptive see other ids, too,
-    # and may choose another c: so all ids are replayed for each draw.
+    # A draw renames the ids, which changes the sample. The miniature tables of adaptive also see
+    # other ids and may choose another c, so all ids are replayed for each draw.
     errors, stated = [], []
     ids = stream(600_000, 0)
     for draw in range(6):
@@ -32,10 +32,10 @@ def test_of_renamed_ids(stream):
             for point, expected in zip(curve.points, whole.points, strict=True):
                 errors.append(point.hit_rate - expected.hit_rate)
                 stated.append(point.error)
-    # Two standard errors, which 95 of 100 errors of a normal distribution are below.
+    # Two standard errors: 95 of 100 errors of a normal distribution are smaller.
     covered = [abs(error) <= two for error, two in zip(errors, stated, strict=True)]
     assert statistics.fmean(covered) >= 0.85
-    # Buckets make the slots of a small table more than its rows, by .7 % here.
+    # Rounding to buckets gives a small table more slots than rows, here by .7 %.
     assert abs(statistics.fmean(errors)) <= 0.0006
     assert statistics.fmean(stated) < 0.006
 

@@ -1,4 +1,4 @@
-"""A replay of a sample, beside a replay of a log that only has the sample's ids."""
+"""A replay of a sample equals a replay of a log that has only the sample's ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("a", "b")
 
 
 class ThinnedLog(Log):
-    """The samples of a log, without the ids that a sample of ids lacks."""
+    """A log's samples, without the ids that a sample of ids lacks."""
 
     name, columns = "thinned", COLUMNS
 
@@ -38,7 +38,7 @@ def test_same_tables(rate, columns):
     ids = {name: (generator.random(120_000) ** 2 * 300_000).astype(np.int64) for name in COLUMNS}
     policies = (Policy("lru"), Policy("lfu"), Policy("lru", Rule(count=2, entries=20_000)))
     rows = (round(2000 / rate), round(2500 / rate))
-    batch = 18_000  # no step is divided by the parts of both logs in different ways
+    batch = 18_000  # the parts of both logs divide all steps alike
     whole = replay(
         ArrayLog("log", ids),
         {"t": TableSettings(columns, rows, policies)},

@@ -1,4 +1,4 @@
-"""Different ids in windows, beside sets of Python; what a regression on them corrects."""
+"""Distinct ids in windows equal those of Python sets; a regression on them corrects estimates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted(windows, ids):
 
 
 def windows_of(ids, length, starts):
-    """The ids of each window; windows begin at each start, and every so many lookups from there."""
+    """The ids of each window. Windows begin at each start, and every so many lookups after it."""
     found, bounds = [], [*starts, ids.numel()]
     for begin, end in itertools.pairwise(bounds):
         found += [ids[at : min(at + length, end)] for at in range(begin, end, length)]
@@ -57,7 +57,7 @@ def test_numbers_are_those_of_sets():
 
 
 def test_misses_that_follow_from_the_numbers_are_exact():
-    """Every lookup of an id that the last 2000 lookups of its part didn't have misses."""
+    """A lookup misses if its id was not among the last 2000 lookups of its part."""
     ids = stream()
     for rate in (0.1, 0.3):
         windows = counted(Windows(Sample(rate), SMALL, LARGE), ids)
@@ -71,7 +71,7 @@ def test_misses_that_follow_from_the_numbers_are_exact():
 
 
 def test_the_error_is_what_samples_differ_by():
-    """Misses that have nothing to do with the numbers: as many as a third of the ids, by chance."""
+    """Random misses of a third of the ids, independent of the numbers of distinct ids."""
     ids = stream().unique().repeat(4)[: sum(PARTS)]
     generator = torch.Generator().manual_seed(1)
     shares, errors = [], []

@@ -1,4 +1,4 @@
-"""Blocks that ranks send one another hold what they should, and make one batch again."""
+"""Blocks that ranks exchange have the right contents, and are merged to one batch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_counts(device_type, splits, batch_size, dtype):
     places = [torch.tensor(p, dtype=torch.int64, device=device_type) for p in (at, samples_at)]
     args = (lengths.to(device_type), *places, batch_size, len(wanted) + 3)
     assert ops.count_ids(*args)[:-3].tolist() == wanted
-    checks = ("test_schema", "test_faketensor")  # the room behind is not written
+    checks = ("test_schema", "test_faketensor")  # the op leaves the rest of the output unwritten
     torch.library.opcheck(ops.count_ids, args, test_utils=checks)
 
 
 def test_blocks_of_features(device_type):
-    """Features go to ranks as they are: each gets the lengths of its own, then their ids."""
+    """Each rank gets the lengths of its features, then their ids."""
     splits, batch_size = [2, 0, 1], 6
     lengths, ids = drawn(3, batch_size, dtype=torch.int32)
     ends = [0, *itertools.accumulate(splits)]
@@ -57,7 +57,7 @@ def test_blocks_of_features(device_type):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_bucketized_blocks(device_type, world_size, weighted, permutes):
-    """The same ids as bucketized without blocks, with the lengths of each rank before them."""
+    """The ids equal those bucketized without blocks; the lengths for each rank come before them."""
     lengths, ids = drawn(4, 9)
     weights = torch.rand(len(ids), device=device_type) if weighted else None
     sizes = torch.tensor([0, 100, 0, 7], device=device_type)
@@ -78,7 +78,7 @@ def test_bucketized_blocks(device_type, world_size, weighted, permutes):
 
 
 def arrived(ranks, features, batch_size, longest):
-    """What has come from each rank: lengths ``[features, batch_size]``, ids, weights."""
+    """Data received from each rank: lengths ``[features, batch_size]``, ids, weights."""
     parts = []
     for _ in range(ranks):
         lengths, ids = drawn(features, batch_size, longest)

@@ -1,4 +1,5 @@
-"""Ids reach the rank that owns them: hashed ids by owner bucket, rows by TorchRec's blocks."""
+"""Ids reach the rank that owns them: hashed ids by owner bucket, row numbers by TorchRec's
+blocks."""
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_hashed_and_block_features_in_one_call(device_type, world_size, weighted
     )
     new_lengths, new_ids, new_weights, permute = (None if t is None else t.cpu() for t in out)
     assert new_lengths.dtype == torch.int32
-    # A model of the same in Python.
+    # The same computed in Python.
     expected = [[[] for _ in range(36)] for _ in range(world_size)]
     for bag in range(36):
         block = int(block_sizes[bag // 9])

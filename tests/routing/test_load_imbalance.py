@@ -1,4 +1,4 @@
-"""No rank gets over 5 % more than the mean: of the rows it keeps, and of those it reads."""
+"""No rank keeps or reads over 5 % more rows than the mean."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.support.example_runs import shared_file
 from torchrec_hkv.hash_table import bucketize
 
 LIMIT = 0.05
-#: Different ids of a log's columns, as those of click logs: some few, most many.
+#: Distinct ids of a log's columns as in click logs: few in some columns, many in most.
 COLUMNS = (19_000, 5_700, 7_700, 2_200, 3, 4_500, 900, 22, 17_000, 12_000, 50, 21_000, 13_000)
 
 
 def imbalance(
     tables: list[Tensor], world_size: int, device_type: str, block_size: int = 0
 ) -> float:
-    """``(most - mean) / mean`` of the ids that ranks get, by the op that sends them."""
+    """``(most - mean) / mean`` of the ids that ranks get from the op that sends them."""
     lengths = torch.tensor([ids.numel() for ids in tables], device=device_type)
     blocks = torch.full((len(tables),), block_size, device=device_type)
     values = torch.cat(tables).to(device_type)
@@ -29,7 +29,7 @@ def imbalance(
 
 
 def real_like() -> list[Tensor]:
-    """Columns of hashed ids by a power law, 7 in 100 of them -1, where one is missing."""
+    """Columns of hashed ids by a power law; 7 in 100 are -1, a missing value."""
     columns = []
     for column, size in enumerate(COLUMNS):
         torch.manual_seed(column)
@@ -40,7 +40,7 @@ def real_like() -> list[Tensor]:
 
 
 def batch_rows(columns: list[Tensor], batch: int) -> list[Tensor]:
-    """The different ids of each batch and column."""
+    """The distinct ids of each batch and column."""
     return [part.unique() for column in columns for part in column.split(batch)]
 
 
@@ -77,5 +77,5 @@ def test_rows_and_batches_of_a_real_log(device_type, name, world_size):
 
 
 def test_what_blocks_of_row_numbers_would_do(device_type):
-    """The measure sees it where all ids go to one rank."""
+    """The measure detects that blocks of row numbers send all ids to one rank."""
     assert imbalance([torch.arange(1000)], 8, device_type, block_size=1000) == 7

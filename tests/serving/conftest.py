@@ -1,4 +1,4 @@
-"""One exported model for all tests that only serve it, and a disk that is soon full."""
+"""One exported model for all tests that only serve it, and a small disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADE: list[tuple[Path, list[Any]]] = []
 
 @pytest.fixture
 def device_type() -> str:
-    """Tests of a GPU have another."""
+    """Tests of a GPU override it."""
     return "cpu"
 
 
@@ -25,7 +25,7 @@ def device_type() -> str:
 def served(
     run_ranks: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> tuple[Path, list[Any]]:
-    """A copy of a model that was exported once, and what the trainer's evaluation gave."""
+    """A copy of a model that was exported once, and the outputs of the trainer's evaluation."""
     if not _MADE:
         folder = tmp_path_factory.mktemp("served") / "model"
         _MADE.append((folder, run_ranks(1, exported, folder)[0]))

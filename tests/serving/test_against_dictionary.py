@@ -1,4 +1,4 @@
-"""Read-only tables against a Python dictionary and float64 EmbeddingBag."""
+"""Read-only tables agree with a Python dictionary and float64 EmbeddingBag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 class Model:
-    """A table and the dictionary that it must be like."""
+    """A table and an equal dictionary."""
 
     def __init__(self, data: st.DataObject, name: str) -> None:
         self.dim = data.draw(DIMS)
@@ -87,7 +87,7 @@ def test_rows(data):
     got = tables.rows(0, torch.tensor(ids, dtype=torch.int64))
     want = [model.row(id_) for id_ in ids]
     assert got.shape == (len(ids), model.dim)
-    if ids:  # to the bit
+    if ids:  # bit for bit
         assert torch.equal(got.view(torch.int32), torch.stack(want).view(torch.int32))
     unknown = sum(id_ not in model.rows for id_ in ids)
     assert tables.counters.tolist() == [[len(ids), unknown]]
@@ -137,7 +137,7 @@ def test_pooled(data):
 
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 def test_many_ids(row_format, tmp_path: Path):
-    """More than one block, in the file and spilled to parts."""
+    """More ids than a block holds, in the file and spilled to parts."""
     from torchrec_hkv.serving.table_builder import TableBuilder
 
     generator = torch.Generator().manual_seed(4)

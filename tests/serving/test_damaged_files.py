@@ -1,4 +1,4 @@
-"""A model with a file that is damaged, short or missing is refused."""
+"""A load refuses a model with a damaged, short or missing file."""
 
 from __future__ import annotations
 

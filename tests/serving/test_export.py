@@ -1,4 +1,4 @@
-"""A trained model, exported and loaded, gives what the trainer's evaluation gives."""
+"""An exported model gives the outputs of the trainer's evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_equal_bits(sharding, run_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_rows_trained_in_8_bits(run_ranks, tmp_path):
-    """Served as float32, so that outputs are those of the trainer."""
+    """Served as float32, so that outputs equal the trainer's."""
     want = run_ranks(1, exported, tmp_path / "model", "row_wise", None, 4, torch.int8)[0]
     model = serving.load(tmp_path / "model", verify=True)
     for seed, outputs in zip(SEEDS, want, strict=True):
@@ -39,7 +39,7 @@ def test_rows_trained_in_8_bits(run_ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_two_ranks(sharding, run_ranks, tmp_path):
-    """Table-wise to the bit; row-wise, ranks sum their parts of a bag, in another order."""
+    """Bit for bit if table-wise; row-wise, ranks sum their parts of a bag in another order."""
     want = run_ranks(2, exported, tmp_path / "model", sharding)
     model = serving.load(tmp_path / "model")
     for of_rank in want:

@@ -1,4 +1,4 @@
-"""What export refuses; the folder stays as it was."""
+"""Arguments that export refuses; the folder does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of rows and unknown ids, for all tables and by table."""
+"""Row formats and unknown ids, for all tables and by table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_row_formats(rows, run_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_tables_by_name(run_ranks, tmp_path):
-    """A format and unknown ids by table; a Tensor-Train table that is named has rows."""
+    """A format and unknown ids for a table; a Tensor-Train table with a format is exported as
+    rows."""
     default = [0.5] * 12
     want = run_ranks(
         1,
@@ -56,4 +57,4 @@ def test_tables_by_name(run_ranks, tmp_path):
     made_of = model(torch.zeros(1, 4), ids, keyed)["made_of"][0]
     columns = made_of.tolist()
     assert columns.count(0.5) >= 12  # of user
-    assert bool(made_of[-24:-16].ne(0).all())  # the initial row of seen
+    assert bool(made_of[-24:-16].ne(0).all())  # the initial row of an id

@@ -1,4 +1,4 @@
-"""A chain that lacks something ends following; the model serves what it has."""
+"""If a chain lacks something, following stops; the model continues to serve."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ print(model.freshness().number, model.freshness().error, os.listdir(sys.argv[4])
 
 
 def chains(rank, world_size, device, folder: Path) -> dict[str, list]:
-    """A chain as it was at its first delta, and at its third, with the outputs of both; and one
-    with another base."""
+    """A chain at its first delta and at its third, with the outputs of both; and one with another
+    base."""
     model = make_served(world_size, device)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
@@ -87,14 +87,14 @@ def test_faults(run_ranks, tmp_path):
         assert not freshness.is_following
         assert freshness.number == 1
         assert freshness.behind == 2
-        with pytest.raises(AssertionError, match=message):  # the whole text, where it fails
+        with pytest.raises(AssertionError, match=message):  # the whole text, for failures
             raise AssertionError(freshness.error)
         got = model(*batch_of(1, 4))
         assert all(torch.equal(got[key], value) for key, value in want["first"].items())
         assert follower.poll() == 0
         with pytest.raises(ValueError, match=message):
             serving.follow(model, chain, every=None)
-    # Whole again.
+    # The chain is whole again.
     follower = serving.follow(model, tmp_path / "third", every=None)
     got = model(*batch_of(1, 4))
     assert all(torch.equal(got[key], value) for key, value in want["third"].items())
@@ -104,7 +104,7 @@ def test_faults(run_ranks, tmp_path):
     paths = [str(tmp_path / name) for name in names]
     done = subprocess.run([sys.executable, "-c", FULL_DISK, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # The base, number 4, has no room; nothing of it is left.
+    # The base, number 4, exceeds the disk; no part of it is left.
     told = r"1 \[Errno 27\] File too large: '\S+/scratch/\S+[./]table' \[\]\n"
     assert re.fullmatch(told, done.stdout), done.stdout
 
@@ -116,7 +116,7 @@ def another_model(rank, world_size, device, folder: Path) -> None:
     assert served.freshness() == serving.Freshness(None, None, None, False, None, None)
     with pytest.raises(ValueError, match="every is 0, but must be positive"):
         serving.follow(served, folder / "chain", every=0)
-    follower = serving.follow(served, folder / "chain", every=None)  # nothing is there yet
+    follower = serving.follow(served, folder / "chain", every=None)  # not there yet
     assert served.freshness().is_following
     with pytest.raises(ValueError, match="the model already follows"):
         serving.follow(served, folder / "other", every=None)

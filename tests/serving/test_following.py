@@ -1,4 +1,4 @@
-"""A served model follows its trainer: after every delta it gives what the trainer gives."""
+"""A served model follows its trainer: after every delta its outputs equal the trainer's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def outputs(model) -> list[dict[str, torch.Tensor]]:
-    """Outputs of the trainer's model, on all ranks."""
+    """Outputs of the trainer's model, for all ranks."""
     return [outputs_of(model, seed, 2 + seed) for seed in SEEDS]
 
 
@@ -37,7 +37,7 @@ def followed(rank, world_size, device, folder: Path, sharding: str, rows: str | 
     deltas = folder / "chain" if knows else None
     serving.export(model, folder / "model", rows, inputs=batch_of(0), deltas=deltas)
     near = {None: 0.0 if world_size == 1 else 1e-6, "int8": 2e-2}[rows]
-    # One that follows each delta, and one that is only started at the end.
+    # One model follows each delta, and another one starts at the end.
     served = serving.load(folder / "model")
     follower = serving.follow(served, folder / "chain", every=None)
     assert_served(served, outputs(model), near)
@@ -78,7 +78,7 @@ def followed(rank, world_size, device, folder: Path, sharding: str, rows: str | 
         assert not served.freshness().is_following
         with pytest.raises(ValueError, match="no earlier version is kept"):
             follower.rollback()
-        serving.follow(served, folder / "chain", every=None)  # again
+        serving.follow(served, folder / "chain", every=None)  # once more
         assert_served(served, outputs(model))
 
 
@@ -116,7 +116,7 @@ def followed_on_two(rank, world_size, device, folder: Path):
 
 
 def read_while_applied(rank, world_size, device, folder: Path):
-    """No call of a reader sees two versions."""
+    """No call of a reader sees a mix of two versions."""
     model = make_served(world_size, device)
     train(model, 1)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
@@ -155,7 +155,7 @@ def read_while_applied(rank, world_size, device, folder: Path):
 
     def number(its: dict[str, torch.Tensor]) -> int:
         same = [all(torch.equal(its[key], version[key]) for key in its) for version in versions]
-        return same.index(True)  # of none: raises
+        return same.index(True)  # raises if there is none
 
     numbers = {number(its) for its in seen}
     assert len(numbers) > 1, numbers

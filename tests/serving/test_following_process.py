@@ -1,5 +1,5 @@
-"""A model follows its trainer by another process: it gives what the trainer gives, and stays whole
-when that process fails."""
+"""Another process updates a model to its trainer's outputs; the model stays whole if that process
+fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begun(folder: Path, device, rows: str | None = None, knows: bool = True):
 
 
 def written(model, writer, seed: int, base: bool = False):
-    """Outputs after some more steps."""
+    """Outputs after more steps."""
     train(model, 3, seed=seed)
     writer.write(base=base)
     return outputs(model)
@@ -64,9 +64,9 @@ def followed(rank, world_size, device, folder: Path, rows: str | None, knows: bo
         freshness = served.freshness()
         assert (freshness.number, freshness.behind, freshness.is_following) == (number, 0, True)
         assert freshness.apply_seconds > 0
-    assert served.counters()["ebc.embedding_bags.user"]["unknown"] > unknown  # ids are erased
+    assert served.counters()["ebc.embedding_bags.user"]["unknown"] > unknown  # erases ids
     assert follower.poll() == 0
-    # A base, and a delta after it; then a second follower, from the version that is served.
+    # A base, and a delta after it; then a second follower, which starts from the served version.
     written(model, writer, 3000, base=True)
     before = written(model, writer, 4000)
     assert follower.poll() == 2
@@ -91,7 +91,7 @@ def polled(rank, world_size, device, folder: Path) -> None:
     model, writer = begun(folder, device)
     chain = folder / "chain"
     served = serving.load(folder / "model")
-    # By default another process works where a thread polls.
+    # By default a polling thread leaves the work to another process.
     with pytest.raises(ValueError, match="every is -1"):
         serving.follow(served, chain, every=-1)
     assert type(serving.follow(served, chain, every=None)) is Follower
@@ -129,22 +129,22 @@ def failed(rank, world_size, device, folder: Path) -> None:
     follower = serving.follow(served, chain, **arguments)
     before = outputs(model)
     want = written(model, writer, 1000)
-    # Killed.
+    # The process is killed.
     os.kill(follower._process.pid, signal.SIGKILL)
     assert follower.poll() == 0
     assert "has ended with status -9" in served.freshness().error
     assert not served.freshness().is_following
     assert_served(served, before)
-    # No room for a version.
+    # The disk has no room for a version.
     with pytest.raises(ValueError, match="File too large"), limited_files(100):
         serving.follow(served, chain, **arguments)
     assert_served(served, before)
     assert os.listdir(folder / "scratch") == []
-    # Whole again.
+    # The chain is whole again.
     follower = serving.follow(served, chain, **arguments)
     assert_served(served, want)
     follower.stop()
-    # Another model is in the folder.
+    # The folder has another model.
     serving.export(model, folder / "model", inputs=batch_of(0))
     with pytest.raises(ValueError, match="has been exported again: load the model again"):
         serving.follow(served, chain, **arguments)
@@ -152,7 +152,7 @@ def failed(rank, world_size, device, folder: Path) -> None:
 
 
 class limited_files:
-    """Files that processes write, from now on, have at most so many bytes."""
+    """Limits the size of files that processes write from now on."""
 
     def __init__(self, size: int) -> None:
         self._size = size

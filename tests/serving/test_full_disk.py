@@ -1,4 +1,4 @@
-"""A disk that is full, when a model is exported or a base is read: what was there stays, and is
+"""If the disk is full during an export or while a base is read, the previous model stays and is
 served."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FULL = os.strerror(errno.ENOSPC)
 
 
 def leave(disk: Path, free: int) -> None:
-    """Fills a disk up to so many bytes."""
+    """Fills a disk except for this many bytes."""
     (disk / "filler").unlink(missing_ok=True)
     (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096 - free))
 
 
 class Scores(nn.Module):
-    """One table, and a layer of some size."""
+    """One table, and a layer of a given size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_export(disk):
     taken = sum(path.stat().st_size for path in (disk / "model").iterdir())
     with torch.no_grad():
         model.over.bias.add_(1.0)
-    # Without room for a table, for the program, and for the manifest.
+    # No room for a table, for the program, and for the manifest.
     table = (disk / "model" / "rows-0000.table").stat().st_size
     for free in (0, table // 2, table + 40_000, taken - 12_000):
         leave(disk, free)

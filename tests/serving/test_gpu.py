@@ -1,4 +1,4 @@
-"""On a GPU: the same rows as on a CPU, and a model that serves there."""
+"""A GPU gives the same rows as a CPU, and serves a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = 3000
 
 
 def table(name: str, dim: int, row_format: str, seed: int) -> ReadOnlyTable:
-    """Of even ids; some are changed, some erased."""
+    """A table of even ids; some are changed, some erased."""
     generator = torch.Generator().manual_seed(seed)
 
     def data(n: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_rows(row_format, dtype):
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 @pytest.mark.parametrize("kind", [ops.SUM, ops.SCALED_ROWS, ops.SCALED_SUM, ops.DIVIDED_SUM])
 def test_pooled(row_format, kind):
-    """Sums of a bag are in the order of its ids, on both devices."""
+    """Both devices sum a bag in the order of its ids."""
     for dims, weighted, dtype in (
         ([128, 16, 64], True, torch.float32),
         ([7, 200, 36], False, torch.float32),
@@ -96,7 +96,7 @@ def test_pooled(row_format, kind):
 
 
 def test_cuda_graph():
-    """A pooled lookup waits for nothing: it can be captured."""
+    """A pooled lookup does not synchronize, so a graph can capture it."""
     host, device = pairs([64], "int8")
     ids, lengths = torch.arange(0, 100).cuda(), torch.full((1, 20), 5).cuda()
     device.pool([0], ids, lengths)
@@ -122,7 +122,7 @@ def on_one(rank, world_size, device, folder) -> list:
 @pytest.mark.parametrize("device_type", ["cuda"])
 def test_model(run_ranks, tmp_path, device_type):
     want = run_ranks(1, on_one, tmp_path)[0]
-    # What was trained on a GPU serves on a CPU, too.
+    # A model trained on a GPU serves on a CPU, too.
     model = serving.load(tmp_path / "model")
     for seed, outputs in zip(SEEDS, want, strict=True):
         got = model(*batch_of(seed, 2 + seed))

@@ -1,4 +1,5 @@
-"""On a GPU: tables larger than HBM give the same as tables in HBM, whatever rows are hot."""
+"""On a GPU, tables larger than HBM give the same results as tables in HBM, whatever rows are
+hot."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CUDA = torch.device("cuda")
 
 
 def tiered(its: ReadOnlyTable, share: float) -> ReadOnlyTable:
-    """A table with this share of its rows in HBM, and any that are counted as hot."""
+    """A table with this share of its rows in HBM; the hot rows are random."""
     bare = dataclasses.replace(its, changed_index=None, changed_rows=None)
     placed = Placement(CUDA, False, int(share * its.rows.numel())).place([bare])[0]
     above = on_gpu(its)
@@ -40,7 +41,7 @@ def tiered(its: ReadOnlyTable, share: float) -> ReadOnlyTable:
 
 
 def shuffled(its: ReadOnlyTable) -> ReadOnlyTable:
-    """The same with other hot rows."""
+    """The same table with other hot rows."""
     generator = torch.Generator().manual_seed(1)
     its.hot.counts.copy_(torch.randint(0, 9, its.hot.counts.shape, generator=generator))
     return dataclasses.replace(its, hot=chosen_again(its))
@@ -51,7 +52,7 @@ def opened(tables: list[ReadOnlyTable]) -> ReadOnlyTables:
 
 
 def power_law(n: int, seed: int) -> Tensor:
-    """Ids of :func:`table`; about half are not there."""
+    """Ids of :func:`table`; about half are missing."""
     unit = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ((2 * IDS) ** unit - 1).long().mul(7919).remainder(2 * IDS).cuda()
 
@@ -77,7 +78,7 @@ def test_rows(row_format, dtype):
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 @pytest.mark.parametrize("kind", [ops.SUM, ops.SCALED_ROWS, ops.DIVIDED_SUM])
 def test_pooled(row_format, kind):
-    """One of the tables is whole."""
+    """One of the tables is entirely in HBM."""
     for dims in ([128, 16, 64], [7, 200, 36]):
         host = [table(f"t{n}", dim, row_format, n) for n, dim in enumerate(dims)]
         parts = [tiered(host[0], 0.1), on_gpu(host[1]), tiered(host[2], 0.0)]
@@ -96,8 +97,8 @@ def test_pooled(row_format, kind):
 
 
 def test_host_lookups():
-    """Only lookups that read a row in host memory are counted: of even ids, one in five is in the
-    layer of changes."""
+    """Counts only lookups that read a row in host memory. One in five even ids is in the layer of
+    changes."""
     its = table("t", 16, "fp16", 0)
     ids = torch.arange(2 * IDS).cuda()
     is_in_base = (ids % 2 == 0) & (ids % 10 != 0)
@@ -106,7 +107,7 @@ def test_host_lookups():
         held = opened([parts])
         held.rows(0, ids)
         held.pool([0], ids, torch.tensor([[2 * IDS]]).cuda())
-        order = torch.empty(IDS, dtype=torch.int64)  # of ids, by row
+        order = torch.empty(IDS, dtype=torch.int64)  # ids ordered by row
         index = its.index.view(-1, 8)
         for bucket in index.tolist():
             first, count = bucket[0] & ((1 << 40) - 1), bucket[0] >> 40 & 7
@@ -118,12 +119,12 @@ def test_host_lookups():
 
 
 def test_choice():
-    """Rows that are looked up come to HBM, and go when others are looked up."""
+    """Rows that are looked up move to HBM, and leave when others are looked up."""
     its = table("t", 8, "fp32", 1)
     parts = tiered(its, 0.1)
     generator = torch.Generator().manual_seed(0)
     known = torch.arange(0, 2 * IDS, 2)
-    known = known[known % 10 != 0]  # not changed
+    known = known[known % 10 != 0]  # not in the layer of changes
     groups = known[torch.randperm(known.numel(), generator=generator)].split(IDS // 10)[:2]
     for wanted in groups:
         held = opened([parts])
@@ -137,7 +138,7 @@ def test_choice():
         parts.hot.host_lookups.zero_()
         held = opened([parts])
         held.rows(0, wanted.cuda())
-        assert int(parts.hot.host_lookups) <= 100  # those that are looked up beside them
+        assert int(parts.hot.host_lookups) <= 100  # lookups of other rows
         parts.hot.counts.zero_()
 
 
@@ -156,7 +157,7 @@ def test_cuda_graph():
 
 
 class Pooled(nn.Module):
-    """Two tables."""
+    """Pools two tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ def hot_rows(model: serving.ServingModel) -> dict[str, int | None]:
     ("hbm_bytes", "large", "small"),
     [
         (0, 0, 0),
-        (35, 0, 0),  # less than a row of each
+        (35, 0, 0),  # less than one row of each
         (1000, 13, 13),
         (100_000, 2677, None),
         (1 << 50, None, None),
@@ -268,14 +269,14 @@ def trained(rank, world_size, device, folder) -> None:
 
 @pytest.mark.parametrize("device_type", ["cuda"])
 def test_counts_of_training(run_ranks, tmp_path, device_type):
-    """The rows that were looked up most in training are hot from the start."""
+    """The rows looked up most in training are hot from the start."""
     run_ranks(1, trained, tmp_path / "model")
     model = serving.load(tmp_path / "model", "cuda", hbm_bytes={"item": 320, "country": 800})
     records = {its.name: its for its in Manifest.read(tmp_path / "model").tables}
     for its in model._version.tables.tables:
         if its.hot is None:
             continue
-        counts = torch.zeros(its.rows.shape[0], dtype=torch.int32)  # a stock table counts none
+        counts = torch.zeros(its.rows.shape[0], dtype=torch.int32)  # a stock table has no counts
         record = records[its.name]
         if record.counts is not None:
             counts = counts_of(read_codes(tmp_path / "model", record.counts, len(counts)))
@@ -286,7 +287,7 @@ def test_counts_of_training(run_ranks, tmp_path, device_type):
 
 
 def followed(rank, world_size, device, folder, process) -> None:
-    """Deltas, a new base and a rollback, with hot rows that are chosen in between."""
+    """Follows deltas, a new base and a rollback; chooses hot rows in between."""
     model = make_served(world_size, device)
     train(model, 2, seed=7)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
@@ -312,10 +313,10 @@ def followed(rank, world_size, device, folder, process) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         for key, value in outputs_of(model, 5, 4).items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
-        if step == 2:  # a new base: counts are taken over, by id
+        if step == 2:  # a new base takes counts over by id
             counted = [its for its in parts._version.tables.tables if its.hot is not None]
             assert all(int(its.hot.counts.sum()) > 0 for its in counted)
-        if step == 2:  # else the rows may all be in the layer of changes
+        if step == 2:  # otherwise all rows may be in the layer of changes
             assert parts.counters()["ebc.embedding_bags.item"]["host_lookups"] > host
         parts.choose_hot_rows()
         results.append(want)

@@ -1,4 +1,4 @@
-"""Which rows of a table larger than a GPU's memory are there, against numpy; on the CPU."""
+"""Which rows of a table larger than a GPU's memory are hot, against numpy; on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [1, 31, 32, 33, 64, 1000, 4099]
 
 
 def largest(counts: Tensor, wanted: int, was_hot: np.ndarray | None = None) -> np.ndarray:
-    """Whether each row has one of the largest counts; of equal counts, rows that were hot come
+    """Whether each row is among those with the largest counts. For ties, rows that were hot come
     first, then the first rows."""
     was_hot = np.zeros(counts.numel(), dtype=bool) if was_hot is None else was_hot
     order = np.argsort(-(2 * counts.numpy().astype(np.int64) + was_hot), kind="stable")
@@ -57,7 +57,7 @@ def test_choice(n, most):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("row_bytes", [4, 36, 512])
 def test_copy(n, row_bytes):
-    """A row is at the place that its mask and the count before it give."""
+    """A row's position follows from its mask and the count before it."""
     counts, wanted = drawn(n, 3, n), n // 3
     rows = drawn(n * row_bytes, 255, n + 1).to(torch.uint8).view(n, row_bytes)
     words = OPS.serving_choose_hot(counts, None, wanted)
@@ -74,7 +74,7 @@ def a_table(ids: Tensor, name: str = "t") -> ReadOnlyTable:
 
 @pytest.mark.parametrize("n", [1, 7, 1000, 60_000])
 def test_row_numbers(n):
-    """The row of an id has the number that the index says."""
+    """The index gives each id's row number."""
     ids = drawn(2 * n, (1 << 31) - 2, n).long().unique()[:n] * -7919
     erased = torch.arange(len(ids)) % 3 == 1
     index, rows = build_layer(ids, to_bytes(torch.stack([ids, ids], 1).float(), "fp32"), erased)
@@ -94,7 +94,8 @@ def test_row_numbers(n):
 
 
 def test_carried_counts():
-    """By id, to a new base. An id that a delta has changed has at least the mean of hot rows."""
+    """A new base takes counts over by id. An id that a delta changed has at least the mean of hot
+    rows."""
     before = a_table(torch.arange(900))
     counts = drawn(900, 50, 1)
     words = OPS.serving_choose_hot(counts, None, 90)
@@ -146,7 +147,7 @@ def test_ops_refuse():
 
 
 def test_shares():
-    """Small tables are whole; the others get equal shares."""
+    """Small tables are entirely hot; the others get equal shares."""
     sizes = {"a": 500, "b": 10, "c": 100, "d": 90}
     assert shares(sizes, None) == sizes
     assert shares(sizes, 1000) == sizes
@@ -174,7 +175,7 @@ def test_arguments():
 
 
 def test_cpu(served):
-    """On a CPU there is no HBM to limit, and no choice to make."""
+    """A CPU has no HBM to limit, and hot rows are not chosen."""
     with pytest.raises(ValueError, match="hbm_bytes is 0, but device is 'cpu'"):
         serving.load(served[0], hbm_bytes=0)
     model = serving.load(served[0])

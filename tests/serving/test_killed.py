@@ -1,4 +1,5 @@
-"""A process is killed while it applies a base or a delta: the next one serves the newest."""
+"""If a process is killed while it applies a base or a delta, the next one serves the newest
+version."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ while True:
 
 
 def chained(rank, world_size, device, folder: Path):
-    """A model, and a chain whose base and deltas it has yet to apply."""
+    """A model, and a chain whose base and deltas are not applied yet."""
     model = make_served(world_size, device)
     serving.export(model, folder / "model", inputs=batch_of(0))
     writer = checkpoint.DeltaWriter(model, folder / "chain")
@@ -46,7 +47,7 @@ def test_killed(run_ranks, tmp_path):
         assert process.poll() is None
         assert time.monotonic() < ends
         time.sleep(0.01)
-    time.sleep(0.5)  # it applies again and again
+    time.sleep(0.5)  # applies repeatedly
     assert process.poll() is None
     process.kill()
     process.wait()
@@ -57,4 +58,4 @@ def test_killed(run_ranks, tmp_path):
     assert model.freshness().number == 2
     got = model(*batch_of(1, 4))
     assert all(torch.equal(got[key], value) for key, value in want.items())
-    assert list(scratch.iterdir()) == left  # tables of a base have no name once they are mapped
+    assert list(scratch.iterdir()) == left  # files of a base have no name once they are mapped

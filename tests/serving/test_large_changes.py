@@ -1,4 +1,4 @@
-"""Changes of a table that are read in several batches."""
+"""Changes of a table that take several batches to read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = "ebc.embedding_bags.t"
 
 
 def written(rank, world_size, device, folder: Path) -> tuple[Tensor, Tensor]:
-    """Writes a base and a delta; returns what the table then holds."""
+    """Writes a base and a delta. Returns the table's resulting content."""
     table = EmbeddingBagConfig(
         name="t", embedding_dim=DIM, num_embeddings=100_000, feature_names=["f"]
     )

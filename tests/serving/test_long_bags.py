@@ -1,4 +1,4 @@
-"""Bags whose rows have no room in a cache are summed as one row after the other would be."""
+"""Bags whose rows exceed a cache are summed as if row after row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sums(row_format, dim, weighted):
     default = torch.randn(dim, generator=generator)
     table = ReadOnlyTable("t", dim, row_format, index, rows, unit, default_row=default)
     tables = ReadOnlyTables([table])
-    ids = torch.randint(0, 550, (sum(LENGTHS),), generator=generator)  # some are unknown
+    ids = torch.randint(0, 550, (sum(LENGTHS),), generator=generator)  # some ids are unknown
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     got = tables.pool([0], ids, torch.tensor([LENGTHS]), weights)
     looked_up = tables.rows(0, ids)

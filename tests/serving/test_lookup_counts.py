@@ -1,4 +1,4 @@
-"""How often rows were looked up in training, exported beside them, against a dictionary."""
+"""Export writes each row's number of lookups in training, as counted by a dictionary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_codes():
 
 @pytest.mark.parametrize("n", [0, 1, 70_000])
 def test_file(n, tmp_path):
-    """In the order of the table's rows; rows without counts have 0, and other ids are left out."""
+    """Counts follow the order of the table's rows. Rows without a count get 0, and other ids are
+    left out."""
     ids = torch.randperm(2 * n) - n
     made = build_table(lambda: [(ids[:n], torch.zeros(n, 2))], 2, "fp16", tmp_path / "table")
     counts = torch.randint(0, 1000, (2 * n,))
@@ -80,7 +81,7 @@ def test_full_disk(disk):
 
 
 def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:
-    """How often each id of some features was looked up in training, on all ranks."""
+    """The number of training lookups of each id of some features, over all ranks."""
     counts: collections.Counter[int] = collections.Counter()
     for step in range(STEPS):
         features = batch_of(SEED + step)[1]
@@ -113,7 +114,7 @@ def codes_by_id(folder: Path, table: str) -> dict[int, int] | None:
     ("ranks", "sharding"), [(1, "table_wise"), (2, "row_wise"), (2, "column_wise")]
 )
 def test_export(run_ranks, tmp_path, ranks, sharding):
-    """From a trained model and from its checkpoint."""
+    """Exports a trained model, and its checkpoint."""
     run_ranks(ranks, trained, tmp_path, sharding)
     with torch.device("meta"):
         module = ServedModel()
@@ -128,13 +129,13 @@ def test_export(run_ranks, tmp_path, ranks, sharding):
             want = looked_up(keys, ranks)
             codes = codes_of(torch.tensor([*want.values()])).tolist()
             got = codes_by_id(tmp_path / folder, name)
-            assert len(got) > 25  # a table of 50 rows may lack some
+            assert len(got) > 25  # a table of 50 rows may have evicted some
             assert got.items() <= dict(zip(want, codes, strict=True)).items()
         assert codes_by_id(tmp_path / folder, "ebc.embedding_bags.country") is None  # a stock table
         serving.load(tmp_path / folder, verify=True)
     assert codes_by_id(tmp_path / "without", "ebc.embedding_bags.item") is None
     assert not list((tmp_path / "without").glob("counts*"))
     (tmp_path / "model" / "counts-0001.bin").write_bytes(b"")
-    serving.load(tmp_path / "model")  # it is not read
+    serving.load(tmp_path / "model")  # not read
     with pytest.raises(ValueError, match=r"counts-0001\.bin is damaged"):
         serving.load(tmp_path / "model", verify=True)

@@ -1,4 +1,4 @@
-"""Tables are mapped, and shared by processes, or read into memory of one."""
+"""Tables are mapped and shared by processes, or read into one process's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.serving.resident_file import read_resident
 
 
 def mapped_files() -> str:
-    """What this process has mapped."""
+    """Files that this process has mapped."""
     return Path("/proc/self/maps").read_text()
 
 
@@ -30,7 +30,8 @@ def test_same_outputs(served, mapped):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [0, 1, 4096, 5000, 8 << 20, (24 << 20) + 17])
 def test_resident_file(tmp_path, size, direct):
-    """Aligned to cache lines, also for sizes that are no multiple of a page or of a piece."""
+    """Memory is aligned to cache lines, also for sizes that are no multiple of a page or a
+    piece."""
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     path = tmp_path / "data"
     path.write_bytes(data.numpy().tobytes())
@@ -43,6 +44,6 @@ def test_resident_file(tmp_path, size, direct):
 
 def test_resident_memory():
     ops = torch.ops.torchrec_hkv
-    # Its contents are undefined, so that results of two runs may differ.
+    # Undefined contents: results of two runs may differ.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.serving_memory, (5000,), test_utils=checks)

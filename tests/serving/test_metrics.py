@@ -1,4 +1,4 @@
-"""Metrics of a served model, as Prometheus reads them."""
+"""Metrics of a served model in Prometheus's format."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def test_metrics(served):
     assert values[f'{prefix}call_seconds_bucket{{le="+Inf"}}'] == 5
     bounds = [value for name, value in values.items() if "_bucket" in name]
     assert bounds == sorted(bounds)
-    assert f"{prefix}version" not in values  # not known
+    assert f"{prefix}version" not in values  # unknown

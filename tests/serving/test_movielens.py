@@ -1,5 +1,5 @@
-"""A click model is trained on two ranks, exported, and served by a process without TorchRec, which
-follows three deltas: after each, all outputs are the trainer's."""
+"""Two ranks train and export a click model. A process without TorchRec serves it and follows three
+deltas: after each, all outputs equal the trainer's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS, BATCHES, BATCH = 3, 6, 64
 KEYS = ["user", "movie", "series", "genres"]
 META = torch.device("meta")
 
-#: Answers the batches of each round once the trainer has written it.
+#: Answers each round's batches once the trainer has written them.
 SERVER = """
 import sys, time, traceback
 from pathlib import Path
@@ -65,8 +65,8 @@ except BaseException:
 
 
 def ratings(seed: int, n: int, late: bool = False):
-    """Rows as of MovieLens: users and movies by a power law, some genres for each movie, and
-    whether the user liked it. Late rows have users who were not there before."""
+    """Rows like those of MovieLens: users and movies by a power law, some genres for each movie,
+    and whether the user liked it. Late rows have new users."""
     random = torch.Generator().manual_seed(seed)
 
     def drawn(size: int) -> torch.Tensor:
@@ -126,7 +126,7 @@ def evaluate(model, batches) -> list[torch.Tensor]:
 
 
 def trained(rank, world_size, device, folder: Path):
-    """Trains four rounds, and waits for the answers of the process that serves after each."""
+    """Trains four rounds, and after each waits for the answers of the serving process."""
     model = make_model(world_size, device)
     dense = [p for name, p in model.named_parameters() if "sparse_arch" not in name]
     optimizer = torch.optim.Adagrad(dense, lr=0.1)
@@ -157,13 +157,13 @@ def trained(rank, world_size, device, folder: Path):
 
 
 def save_batches(path: Path, batches) -> None:
-    """For the process that serves, which has no KeyedJaggedTensor."""
+    """Saves batches for the serving process, which has no KeyedJaggedTensor."""
     arguments = [(d, (f.keys(), f.values(), f.lengths().view(4, -1))) for d, f, _ in batches]
     torch.save(arguments, path)
 
 
 def compare(folder: Path, number: int, want: list[torch.Tensor]) -> None:
-    """Compares what the other process answers. Row-wise, ranks sum their parts of a bag."""
+    """Compares the serving process's answers. Row-wise, ranks sum their parts of a bag."""
     path, failed, ends = folder / f"answer-{number}", folder / "failed", time.monotonic() + 200
     while not path.exists():
         assert not failed.exists(), failed.read_text()
@@ -181,4 +181,4 @@ def test_served_as_trained(run_ranks, tmp_path):
         assert server.wait(timeout=60) == 0, (tmp_path / "failed").read_text()
     finally:
         server.kill()
-    assert sum(losses[-6:]) < sum(losses[:6])  # the outputs that were compared change
+    assert sum(losses[-6:]) < sum(losses[:6])  # the compared outputs do change

@@ -1,4 +1,4 @@
-"""Ops of read-only tables under opcheck, and what they refuse."""
+"""Ops of read-only tables pass opcheck; what they refuse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_opcheck(tables):
     pooled = (handle, IDS, LENGTHS, weights, [0, 1, 1], [1, 0, 1], [0, 1, 3], 32, torch.float16)
     rows = (handle, IDS, LENGTHS, [1, 0], [0, 1], [8, 12], torch.float32)
     cores = (handle, IDS_OF_TT, LENGTHS, weights, [0, 1], 0, [8, 8])
-    # What is counted is not an argument, so that the ops' schemas say that they change nothing.
+    # Counters are not arguments, so the ops' schemas say that they change nothing.
     torch.library.opcheck(OPS.serving_pool, pooled, test_utils=CHECKS)
     torch.library.opcheck(OPS.serving_rows, rows, test_utils=CHECKS)
     torch.library.opcheck(OPS.serving_tt, (*cores, True, True), test_utils=CHECKS)
@@ -49,14 +49,15 @@ def test_opcheck(tables):
     torch.library.opcheck(OPS.serving_tt, cores, test_utils=CHECKS)
     torch.library.opcheck(OPS.serving_place, (torch.arange(20), None, 1, 4, 0, 1, 0))
     torch.library.opcheck(OPS.serving_blocks, (torch.arange(20), 3))
-    # It returns a handle, so it has no fake. Nobody closes what the checks open: no tables.
+    # It returns a handle, so it has no fake. opcheck does not close what it opens, so it opens no
+    # tables.
     no_tables = (*([] for _ in range(15)), torch.zeros(0, 2, dtype=torch.int64), [], [], [])
     checks = ("test_schema", "test_autograd_registration")
     torch.library.opcheck(OPS.serving_open, no_tables, test_utils=checks)
 
 
 def test_direct_calls(tables):
-    """Functions of the module give what the ops give, refuse what they refuse, and are profiled."""
+    """The module's functions return what the ops do, refuse the same, and appear in profiles."""
     pooled = (tables.handle, IDS, LENGTHS, torch.rand(7), [0, 1], [1, 0], [0, 1], 20, torch.float16)
     rows = (tables.handle, IDS, LENGTHS, (1, 0), (0, 1), (8, 12), torch.float32)
     with torch.profiler.profile() as profile:
@@ -72,7 +73,7 @@ def test_direct_calls(tables):
 
 
 def test_rows_of_one_table(tables):
-    """They equal the rows that the op returns for the same ids."""
+    """Equals the rows that the op returns for the same ids."""
     want = OPS.serving_rows(tables.handle, IDS, LENGTHS, [0, 1], [0, 0], [8, 8], torch.float16)
     assert torch.equal(tables.rows(0, IDS, dtype=torch.float16), torch.cat(want))
     strided = torch.stack([IDS, IDS], 1)[:, 0]
@@ -150,7 +151,7 @@ def test_bad_tables():
 
 
 def test_full():
-    """An index without a free place."""
+    """An index without a free slot."""
     ids = torch.arange(14)
     index, order = OPS.serving_place(ids, None, 1, 2, 0, 1, 0)
     assert order.sort().values.tolist() == ids.tolist()
@@ -181,7 +182,8 @@ class _Calls(torch.nn.Module):
 
 
 def test_tables_that_end_while_a_program_is_traced():
-    """Garbage collection may free tables at any time. The program must not contain that."""
+    """Garbage collection may free tables while a program is traced. The program must not contain
+    that."""
     held = [ReadOnlyTables([table()])]
     handle = held[0].handle.clone()
     exported = torch.export.export(_Calls(held.clear), (torch.ones(2),), strict=False)

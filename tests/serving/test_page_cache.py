@@ -1,4 +1,4 @@
-"""Mapped tables are read into the page cache, and give the same rows while that goes on."""
+"""Mapped tables are read into the page cache, and give the same rows meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows(entries, huge_bytes, tmp_path):
 
 
 def test_not_read(tmp_path):
-    """Without memory for all tables, or when a file has gone."""
+    """Pages are not read if memory is too small for all tables, or a file is gone."""
     ids, rows = torch.arange(10), torch.rand(10, 4)
     made = build_table(lambda: [(ids, rows)], 4, "fp32", tmp_path / "table")
     index, data = made.map(tmp_path)
@@ -48,7 +48,7 @@ def test_not_read(tmp_path):
 
 
 def test_read_pages(tmp_path):
-    """Reads pages of the file, whatever its rows' alignment, and no others."""
+    """Reads all pages of the rows, whatever the alignment, and no others."""
     ids, rows = torch.arange(1000), torch.rand(1000, 5)
     made = build_table(lambda: [(ids, rows)], 5, "fp32", tmp_path / "table")
     index, data = made.map(tmp_path)

@@ -1,4 +1,4 @@
-"""Rows of 8 and 4 bits have the bytes that PyTorch's operators give, also when the unit grows."""
+"""8-bit and 4-bit rows have the bytes of PyTorch's operators, also after the unit has grown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = pytest.mark.parametrize("row_format", LEVELS)
 
 
 def rows_of(n: int, dim: int, seed: int, scale: float = 1.0) -> Tensor:
-    """Rows of very different ranges, and some special ones. No row has zeros of both signs."""
+    """Rows of very different ranges, and special values. No row has zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(n, dim, generator=generator)
     rows *= 10.0 ** torch.randint(-9, 3, (n, 1), generator=generator)
@@ -35,7 +35,7 @@ def test_bytes(row_format, dim, scale):
     unit = row_formats.unit_for(float(rows.abs().max()))
     got = row_formats.to_bytes(rows, row_format, unit)
     assert torch.equal(got, converted(rows, row_format, unit))
-    # As a delta brings them: up to 32 times as large as the table's largest value.
+    # A delta may have values up to 32 times as large as the table's largest.
     more = (rows * 31.0).nan_to_num(posinf=3e38, neginf=-3e38)
     got = row_formats.to_bytes(more, row_format, unit)
     assert torch.equal(got, converted(more, row_format, unit))
@@ -43,7 +43,7 @@ def test_bytes(row_format, dim, scale):
 
 @FORMATS
 def test_negative_zeros(row_format):
-    """Of zeros with different signs, the negative one is the least."""
+    """If a row has zeros of both signs, its minimum is the negative one."""
     rows = torch.zeros(20, 20)
     rows[torch.arange(20), torch.arange(20)] = -0.0
     got = row_formats.to_bytes(rows, row_format)
@@ -54,7 +54,7 @@ def test_negative_zeros(row_format):
 @FORMATS
 @pytest.mark.parametrize("dim", [1, 6, 40])
 def test_larger_units(row_format, dim):
-    """Rows are lowered to what a larger unit gives, as often as they have room for."""
+    """Requantises rows to larger units while they have room."""
     rows = rows_of(400, dim, 3)
     largest = float(rows.abs().max())
     lowered = 0
@@ -72,7 +72,7 @@ def test_larger_units(row_format, dim):
 
 @FORMATS
 def test_stops(row_format):
-    """At the first row beyond the unit's limit, or that is not finite."""
+    """Stops at the first row that exceeds the unit's limit or is not finite."""
     rows = torch.rand(1000, 5)
     data = torch.empty(1000, row_formats.row_bytes(row_format, 5), dtype=torch.uint8)
     assert row_formats.quantise_into(rows, row_format, 0.7, data).rows == 1000

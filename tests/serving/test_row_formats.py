@@ -1,4 +1,4 @@
-"""Rows of 8 and 4 bits differ from the original rows by a bounded error."""
+"""8-bit and 4-bit rows differ from the original rows by a bounded error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_error_is_half_a_step(row_format, dim, scale):
     assert stored.shape == (200, row_formats.row_bytes(row_format, dim))
     got = row_formats.from_bytes(stored, row_format, dim, unit)
     low, high = rows.aminmax(dim=1, keepdim=True)
-    # Half a step, and what the offset is rounded by: both are float16.
+    # Half a step, and the rounding error of the offset; both are float16.
     allowed = (high - low) / LEVELS[row_format] * 0.505 + low.abs() * 2**-10 + scale * 1e-6
     assert bool(((got - rows).abs() <= allowed).all())
 
@@ -34,7 +34,7 @@ def test_equal_columns(row_format):
 
 
 def test_bytes():
-    """Of 128 columns, .28 of float32 or less with the index."""
+    """With 128 columns: at most .28 of float32, including the index."""
     assert row_formats.row_bytes("int8", 128) + 10 <= 0.28 * 4 * 128
     assert row_formats.row_bytes("int4", 128) == 68
     assert row_formats.row_bytes("fp16", 3) == 8

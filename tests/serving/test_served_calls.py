@@ -1,4 +1,4 @@
-"""Calls of a served model: their mode, their times, and what their inputs must be."""
+"""Calls of a served model: their mode, timings and input checks."""
 
 from __future__ import annotations
 

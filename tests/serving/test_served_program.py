@@ -1,4 +1,4 @@
-"""A program that serves gives what ``ExportedProgram.module()`` gives, and checks its inputs."""
+"""A served program gives the outputs of ``ExportedProgram.module()``, and checks its inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HANDLE = torch.zeros(1, dtype=torch.int64)
 
 
 class Nested(nn.Module):
-    """Outputs in a structure; parameters under two names, a buffer, a constant, views of views."""
+    """Nested outputs; parameters with two names, a buffer, a constant, views of views."""
 
     def __init__(self):
         super().__init__()

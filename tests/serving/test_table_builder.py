@@ -1,4 +1,4 @@
-"""The bytes of a table depend on its rows alone, not on how large those that came first were."""
+"""A table's bytes depend on its rows alone, not on the size of the first ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bytes(row_format, n, dim, tmp_path):
 @pytest.mark.parametrize("row_format", LEVELS)
 @pytest.mark.parametrize("first", [0.0, 1e-30, 0.01])
 def test_larger_rows_later(row_format, memory, first, tmp_path):
-    """The unit grows with the rows; where that would cost precision, all are given again."""
+    """The unit grows with the rows; if that would lose precision, all rows are passed again."""
     ids, rows = entries(30_000, 5)
     rows[:10_000] = first * rows[:10_000] + 0.0  # no zeros of both signs
     rows[20_000:] *= 50.0
@@ -61,7 +61,7 @@ def test_larger_rows_later(row_format, memory, first, tmp_path):
 
 @pytest.mark.parametrize("row_format", row_formats.ROW_FORMATS)
 def test_spilled(row_format, tmp_path):
-    """Ids of a block are then placed by parts, each in the order of adding."""
+    """Ids of a block are placed by parts, each in the order of insertion."""
     ids, rows = entries(60_000, 6)
     order = OPS.serving_split(ids, 256)[0]
     got = built(ids, rows, row_format, tmp_path / "table", 200_000)
@@ -69,7 +69,7 @@ def test_spilled(row_format, tmp_path):
 
 
 def test_again(tmp_path):
-    """Rows whose scales have no room for a larger unit."""
+    """Passes all rows again if their scales can't grow to a larger unit."""
     ids, rows = entries(2000, 4)
     rows[:1000] *= 1e-6
     rows[:1000] += 1.0
@@ -108,7 +108,7 @@ def test_twice(memory, tmp_path):
 
 @pytest.mark.parametrize("memory", [MEMORY, 1 << 20])
 def test_full_disk(memory, disk):
-    """While rows are spilled, and while the table is written."""
+    """The disk is full while rows are spilled, or while the table is written."""
     ids, rows = entries(40_000, 64)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         built(ids, rows, "fp32", disk / "table", memory)

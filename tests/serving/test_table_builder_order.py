@@ -1,5 +1,5 @@
-"""Entries in files by ranges of owners: blocks are written before all are there, and the bytes are
-those of a table that was built at once."""
+"""Entries come in files by owner ranges. Blocks are written before all entries are there, and the
+bytes equal those of a table built at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 OPS = torch.ops.torchrec_hkv
 MEMORY = 1 << 30
-#: Ends of the owners of files; one of them holds few ids or none.
+#: Ends of the files' owner ranges; one of them holds few ids or none.
 ENDS = (9000, 9001, 30_000, 50_000, 65_530, OWNERS)
 
 
 def files(n: int, dim: int) -> tuple[list[Tensor], list[Tensor], list[tuple[int, int]]]:
-    """Ids and rows of each file, in random order, and the order of all."""
+    """Ids and rows of each file, in random order, and the overall order."""
     generator = torch.Generator().manual_seed(n + dim)
     ids = torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator)
     rows = torch.randn(n, dim, generator=generator)
@@ -64,7 +64,7 @@ def test_bytes(row_format, n, dim, tmp_path):
 @pytest.mark.parametrize("row_format", LEVELS)
 @pytest.mark.parametrize("first", [0.0, 1e-30, 0.01])
 def test_larger_rows_later(row_format, first, tmp_path):
-    """Rows in the file are lowered to a larger unit, or all are given again."""
+    """Rows in the file are requantised to a larger unit, or all rows are passed again."""
     ids, rows, order = files(120_000, 5)
     rows[0].mul_(first).add_(0.0)  # no zeros of both signs
     rows[1].mul_(first).add_(0.0)
@@ -76,7 +76,7 @@ def test_larger_rows_later(row_format, first, tmp_path):
 @pytest.mark.parametrize("row_format", ["fp16", "int8"])
 @pytest.mark.parametrize("memory", [250_000, 500_000])
 def test_spilled(row_format, memory, tmp_path):
-    """A file has more entries than memory has room for."""
+    """A file has more entries than fit in memory."""
     ids, rows, order = files(50_000, 6)
     tables = []
     for name, its_order, limit in (("by_files", order, memory), ("at_once", (), MEMORY)):
@@ -93,7 +93,7 @@ def test_spilled(row_format, memory, tmp_path):
 
 
 def test_memory(tmp_path):
-    """Holds the entries of one file, and those of the blocks that it shares with the next one."""
+    """Memory holds the entries of one file, and of the blocks that it shares with the next one."""
     ids, rows, order = files(120_000, 4)
     largest = max(its.numel() for its in ids) + 30_000
     with TableBuilder(4, "fp32", tmp_path, 32 * largest, order=order) as builder:
@@ -105,7 +105,7 @@ def test_memory(tmp_path):
 
 
 def test_other_order(tmp_path):
-    """Ids of other owners, or of another number, are refused; no file is left."""
+    """Refuses ids of other owners or a wrong number of ids; leaves no file."""
     ids, rows, order = files(120_000, 2)
     for wrong in (
         (

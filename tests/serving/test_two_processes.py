@@ -1,4 +1,5 @@
-"""Two processes on one folder: exports don't mix, and a model that is replaced is loaded whole."""
+"""Two processes on one folder: exports do not mix, and a load during a replacement is
+consistent."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torchrec_hkv.serving.export_folder import ExportFolder
 
 
 class Two(nn.Module):
-    """Two tables and a dense factor, all of one number."""
+    """Two tables and a dense factor, all set to one number."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -40,14 +41,14 @@ FEATURES = KeyedJaggedTensor(
 
 
 def test_exports(tmp_path):
-    """A second export is refused while the first one runs; what a killed one left is cleared."""
-    first = ExportFolder(tmp_path / "model")  # a lock of its own, as of another process
+    """A second export is refused while the first one runs; what a killed one left is removed."""
+    first = ExportFolder(tmp_path / "model")  # holds a separate lock, like another process
     first.open()
     (first.path / "part").touch()
     with pytest.raises(ValueError, match="another process exports to"):
         serving.export(Two(1.0), tmp_path / "model", inputs=(FEATURES,))
     assert (first.path / "part").exists()
-    os.close(first._locks.pop())  # as where the process is killed
+    os.close(first._locks.pop())  # as if the process were killed
     serving.export(Two(1.0), tmp_path / "model", inputs=(FEATURES,))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (tmp_path / "model" / "part").exists()
@@ -55,7 +56,7 @@ def test_exports(tmp_path):
 
 @pytest.mark.slow
 def test_loads_while_replaced(tmp_path):
-    """All numbers of a model that is loaded are of one export."""
+    """All numbers of a loaded model are of one export."""
     for value in range(3):
         serving.export(Two(float(value)), tmp_path / f"made-{value}", inputs=(FEATURES,))
     shutil.copytree(tmp_path / "made-0", tmp_path / "model")

@@ -1,4 +1,4 @@
-"""DMPCollection (2D parallelism) refuses tables whose replicas it could not keep in step."""
+"""DMPCollection (2D parallelism) refuses tables whose replicas it could not synchronize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``accumulate_gradients``: the tables of a model are trained once by several backwards."""
+"""``accumulate_gradients``: one update trains the tables on several backwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec_hkv import accumulate_gradients
 
 
 def _rows(rank, world_size, device, sharding_type):
-    """What both batches give after training by both: one after the other, and as one batch."""
+    """Outputs of both batches after training on them: accumulated, and as one batch."""
     at_once, held = (make_small(world_size, device, "hkv", sharding_type) for _ in range(2))
     batches = [batch(rank, device, seed) for seed in (0, 1)]
     with accumulate_gradients(held):
@@ -30,7 +30,7 @@ def _rows(rank, world_size, device, sharding_type):
 
 
 def _merged(batches, device):
-    """Two batches as one of twice the size."""
+    """Concatenates two batches."""
     keys = batches[0].keys()
     parts = [[features[key] for features in batches] for key in keys]
     return type(batches[0])(
@@ -47,7 +47,7 @@ def test_as_one_batch(run_ranks, sharding_type):
 
 
 def _refused(rank, world_size, device):
-    # Table-wise: the other rank must not go on and wait.
+    # Table-wise: the other rank must fail too, instead of waiting.
     with (
         pytest.raises(
             ValueError, match=r"Table 't' is on backend 'toy', which can't accumulate grad"

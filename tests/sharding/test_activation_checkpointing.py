@@ -1,4 +1,4 @@
-"""A model under activation checkpointing trains as it does without.
+"""A model trains the same with and without activation checkpointing.
 
 The reentrant kind runs the forward under ``torch.no_grad()`` first, and again with autograd in the
 backward. That first lookup is an evaluation lookup: it reads rows that the second inserts.
@@ -26,7 +26,7 @@ def _make(world_size, device, options, rows):
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[feature])
         for name, feature in (("t", "f"), ("s", "g"))
     ]
-    # On a GPU new ids would race for slots, and the tables would differ in their order.
+    # On a GPU new ids would race for slots, and the tables' orders would differ.
     constraint = ParameterConstraints(
         compute_kernels=["hkv"],
         sharding_types=["row_wise"],
@@ -67,7 +67,7 @@ def _train(rank, world_size, device, is_reentrant, options, rows):
     [
         ({}, 256),
         ({"admission": MinFrequency(2, entries=512)}, 256),
-        ({"deterministic": True}, 16),  # evicts
+        ({"deterministic": True}, 16),  # evicts ids
     ],
     ids=["room for all", "admission", "evicting"],
 )

@@ -1,4 +1,4 @@
-"""Batches of any shape train tables of a backend as stock tables: equal losses and rows."""
+"""Batches of any shape train tables of a backend like stock tables: equal losses and rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compat
 
 
 def _lacks_backward(device_type, sharding_type, world_size):
-    """Gloo refuses the uneven all_gather of TorchRec's backward, for stock tables too."""
+    """Gloo refuses the uneven all_gather of TorchRec's backward, also for stock tables."""
     return device_type == "cpu" and sharding_type == "row_wise" and world_size > 1
 
 
@@ -51,7 +51,7 @@ def test_batch_sizes_of_features(
     [
         ("row_wise", "sum"),
         ("row_wise", "weighted"),
-        # TorchRec's divisor of a row-wise mean refuses a batch without samples, for stock tables.
+        # For stock tables, TorchRec's divisor of a row-wise mean refuses a batch without samples.
         ("table_wise", "sum"),
         ("table_wise", "mean"),
         ("table_wise", "weighted"),

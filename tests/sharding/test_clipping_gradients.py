@@ -1,4 +1,5 @@
-"""A clip of ``.grad`` can't reach rows that the backward trains: it warns once, and names a way."""
+"""Clipping ``.grad`` can't affect rows that the backward trains: it warns once, and names an
+alternative."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _make(world_size, device, backend, sharding_type, optimizer_kwargs, fused_pa
 
 
 class _Over(nn.Module):
-    """A model with a dense layer over its tables."""
+    """A model with a dense layer above its tables."""
 
     def __init__(self, model, device):
         super().__init__()
@@ -53,7 +54,7 @@ class _Over(nn.Module):
 
 
 def _clips(model):
-    """Ways to clip all gradients of a model, which a user may call every step."""
+    """Ways to clip all gradients of a model in each step."""
 
     def wrapped():
         optimizer = GradientClippingOptimizer(
@@ -69,7 +70,7 @@ def _clips(model):
 
 
 def _step(rank, world_size, device, backend, sharding_type, way, kwargs, fused_params):
-    """The warnings of two steps, by what was done."""
+    """The warnings of two steps, by action."""
     sharded = _make(world_size, device, backend, sharding_type, kwargs, fused_params)
     model = _Over(sharded, device)
     dense = torch.optim.Adam(
@@ -118,11 +119,11 @@ def test_each_rank_warns_once_of_all_tables(run_ranks, backend, sharding_type, w
         assert found["others"] == []
         texts = [text for text, _ in found["clips"]]
         named = sorted(name for name in ("t", "s") for text in texts if f"'{name}'" in text)
-        # TorchRec's wrapper has the parameters of this rank's shards alone.
+        # TorchRec's wrapper has only the parameters of this rank's shards.
         assert named == ["s", "t"] if way != "torchrec" else len(named) == len(set(named))
         seen.update(named)
         assert all("gradient_clipping=True with max_gradient" in text for text in texts)
-        # The line that clips, not one of PyTorch's.
+        # The warning shows the line that clips, not one of PyTorch's.
         assert all(file == __file__ for _, file in found["clips"])
     assert seen == {"s", "t"}
 

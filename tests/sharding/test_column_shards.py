@@ -1,4 +1,4 @@
-"""Column shards keep and evict the same rows: a table in columns trains as it does on one rank."""
+"""Column shards keep and evict the same rows: a column-wise table trains as on one rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_as_on_one_rank(run_ranks, device_type, options, sharding_type, world_size):
     chosen = OPTIONS[options]
-    if device_type == "cuda":  # else which of a call's new ids a full bucket takes is chance there
+    if device_type == "cuda":  # otherwise it is random which new ids a full bucket takes
         chosen = dataclasses.replace(chosen, deterministic=True)
     results = run_ranks(world_size, _compare, sharding_type, chosen)
     tables = {key: kept for tables, _ in results for key, kept in tables.items()}

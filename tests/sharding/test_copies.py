@@ -1,4 +1,4 @@
-"""A sharded model can't be copied or pickled; the sentence says what does the same."""
+"""A sharded model can't be copied or pickled; the error names an alternative."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The exchange of ids gives what TorchRec's own gives, and waits for a GPU once."""
+"""The exchange of ids equals TorchRec's own, and waits for a GPU once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_hkv.sharding.dists.all_to_all import CountedAllToAll
 
 pytestmark = pytest.mark.compat
 
-#: Features of each rank of two, and of four where two make a host.
+#: Features of each of two ranks, and of four where two make a host.
 SPLITS = {2: [[3, 3], [4, 1], [0, 2]], 4: [[2, 2, 2, 2], [1, 3, 0, 2]]}
 
 
@@ -65,7 +65,7 @@ def test_as_torchrecs(run_ranks, world_size, stagger, samples):
 def _waits(rank, world_size, device):
     ours = CountedAllToAll(dist.group.WORLD, [2, 2], 1, device)
     batch = _batch(rank, 0, 4, 100, True, False, device)
-    ours(batch).wait().wait()  # makes the communicator
+    ours(batch).wait().wait()  # creates the communicator
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:

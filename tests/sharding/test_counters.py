@@ -1,4 +1,4 @@
-"""``table_counters`` reads what each rank's tables have counted."""
+"""``table_counters`` returns the counters of each rank's tables."""
 
 from __future__ import annotations
 

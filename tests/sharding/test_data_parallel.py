@@ -1,4 +1,4 @@
-"""Data-parallel Tensor-Train tables train as table-wise ones do, and stay alike on all ranks."""
+"""Data-parallel Tensor-Train tables train like table-wise ones, and stay equal on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions, get_defaul
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 ROWS = {"t": 300, "u": 90, "h": 400, "s": 50}
-# Of table t two features, so that a table is updated once for both.
+# Table t has two features, and is updated once for both.
 FEATURES = {"t": ["t1", "t2"], "u": ["u"], "h": ["h"], "s": ["s"]}
 STEPS, DIM = 4, 8
 OPTIMIZERS = {
@@ -89,7 +89,7 @@ def make(kind, optimizer, sharding_type, world_size, device, tables, **options):
         "s": ParameterConstraints(compute_kernels=["dense"], sharding_types=["data_parallel"]),
     }
     if kind == "sequences" and device.type == "cpu":
-        # TorchRec's dense kernel pools sequences there.
+        # TorchRec's dense kernel pools sequences on a CPU.
         constraints["s"] = ParameterConstraints(
             compute_kernels=["fused"], sharding_types=["table_wise"]
         )
@@ -133,7 +133,7 @@ def _train(rank, world_size, device, kind, optimizer, sharding_type, tables=("t"
         out = model(features)
         outputs.append(out.detach().cpu())
         out.square().sum().backward()
-        # Of stock tables and the layer above, which are the same under both plans.
+        # Of stock tables and the dense layer, which are the same under both plans.
         optimizer_of_rest.step()
         optimizer_of_rest.zero_grad()
     local = {

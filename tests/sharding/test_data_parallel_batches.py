@@ -11,7 +11,7 @@ TABLES, SAMPLES = ("t", "u"), 6
 
 
 def _batch(step, rank, device):
-    """Of every feature fewer bags than samples, some of which share one."""
+    """Every feature has fewer bags than samples; some samples share a bag."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     draw = lambda high, size: torch.randint(0, high, size, generator=generator)  # noqa: E731
     keys = [key for name in TABLES for key in FEATURES[name]]

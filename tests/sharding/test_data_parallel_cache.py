@@ -1,4 +1,4 @@
-"""Hot rows of data-parallel tables: chosen by the ids of all ranks, alike on all of them."""
+"""Hot rows of data-parallel tables are chosen by the ids of all ranks, and equal on all of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_trains_as_a_table_wise_cache(run_ranks, kind):
     everywhere = parallel[0][1]
     assert all(map(torch.equal, *everywhere))
     (reference,) = [cache for cache in wise[0][1] if cache is not None]
-    assert torch.equal(everywhere[0][0], reference[0])  # the same ids in the same places
+    assert torch.equal(everywhere[0][0], reference[0])  # the same ids at the same positions
     assert int((everywhere[0][0] < 300).sum()) == 40
     for one, other in zip(everywhere[0][1:], reference[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -58,7 +58,7 @@ def test_trains_as_a_table_wise_cache(run_ranks, kind):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert [caches for _, _, caches, _ in parallel] == [1, 1]
     assert sorted(caches for _, _, caches, _ in wise) == [0, 1]
-    # Hits of the ranks are those of the one that has the table alone.
+    # The ranks' hits sum up to those of a single rank with the table.
     (counted,) = [counters for *_, counters in wise if counters is not None]
     assert sum(counters["hits"] for *_, counters in parallel) == counted["hits"] > 0
 

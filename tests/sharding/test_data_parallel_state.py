@@ -1,4 +1,4 @@
-"""The saved state of data-parallel tables: plain tensors, once for all ranks, of one shape."""
+"""Data-parallel tables save plain tensors, once for all ranks, of one shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _save_and_load(rank, world_size, device, folder, saved_as, loaded_as):
     first.eval(), second.eval()
     equal = torch.equal(first(features), second(features))
     first.train(), second.train()
-    # Optimizer states came along, or the next steps would differ.
+    # Optimizer states were loaded too, or the next steps would differ.
     for step in (1, 2):
         _step(first, rank, device, step)
         _step(second, rank, device, step)

@@ -1,4 +1,4 @@
-"""Tables that are given no optimizer train by the defaults of stock ``fused`` tables."""
+"""Tables without an optimizer use the defaults of stock ``fused`` tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sequences import SequenceScenario, train_sequences
 
 pytestmark = pytest.mark.compat
 
-#: Fused parameters that name no optimizer, and those that leave the rest of one to its defaults.
+#: Fused parameters that name no optimizer, or leave its arguments to their defaults.
 FUSED_PARAMS = {
     "nothing": None,
     "learning rate": {"learning_rate": 0.1},

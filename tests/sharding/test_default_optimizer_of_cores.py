@@ -1,4 +1,4 @@
-"""Tensor-Train tables without an optimizer train as with FBGEMM's default: SGD at 0.01."""
+"""Tensor-Train tables without an optimizer use FBGEMM's default: SGD at 0.01."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_equal_to_sgd(run_ranks, device_type, kind, sharding_type, rate):
     for (before, ours), (_, expected) in zip(unnamed, named, strict=True):
         assert ours.keys() == expected.keys()
         for name, cores in ours.items():
-            # A GPU adds gradients of cores in any order.
+            # A GPU adds gradients of cores in undefined order.
             tolerance = 1e-5 if device_type == "cuda" else 0.0
             torch.testing.assert_close(cores, expected[name], rtol=tolerance, atol=tolerance / 10)
             assert not any(map(torch.equal, cores, before[name]))

@@ -1,4 +1,4 @@
-"""TorchRec's ModelDeltaTracker sees the raw ids that the tables of a rank look up."""
+"""TorchRec's ModelDeltaTracker tracks the raw ids that a rank's tables look up."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MOMENTUM_MODES = ["MOMENTUM_LAST", "MOMENTUM_DIFF", "ROWWISE_ADAGRAD"]
 
 
 def _refused(rank, world_size, device, mode, skipped):
-    """The error of a tracker that would read optimizer states; empty where it is made."""
+    """The error of a tracker that would read optimizer states; empty if it is created."""
     model = make_pipeline_model(world_size, device, "row_wise")
     try:
         ModelDeltaTrackerTrec(model, mode=TrackingMode[mode], fqns_to_skip=skipped)

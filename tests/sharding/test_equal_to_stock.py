@@ -1,4 +1,4 @@
-"""Tables of a backend train as stock ``fused`` tables do: equal losses and rows over 20 steps."""
+"""Tables of a backend equal stock ``fused`` tables: the same losses and rows over 20 steps."""
 
 from __future__ import annotations
 

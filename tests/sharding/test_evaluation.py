@@ -1,4 +1,4 @@
-"""A lookup in evaluation mode, or without autograd, changes nothing in a table."""
+"""A lookup in evaluation mode or without autograd changes nothing in a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = {
 
 
 def _make(world_size, device, backend):
-    """Without stock tables, whose CPU kernels can't be called in ``inference_mode``."""
+    """A model without stock tables, whose CPU kernels can't run in ``inference_mode``."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=256, embedding_dim=4, feature_names=[feature])
         for name, feature in (("t", "f"), ("s", "g"))
@@ -33,7 +33,7 @@ def _make(world_size, device, backend):
 
 
 def _held(lookup):
-    """All that the table of this rank holds, scores among it, and its counters but for lookups."""
+    """The content of this rank's table, including scores, and its counters except lookups."""
     counters = {k: v for k, v in lookup.counters("t").items() if k != "lookups"}
     return counters, {name: t.clone() for name, t in lookup.export_table("t").items()}
 

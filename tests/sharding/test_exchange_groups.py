@@ -1,4 +1,4 @@
-"""Tables exchanged in groups, and at wire dtypes of their own: beside one exchange of all."""
+"""Exchanging tables in groups, or with different wire dtypes, equals one exchange of all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _model(is_sequence):
 
 
 class Sequences(torch.nn.Module):
-    """Rows of all features, one after the other."""
+    """Rows of all features, concatenated."""
 
     def __init__(self, collection):
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_table_has_a_wire_of_its_own(run_ranks, sharding_type, is_sequence):
         for name, left, right in columns:
             assert torch.equal(left, right) == (name not in "bd")
             dtype = {"b": torch.bfloat16, "d": torch.float16}.get(name, torch.float32)
-            # Row-wise each rank's part is rounded on the way, before they are summed.
+            # Row-wise, each rank's partial sum is rounded on the wire before the final sum.
             if sharding_type == "table_wise":
                 assert torch.equal(right, left.to(dtype).float())
             torch.testing.assert_close(left, right, rtol=0.02, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Features in another order are those that TorchRec's permute gives, without a wait for a GPU."""
+"""Reordered features equal those of TorchRec's permute, without a wait for a GPU."""
 
 from __future__ import annotations
 

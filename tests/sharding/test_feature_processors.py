@@ -1,4 +1,4 @@
-"""Tables on backends behind feature processors train as stock tables do."""
+"""Tables on backends behind feature processors train like stock tables."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _make(kernel, sharding_type, is_collection, world_size, device, options=None
 def _batch(generator, device):
     lengths = torch.randint(0, LONGEST + 1, (len(KEYS) * BATCH,), generator=generator)
     ids = torch.randint(0, IDS, (int(lengths.sum()),), generator=generator)
-    # Row-wise, TorchRec writes positions into a batch: each model gets a batch of its own.
+    # Row-wise, TorchRec writes positions into a batch, so each model gets its own copy.
     return KeyedJaggedTensor(keys=list(KEYS), values=ids, lengths=lengths).to(device)
 
 
 def _rows(model, device):
-    """The row of each id, while all weights of positions are 1."""
+    """The row of each id, while all position weights are 1."""
     ids = torch.arange(IDS, device=device).repeat(len(KEYS))
     batch = KeyedJaggedTensor(keys=list(KEYS), values=ids, lengths=torch.ones_like(ids))
     model.eval()

@@ -1,4 +1,4 @@
-"""What a batch must be: checked on the rank that got it, before anything is sent."""
+"""The rank that gets a batch validates it before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of equal name in two collections are told apart by their keys in the ``state_dict``."""
+"""``state_dict`` keys distinguish tables of equal name in two collections."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Towers(nn.Module):
 
 
 def make(world_size, device, dense=False, kernel="hkv", **options):
-    """A model of :class:`Towers`, sharded."""
+    """A sharded model of :class:`Towers`."""
     model = Towers(dense)
     for collection in (model.bags, model.deep, model.rows):
         apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 1.0})
@@ -72,7 +72,7 @@ def make(world_size, device, dense=False, kernel="hkv", **options):
 
 
 def batch(ids, device, keys=("u",)):
-    """A bag of ids for the first feature, none for others."""
+    """A bag of ids for the first feature, empty bags for the others."""
     lengths = torch.tensor([len(ids), *[0 for _ in keys[1:]]])
     return KeyedJaggedTensor(list(keys), torch.tensor(ids, dtype=torch.int64), lengths=lengths).to(
         device
@@ -80,7 +80,7 @@ def batch(ids, device, keys=("u",)):
 
 
 def train(model, device, rank=0):
-    """Ids that differ by collection: 1, 2 and 3 of each rank's own."""
+    """Trains on ids 1, 2 and 3 of each rank, shifted by collection."""
     inner = model.module
     first = 100 * rank
     bags = inner.bags(batch([first], device, ("u", "s"))).values()
@@ -177,7 +177,7 @@ def test_a_checkpoint_has_the_names_of_the_state_dict(run_ranks, tmp_path, dense
 
 
 def _dense_rows(rank, world_size, device):
-    """Tables with rows by number are in the state_dict, too."""
+    """Tables whose rows have numbers are in the state_dict, too."""
     model = make(world_size, device, dense=True, kernel="tt")
     return [len(ids) for name in FULL[:2] for ids, _ in checkpoint.export_rows(model, name)]
 

@@ -1,4 +1,4 @@
-"""Gradients are divided by the number of ranks where TorchRec divides them, and only there."""
+"""Gradients are divided by the number of ranks exactly where TorchRec divides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded table that grows trains as one that has its capacity from the start."""
+"""A sharded table that grows trains like one with its full capacity from the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _model(world_size, device, sharding_type, initial):
 def _features(rank, step, device):
     generator = torch.Generator().manual_seed(100 * rank + step)
     lengths = torch.randint(0, 6, (BATCH,), generator=generator)
-    # More ids come with each step.
+    # Each step has more ids.
     ids = torch.randint(0, 80 * (step + 1), (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(keys=["f"], values=ids.to(device), lengths=lengths.to(device))
 
@@ -47,7 +47,7 @@ def _compare(rank, world_size, device, sharding_type, folder):
         model = _model(world_size, device, sharding_type, initial)
         outputs.append(_train(model, rank, device, range(STEPS)))
     assert torch.equal(*outputs)
-    # A checkpoint of a table that has grown in part, loaded into one that has not.
+    # The checkpoint is of a partly grown table; the loading table has not grown.
     model = _model(world_size, device, sharding_type, 100)
     _train(model, rank, device, range(3))
     checkpoint.save(folder, model)

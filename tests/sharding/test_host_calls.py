@@ -1,4 +1,4 @@
-"""What a step asks of the host: calls of Python functions and of ops, beside TorchRec's own tables.
+"""Work of a step on the host: calls of Python functions and of ops, compared with stock tables.
 
 Counts don't depend on the machine. ``python -m benchmarks host_time`` has the times.
 """
@@ -20,12 +20,12 @@ from benchmarks.sharded_step import SIDES, draw, make_model
 
 pytestmark = pytest.mark.compat
 
-#: Of what the stock tables ask for, at the most.
+#: Maximum ratio to the counts of stock tables.
 LIMIT = 0.6
 
 
 class PythonCalls:
-    """Counts calls of Python functions by this thread."""
+    """Counts calls of Python functions on this thread."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -80,11 +80,11 @@ def test_calls_of_a_step(run_ranks, world_size):
         (stock_calls, stock_ops), (calls, ops) = (counts[side] for side in SIDES)
         assert calls <= LIMIT * stock_calls
         assert ops.total() <= LIMIT * stock_ops.total()
-        # One op looks all tables up, one updates them, whatever their number.
+        # One op looks up all tables and one updates them, whatever their number.
         ours = {name.partition("::")[2]: n for name, n in ops.items() if "torchrec_hkv::" in name}
         ours = {name: n for name, n in ours.items() if "Lookup" not in name}
         exchange = {"bucketize": 1, "count_ids": 1, "merge_blocks": 1} if world_size > 1 else {}
         assert ours == {"train_lookup": 1, "update_rows": 1, **exchange}
-        # Counts, blocks, and rows there and back.
+        # Counts, blocks, and rows in both directions.
         collectives = sum(n for name, n in ops.items() if name.startswith("c10d::"))
         assert collectives == (4 if world_size > 1 else 0)

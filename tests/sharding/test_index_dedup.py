@@ -1,4 +1,4 @@
-"""Each id of a table is sent once, whatever ids there are: compared with Python sets."""
+"""Each distinct id of a table is sent once: agrees with Python sets."""
 
 from __future__ import annotations
 

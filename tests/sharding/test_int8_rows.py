@@ -1,4 +1,4 @@
-"""Rows of int8 train as rows of float32 do, in a quarter of their memory."""
+"""int8 rows train like float32 rows, in a quarter of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learning rate scheduler reaches tables on backends as it reaches stock tables."""
+"""A learning rate scheduler affects tables on backends like stock tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATES = [0.4, 0.2, 0.1]
 
 
 def _steps(rank, world_size, device, backend):
-    """How far a row moved in each step: SGD on a constant gradient shows the learning rate."""
+    """A row's change in each step: with SGD and a constant gradient it shows the learning rate."""
     tables = [
         EmbeddingBagConfig(name=n, num_embeddings=64, embedding_dim=4, feature_names=[f])
         for n, f in (("t", "f"), ("s", "g"))

@@ -1,5 +1,5 @@
-"""Means and sums are what they say, however the tables of one collection are sharded, and where
-tables of several sharding types share a feature."""
+"""Means and sums are correct for any mix of sharding types in a collection, and if tables of
+several types share a feature."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _features(lengths, ids, device):
 
 
 def _outputs(rank, world_size, device, kernels, sharding_types):
-    """Outputs of bags, and of each of their ids alone, by key."""
+    """Outputs of bags, and of each of their ids as a bag, by key."""
     model = _model(world_size, device, kernels, sharding_types)
     ids = torch.arange(int(LENGTHS.sum())) + 7 * rank
     counts = LENGTHS.sum(1)
     longest = int(counts.max())
     alone = torch.stack([(torch.arange(longest) < n).long() for n in counts])
-    model(_features(alone, ids, device)).sum().backward()  # hash tables get their rows
+    model(_features(alone, ids, device)).sum().backward()  # imports rows of hash tables
     model.eval()
     with torch.no_grad():
         return model.module.keys, *(

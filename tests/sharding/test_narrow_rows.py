@@ -1,4 +1,4 @@
-"""Rows of 16 bits train as those of stock tables do, within what rounding makes of it."""
+"""16-bit rows train like those of stock tables, within rounding errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
     ),
 )
 def test_fp16_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type, optimizer):
-    """Stock tables have fp16 rows; those of bf16 FBGEMM's CPU kernels don't train."""
+    """Stock tables have fp16 rows; FBGEMM's CPU kernels don't train bf16 rows."""
     scenario = Scenario("hkv", sharding_type, pooling, optimizer, rows="fp16", stock_rows="fp16")
     with skip_what_stock_lacks():
         narrow = run_ranks(2, train_beside_stock, scenario)
@@ -35,21 +35,21 @@ def test_fp16_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
     assert (ours - full_ours).abs().max() > 0
-    # Each step rounds rows to one of two neighbours.
+    # Each step rounds rows to one of two neighbouring values.
     torch.testing.assert_close(ours, stock, rtol=STEPS * 2.0**-11, atol=STEPS * 2.0**-11)
     for outcome in narrow:
         for table in ("t0", "t1"):
             stock_rows, our_rows = outcome.rows[table]
-            if pooling == "sum":  # TorchRec divides a mean over ranks by something near 1
+            if pooling == "sum":  # TorchRec divides a row-wise mean by a value near 1
                 assert torch.equal(our_rows, our_rows.half().float())
-            # Of values below 1.
+            # For values below 1.
             torch.testing.assert_close(our_rows, stock_rows, rtol=0, atol=STEPS * 2.0**-11)
 
 
 @pytest.mark.parametrize("rows", ["fp16", "bf16"])
 @pytest.mark.parametrize("pooling", ["sum", "weighted"])
 def test_near_rows_of_32_bits(run_ranks, pooling, rows):
-    """Beside stock tables of float32, which begin with the rounded rows."""
+    """The stock tables are float32 and start from the rounded rows."""
     scenario = Scenario("hkv", "row_wise", pooling, "sgd", rows=rows)
     step = {"fp16": 2.0**-11, "bf16": 2.0**-8}[rows]
     for outcome in run_ranks(2, train_beside_stock, scenario):

@@ -1,4 +1,4 @@
-"""Static and dynamic tables of one collection share one all-to-all of ids."""
+"""Static and dynamic tables of a collection share one all-to-all of ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.small import batch, make_small
 
 def _exchanges(rank: int, world_size: int, device: torch.device, backend: str) -> tuple[int, int]:
     model = make_small(world_size, device, backend)
-    model(batch(rank, device, 0)).sum().backward()  # the input distributions are made with a batch
+    model(batch(rank, device, 0)).sum().backward()  # makes the input distributions
     in_modules = sum(
         isinstance(module, KJTAllToAll)
         for input_dist in model.module.ebc._input_dists

@@ -1,4 +1,4 @@
-"""One rank's error ends all ranks within seconds, under torchrun."""
+"""Under torchrun, an error on one rank ends all ranks within seconds."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def test_float_ids_on_one_rank_end_both(device_type, tmp_path):
     assert len(trained) == 2, ended.stderr
     assert "not reached" not in ended.stdout
     assert "ValueError: The ids have dtype torch.float32, but must have" in ended.stderr
-    assert end - max(trained) < 60  # the process group alone would wait for ten minutes
+    assert end - max(trained) < 60  # the process group alone would wait ten minutes

@@ -1,4 +1,4 @@
-"""Lookups whose output is in a reference cycle do not keep a checkpoint from being loaded."""
+"""A lookup whose output is in a reference cycle does not prevent loading a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.sharding.state.names import named_collections
 
 
 class _Holder:
-    """An object in a reference cycle, which the garbage collector frees."""
+    """An object in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self, held):
         self.held, self.itself = held, self
@@ -28,7 +28,7 @@ def _lookups(model):
 
 
 def _collections_of(function):
-    """How often the garbage collector looked at all objects during a call."""
+    """The number of full garbage collections during a call."""
     phases = []
 
     def note(phase, info):

@@ -1,4 +1,4 @@
-"""Fused optimizers: what TorchRec can say of them, and what backends are told."""
+"""Fused optimizers: how TorchRec specifies them, and what backends get."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _applied(optimizer, kwargs, fused_params=None):
                 beta1=0.8,
                 beta2=0.9,
                 weight_decay=0.1,
-                weight_decay_mode="decoupled",  # as FBGEMM's
+                weight_decay_mode="decoupled",  # like FBGEMM's
             ),
         ),
         (
@@ -232,7 +232,7 @@ def test_every_type_of_fbgemm_is_served_or_refused(kind):
         ({"gradient_clipping": True}, OptimizerSpec("sgd", clip_output=1.0)),
         ({"stochastic_rounding": False}, OptimizerSpec("sgd", stochastic_rounding=False)),
         ({"clip_norm": 2.0}, OptimizerSpec("sgd", clip_norm=2.0)),
-        # What FBGEMM takes for granted says nothing.
+        # FBGEMM's default values specify nothing.
         ({"momentum": 0.9, "eps": 1e-8, "beta2": 0.999, "max_norm": 0.0}, OptimizerSpec("sgd")),
         ({"optimizer": EmbOptimType.ADAM}, OptimizerSpec("adam")),
     ],
@@ -262,7 +262,7 @@ def test_no_optimizer_by_name_is_refused():
         optimizer_spec("t", {"optimizer": None})
 
 
-#: Arguments of FBGEMM's tables that decide how rows are trained, with a value that counts there.
+#: Arguments of FBGEMM's tables that affect training, each with a value that is not the default.
 TRAINING_ARGUMENTS = {
     "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "stochastic_rounding": False,
@@ -287,7 +287,7 @@ TRAINING_ARGUMENTS = {
 }
 
 
-#: Those that change what is trained, by optimizer. All others are refused.
+#: Arguments that change what is trained, by optimizer. All others are refused.
 HONOURED = {
     EmbOptimType.EXACT_SGD: {"momentum", "weight_decay"},
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: {"eps", "max_norm"},

@@ -1,4 +1,4 @@
-"""Each optimizer that stock ``fused`` tables have trains ours as theirs: equal losses and rows."""
+"""Every optimizer of stock ``fused`` tables trains ours the same: equal losses and rows."""
 
 from __future__ import annotations
 

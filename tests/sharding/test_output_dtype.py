@@ -1,4 +1,4 @@
-"""Outputs of 16 bits, as ``output_dtype`` asks for them, train as with stock tables."""
+"""16-bit outputs, as requested by ``output_dtype``, train like those of stock tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 
 def _close_to_stock(run_ranks, run_ranks_once, scenario, exact):
-    """As near to stock tables as the roundings of outputs allow, and both off those in 32 bits."""
+    """Differs from stock tables by rounding only; both differ from 32-bit outputs."""
     with skip_what_stock_lacks():
         narrow = run_ranks(2, train_beside_stock, scenario)
         wide = run_ranks_once(2, train_beside_stock, exact)
@@ -25,7 +25,7 @@ def _close_to_stock(run_ranks, run_ranks_once, scenario, exact):
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
     assert (ours - full_ours).abs().max() > 0
-    # In each step outputs are rounded to one of two neighbours.
+    # Each step rounds outputs to one of two neighbouring values.
     bound = STEPS * {"fp16": 2.0**-11, "bf16": 2.0**-8}[scenario.output]
     torch.testing.assert_close(ours, stock, rtol=bound, atol=bound)
 
@@ -56,14 +56,14 @@ def test_batch_sizes_of_features(run_ranks, run_ranks_once, device_type, output)
 
 
 def _one_table(rank, world_size, device, constraint, fused_params):
-    """Of which one of two ranks has nothing, under table-wise sharding."""
+    """One table; if it is table-wise, one of two ranks has none."""
     tables = [EmbeddingBagConfig(name="t", num_embeddings=64, embedding_dim=8, feature_names=["f"])]
     sharder = BackendEmbeddingBagCollectionSharder(fused_params)
     given = ParameterConstraints(
         compute_kernels=["hkv"], sharding_types=["table_wise"], output_dtype=constraint
     )
     model = shard_model(make_model(tables), {"t": given}, world_size, device, [sharder])
-    # Small integers, which 16 bits have exactly: the ids, in both columns of every bag.
+    # Outputs are small integers, exact in 16 bits: the ids, in both columns of every bag.
     features = KeyedJaggedTensor.from_lengths_sync(
         ["f"], torch.arange(6) + 6 * rank, torch.tensor([1, 0, 2, 3])
     )
@@ -78,7 +78,7 @@ def _one_table(rank, world_size, device, constraint, fused_params):
         (DataType.FP16, {}, torch.float16),
         (DataType.BF16, {}, torch.bfloat16),
         (None, {"output_dtype": SparseType.FP16}, torch.float16),
-        # What is said of a table comes before what is said of all.
+        # A table's own setting takes precedence.
         (DataType.FP32, {"output_dtype": SparseType.FP16}, torch.float32),
         (None, {}, torch.float32),
     ],

@@ -1,4 +1,4 @@
-"""Options with rows and bits of their own train as tables whose configs say the same."""
+"""Options with their own rows and bits train like tables whose configs have these values."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_as_in_the_config(run_ranks, world_size, sharding_type, config, options,
     )
     for (output, _, _), (wanted, _, _) in zip(own, other, strict=True):
         assert torch.equal(output, wanted)
-    # Plans may put whole tables on different ranks.
+    # Plans may place whole tables on different ranks.
     assert _counters(own) == _counters(other)
     for shard, row in zip(_weights(own), _weights(other), strict=True):
         assert shard.dtype == row.dtype

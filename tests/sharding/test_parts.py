@@ -32,7 +32,7 @@ def _in_groups(rank, world_size, device, function, *arguments):
 
 
 def _exchanges(rank, world_size, device, sharding_type):
-    """Of ids, and of rows, of a collection with one table of ours and one stock table."""
+    """Exchanges of ids, and of rows, of a collection with one table of ours and one stock table."""
     model = make_pipeline_model(world_size, device, sharding_type)
     for step in range(2):
         model(pipeline_batch(rank, step, device))[0].backward()
@@ -63,7 +63,8 @@ def test_one_exchange_of_ids(run_ranks, sharding_type, exchanges):
     ids=str,
 )
 def test_groups_change_nothing(run_ranks, told):
-    """Nor of stock tables: each group is on another rank if they are table-wise."""
+    """Groups do not change results, nor those of stock tables: table-wise, each group is on another
+    rank."""
     scenario = dataclasses.replace(Scenario("hkv", "row_wise", "sum", "sgd"), **told)
     alone = run_ranks(2, train_beside_stock, scenario)
     for one, many in zip(
@@ -75,7 +76,7 @@ def test_groups_change_nothing(run_ranks, told):
 
 
 def _batches_of_features(rank, world_size, device):
-    """Of sizes that differ between features: gloo wants ranks to have the same in all."""
+    """Batch sizes differ between features; for gloo, ranks have equal sizes in total."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=64, embedding_dim=dim, feature_names=names)
         for name, dim, names in (("t", 4, ["f", "g"]), ("u", 8, ["h"]))
@@ -116,7 +117,7 @@ def test_a_pipeline(run_ranks, device_type):
 
 
 def _kernel_by_itself(rank, world_size, device):
-    """What a kernel looks up when it is called outside of its lookup, and a step after that."""
+    """Results of kernels that are called outside of their lookup, and of a step after that."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=64, embedding_dim=dim, feature_names=[name])
         for name, dim in (("t", 4), ("u", 8))

@@ -1,4 +1,4 @@
-"""Train pipelines train as a plain loop does whichever of their streams is behind."""
+"""Train pipelines equal a plain loop whichever of their streams is late."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 from tests.support.pipelines import evicted, make_pipeline_model, pipeline_batch
 
 STEPS = 8
-CYCLES = 4_000_000  # some 2 ms, of steps that take less
+CYCLES = 4_000_000  # some 2 ms; a step takes less
 
 
 def _behind(*_args):
-    """Keeps the current stream busy. Also a hook of modules and tensors."""
+    """Keeps the current stream busy. Also serves as a hook of modules and tensors."""
     torch.cuda._sleep(CYCLES)
 
 
 class _SlowExchange(TrainPipelineSemiSync):
-    """Ids come late to the stream that looks them up."""
+    """Ids arrive late on the stream that looks them up."""
 
     def __init__(self, model, optimizer, device):
         super().__init__(model, optimizer, device, start_batch=STEPS + 1)
@@ -31,7 +31,7 @@ class _SlowExchange(TrainPipelineSemiSync):
 
 
 class _SlowOutputs(TrainPipelineFusedSparseDist):
-    """Outputs are read late, long after the lookups' stream has gone on."""
+    """Outputs are read late, after the lookups' stream has continued."""
 
     def __init__(self, model, optimizer, device):
         super().__init__(model, optimizer, device)

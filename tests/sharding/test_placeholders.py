@@ -1,4 +1,4 @@
-"""What TorchRec and dense optimizers see of tables whose rows come and go, on every rank alike."""
+"""TorchRec and dense optimizers see the same placeholders of dynamic tables on every rank."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def _from_device(rank, world_size, device):
 
 
 def test_a_module_with_weights_is_sharded_as_one_without(run_ranks):
-    # From a GPU, TorchRec copies the weights into the sharded tables; ours start empty.
+    # On a GPU, TorchRec copies the initial weights into sharded tables; ours start empty.
     assert 0 < sum(run_ranks(2, _from_device)) <= len(IDS)

@@ -1,4 +1,4 @@
-"""Tables of all policies, side by side in a sharded collection, hold what a dictionary holds."""
+"""Tables of all policies in one sharded collection agree with a dictionary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compat
 
 
 def make(case, world_size, device):
-    """A sharded model whose stock table has ones."""
+    """A sharded model whose stock table holds ones."""
     sharders = get_default_sharders()
     if case.kind == "distinct":
         sharders = [BackendEmbeddingCollectionSharder(use_index_dedup=True)]
@@ -39,7 +39,7 @@ def make(case, world_size, device):
 
 
 def held(model) -> dict[str, dict[int, list]]:
-    """By table key, ids with row value and score; the score None in later columns' shards."""
+    """By table key: row value and score of each id. Later column shards have score None."""
     found = {}
     for key, lookup in model.module.over.group_lookups().items():
         state = lookup.export_table(key)
@@ -57,7 +57,7 @@ def held(model) -> dict[str, dict[int, list]]:
 
 
 def check_held(case, model, dictionary, rank):
-    """Compares this rank's shards with the dictionary's."""
+    """Compares this rank's shards with the dictionary."""
     for key, entries in held(model).items():
         name = key.partition("/")[0]
         part = rank if dictionary.parts > 1 else 0
@@ -69,7 +69,7 @@ def check_held(case, model, dictionary, rank):
 
 
 def kept_ids(model, dictionary, rank):
-    """By table and shard, the ids that are there, of all ranks."""
+    """By table and shard: the ids held on all ranks."""
     own = {}
     for key, lookup in model.module.over.group_lookups().items():
         part = rank if dictionary.parts > 1 else 0
@@ -80,7 +80,7 @@ def kept_ids(model, dictionary, rank):
 
 
 def train(model, case, dictionary, rank, world_size, device, steps):
-    """Trains on both, and compares outputs."""
+    """Trains the model and the dictionary, and compares outputs."""
     for step in steps:
         epoch = step // 4
         if {"el", "ef"} & set(case.tables):
@@ -116,7 +116,7 @@ SEQUENCES = ["row_wise", "table_wise", "column_wise"]
 CASES = [
     *[(ALL, kind, sharding) for kind in ("bags", "weighted") for sharding in BAGS],
     *[(ALL, kind, sharding) for kind in ("sequences", "distinct") for sharding in SEQUENCES],
-    # All scores are weights.
+    # All scores come from weights.
     *[(("w", "lru", "s"), "bags", "row_wise"), (("w", "s"), "sequences", "row_wise")],
     (("w", "ef"), "weighted", "table_wise"),
 ]
@@ -124,7 +124,7 @@ CASES = [
 
 @pytest.mark.parametrize(("tables", "kind", "sharding_type"), CASES)
 def test_as_a_dictionary(run_ranks, tables, kind, sharding_type):
-    # Column shards on one rank: one row of two buckets each.
+    # Column shards on one rank; a row of shards has two buckets.
     run_ranks(2, _run, Case(tables, kind, sharding_type, 96 * (1 + (sharding_type == "row_wise"))))
 
 

@@ -1,4 +1,4 @@
-"""The ids at the ends of int64 and around zero train as rows of a Python dictionary do."""
+"""Ids at the ends of int64 and around zero train like rows of a Python dictionary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and process groups that backends can't work with are refused with one sentence."""
+"""Plans and process groups that backends do not support are refused with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of rows is a tensor on their device that follows the parameter group."""
+"""The learning rate of rows is a device tensor that follows the parameter group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_it_follows_a_scheduler(device_type):
 
 
 def test_step_and_zero_grad_set_it_too(device_type):
-    """A loop that replays a CUDA graph calls nothing else."""
+    """``step`` and ``zero_grad`` update it, since a loop that replays a CUDA graph calls nothing
+    else."""
     optimizer = _make(device_type)
     tensor = optimizer.learning_rate
     for call, value in ((optimizer.step, 0.125), (optimizer.zero_grad, 2.0)):

@@ -1,4 +1,4 @@
-"""Scores of batches of any kind, evaluations that have none, and what is refused."""
+"""Scores of all kinds of batches, evaluations without scores, and refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_evaluations_need_no_scores(run_ranks, case):
 
 
 def _uneven(rank, world_size, device, case):
-    """Rank 1 has one sample less, which the dictionary sees as an empty bag."""
+    """Rank 1 has one sample fewer; the dictionary treats it as an empty bag."""
     model = make(case, world_size, device)
     dictionary = Dictionary(case, world_size)
     for step in range(4):
@@ -91,14 +91,14 @@ def _uneven(rank, world_size, device, case):
     check_held(case, model, dictionary, rank)
 
 
-# Over gloo TorchRec can't exchange rows of uneven batches that are sharded by rows.
+# Over gloo TorchRec can't exchange row-wise rows of uneven batches.
 @pytest.mark.parametrize("case", [Case(("c", "w"), "bags", "table_wise", 96), SEQUENCES])
 def test_ranks_with_fewer_samples(run_ranks, case):
     run_ranks(2, _uneven, case)
 
 
 def _variable(rank, world_size, device, sharding_type):
-    """Features of batch sizes of their own, of bags that a table then sees once."""
+    """Features have different batch sizes; samples may share a bag, which a table sees once."""
     tables = [
         EmbeddingBagConfig(name=n, num_embeddings=192, embedding_dim=4, feature_names=[f])
         for n, f in (("a", "f"), ("b", "g"))
@@ -151,7 +151,7 @@ def test_batch_sizes_by_feature(run_ranks, sharding_type):
 
 
 def _groups(rank, world_size, device):
-    """The tables in several groups of exchanges, with wires of 16 bits."""
+    """Tables are exchanged in several groups, with 16-bit wires."""
     case = Case(("c", "w", "lru", "s"), "bags", "row_wise", 192)
     sharder = BackendEmbeddingBagCollectionSharder(num_groups=3, wire_dtype={"w": "fp16"})
     model = shard_model(unsharded(case), constraints(case), world_size, device, [sharder])

@@ -39,7 +39,7 @@ def _weights_error(rank, world_size, device, backend, sharding_type):
     return ""
 
 
-# TorchRec's exchange of ids by rows does not pass on the gradients of weights.
+# TorchRec's row-wise exchange of ids does not propagate gradients of weights.
 @pytest.mark.parametrize(("backend", "sharding_type"), KINDS[1:])
 def test_gradients_of_weights_are_refused(run_ranks, backend, sharding_type):
     (sentence,) = run_ranks(1, _weights_error, backend, sharding_type)
@@ -52,7 +52,7 @@ def test_gradients_of_weights_of_replicas_are_refused(run_ranks):
 
 
 def _loss(rows):
-    """With a penalty on the gradient of what comes after the tables."""
+    """A loss with a penalty on the gradient of the layers after the tables."""
     weight = torch.linspace(-1, 1, DIM, device=rows.device, requires_grad=True)
     plain = (rows @ weight).square().sum()
     (first,) = torch.autograd.grad(plain, weight, create_graph=True)
@@ -60,7 +60,7 @@ def _loss(rows):
 
 
 def _penalized(rank, world_size, device, backend, sharding_type):
-    """Rows after a step with a penalty, and after a step with that loss's own gradient."""
+    """Rows after a step with a penalty, and after a step with that loss's exact gradient."""
     model, twin = (make(world_size, device, backend, sharding_type) for _ in range(2))
     batch = features(rank, device)
     _loss(model(batch)).backward()

@@ -1,4 +1,4 @@
-"""A sequence trains as bags of one id do, under every optimizer that TorchRec can name."""
+"""A sequence trains like bags of one id, under every optimizer that TorchRec can name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _train(rank, world_size, device, optimizer):
     seen = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        # More ids than rows: some leave.
+        # More ids than rows, so some are evicted.
         ids = torch.randint(-(2**60), 2**60, (IDS,), generator=generator)
         ids[: IDS // 2] = torch.randint(0, 30, (IDS // 2,), generator=generator)
         lengths = {

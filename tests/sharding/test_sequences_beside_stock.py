@@ -1,4 +1,4 @@
-"""Sequences on a backend train as on stock ``fused`` tables: equal losses and rows."""
+"""Sequences on a backend equal those of stock ``fused`` tables: the same losses and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sharding type trains tables of a backend as stock ones: equal losses and rows."""
+"""Under every sharding type, tables of a backend equal stock tables: the same losses and rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.compat
 
-#: Ranks, and ranks on a host.
+#: Ranks, and ranks per host.
 HOSTS = [(1, 1), (2, 2), (4, 2)]
 TYPES = ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 
@@ -32,7 +32,7 @@ def _check(outcomes):
         ["sum", "mean", "weighted"],
         TYPES,
         HOSTS,
-        # TorchRec gives sums; test_torchrec_own_tests.py compares with true means.
+        # TorchRec returns sums; test_torchrec_own_tests.py compares with true means.
         allowed=lambda pooling, type_, _: (pooling, type_) != ("mean", "grid_shard"),
     ),
 )

@@ -36,7 +36,7 @@ def make(world_size, device):
 
 
 def make_batches(world_size):
-    """For every step, for every rank: the same on all of them."""
+    """Batches of every step and rank, equal on all ranks."""
     generator = torch.Generator().manual_seed(7)
     draw = lambda high, size: torch.randint(0, high, size, generator=generator)  # noqa: E731
     batches = []

@@ -40,5 +40,5 @@ def test_third_backend_trains(run_ranks):
         initial = {i: row for _, _, ids, rows in results for i, row in zip(ids, rows, strict=True)}
         for first, second, _, _ in results:
             torch.testing.assert_close(torch.tensor(first), torch.tensor([initial[i] for i in IDS]))
-            # Both ranks looked every id up once; TorchRec divides gradients by the world size.
+            # Both ranks looked up every id once; TorchRec divides gradients by the world size.
             torch.testing.assert_close(torch.tensor(second), torch.tensor(first) - 0.1)

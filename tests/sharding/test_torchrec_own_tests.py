@@ -32,10 +32,10 @@ VARIANTS = {
     "variable_per_rank": {"variable_per_rank": True},
 }
 
-#: Summed over ranks, which gloo does not do for batches of several sizes.
+#: Types that sum outputs over ranks, which gloo can't do for batches of different sizes.
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 
-#: Processes, and those of a host.
+#: Processes, and processes per host.
 RANKS = [(1, 1), (2, 2), (4, 2)]
 
 

@@ -1,4 +1,4 @@
-"""TorchRec's train pipelines run models with tables on backends as plain loops do."""
+"""TorchRec's train pipelines run models with tables on backends like plain loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIPELINES = [TrainPipelineBase, TrainPipelineSparseDist]
 
 
 class _WithLoss(nn.Module):
-    """The pipelines want ``(loss, output)`` of the model."""
+    """The pipelines require ``(loss, output)`` of the model."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

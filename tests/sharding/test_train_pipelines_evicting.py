@@ -1,4 +1,4 @@
-"""TorchRec's train pipelines train models whose tables evict as a plain loop does."""
+"""TorchRec's train pipelines train models with evicting tables like a plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _optimizer(model):
 
 
 def _plain(model, rank, device):
-    """Losses and predictions of a loop."""
+    """Losses and predictions of a plain loop."""
     optimizer = _optimizer(model)
     seen = []
     for step in range(STEPS):
@@ -59,7 +59,7 @@ def _run(rank, world_size, device, sharding_type, make):
 
 
 def _semi_sync(**kwargs):
-    # It begins after more batches than there are, and works as the others until then.
+    # ``start_batch`` exceeds the number of batches; before it, this pipeline works like the others.
     return TrainPipelineSemiSync(**kwargs, start_batch=STEPS + 1)
 
 
@@ -73,7 +73,7 @@ PIPELINES = {
 }
 
 
-#: Those that need a GPU.
+#: Pipelines that need a GPU.
 ON_STREAMS = ("fused", "semi", "prefetch")
 
 
@@ -140,8 +140,8 @@ def test_staged(run_ranks, device_type, with_prefetch):
 
 def _half_a_step_ahead(rank, world_size, device, sharding_type):
     plain, piped = (make_pipeline_model(world_size, device, sharding_type) for _ in range(2))
-    # Lookups of a batch come before the backward of the one before it: so must the plain model's,
-    # and what lies over them must not change in between.
+    # The pipeline looks a batch up before the previous batch's backward. The plain model does the
+    # same, and the layers above must not change in between.
     frozen = torch.optim.SGD(piped.module.over.parameters(), lr=0.0)
     pipeline = TrainPipelineSemiSync(piped, frozen, device, start_batch=0)
     batches = iter([pipeline_batch(rank, step, device) for step in range(STEPS)])

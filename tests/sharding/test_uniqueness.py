@@ -1,4 +1,4 @@
-"""Ids that a user says are different: sent as they are, and refused where they are not."""
+"""Ids that a user declares unique are sent unchanged, and refused if they repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Model(torch.nn.Module):
-    """Rows of both features."""
+    """Concatenates the rows of both features."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ def _steps(rank, world_size, device, arguments):
     outputs = []
     for step in range(3):
         first = 100 * step
-        # Table t has different ids on a rank, which the ranks share; table s has repeats.
+        # Ids of table t are distinct within a rank, but shared by ranks; table s has repeats.
         t = [first + i for i in (5, 3, 9, 2**40 + rank)]
         output = model(_features(t, [7, 7, first, 7], device))
         output.square().sum().backward()
@@ -73,7 +73,7 @@ def test_unique_tables_are_not_searched_for_repeats():
         ["a", "b"], torch.tensor([4, 2, 4, 9, 9]), lengths=torch.tensor([2, 1, 2, 0])
     )
     reduced, places = deduplicate(features, [1, 1], [True, False])
-    # What is said is believed: the id that comes twice is sent twice.
+    # The declaration is not checked: the repeated id is sent twice.
     assert reduced.values().tolist() == [4, 2, 4, 9]
     assert reduced.lengths().tolist() == [3, 0, 1, 0]
     assert reduced.values()[places].tolist() == features.values().tolist()
@@ -98,7 +98,7 @@ def test_a_repeat_in_a_batch(run_ranks, device_type):
 def test_a_repeat_over_ranks(run_ranks, device_type):
     if device_type == "cuda":
         pytest.skip("an assertion on the device ends the process")
-    # Different on each rank, and the same on both: only the shard sees it.
+    # Ids are distinct on each rank but equal on both: only the shard sees the repeats.
     told = {"shard_unique": ["t"], "unique": ["t"], "check_unique": True}
     results = run_ranks(2, _refused_on_a_shard, told)
     assert (

@@ -1,4 +1,4 @@
-"""The order of pooled features, and padded lengths, where features have sizes of their own."""
+"""The order of pooled features, and padded lengths, if features have different batch sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An output exchange in 16 or 8 bits (``QCommsConfig``) serves ours as it does stock tables."""
+"""A 16-bit or 8-bit output exchange (``QCommsConfig``) works for ours as for stock tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compat
         ("bf16", "row_wise"),
         ("fp8", "row_wise"),
         ("fp16", "table_wise"),
-        # TorchRec's table-wise exchange gives its fp8 codec a tensor that that does not take.
+        # TorchRec's table-wise exchange passes its fp8 codec a tensor that the codec refuses.
         ("bf16", "table_wise"),
     ],
 )
@@ -30,8 +30,8 @@ def test_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type,
     exact = run_ranks_once(2, train_beside_stock, scenario)
     stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
-    # Row sums are rounded on other ranks than those of stock tables: no farther off than stock
-    # tables are from themselves in 32 bits, give or take.
+    # Ours rounds partial sums on other ranks than stock tables do. The difference is about as large
+    # as that of stock tables from their 32-bit outputs.
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.02 * full_stock.max()
     assert (ours - full_ours).abs().max() > 0

@@ -1,14 +1,14 @@
 """Thousands of sequences of training, writes, kills, damage, loads and merges of chains of deltas.
 
-Hypothesis draws a sequence of operations and a seed; a Python dictionary says what the table has to
-hold. Environment variables:
+Hypothesis draws a sequence of operations and a seed; a Python dictionary has the expected
+content. Environment variables:
 
-    TORCHREC_HKV_SEQUENCES: how many sequences; without it this test is skipped.
-    TORCHREC_HKV_SEQUENCES_SEED: of Hypothesis; 1 by default.
-    TORCHREC_HKV_SEQUENCES_SECONDS: how long they may take. What is not done then is said, and
-        fails. By default there is no limit.
+    TORCHREC_HKV_SEQUENCES: number of sequences; if unset, the test is skipped.
+    TORCHREC_HKV_SEQUENCES_SEED: seed of Hypothesis; 1 by default.
+    TORCHREC_HKV_SEQUENCES_SECONDS: time limit. The test then reports the sequences not run, and
+        fails. No limit by default.
 
-A sequence takes some .2 s, most of it files: ``--basetemp=/dev/shm/sequences`` has them in memory.
+A sequence takes some .2 s, mostly for files; ``--basetemp=/dev/shm/sequences`` puts them in RAM.
 With pytest's ``-s``, progress is printed.
 """
 
@@ -34,7 +34,7 @@ SEQUENCES = int(os.environ.get("TORCHREC_HKV_SEQUENCES", "0"))
 @pytest.mark.timeout(0)
 @pytest.mark.skipif(not SEQUENCES, reason="a long run: TORCHREC_HKV_SEQUENCES says how many")
 def test_chain_sequences(tmp_path):
-    torch.set_num_threads(1)  # it forks
+    torch.set_num_threads(1)  # forks
     limit_s = float(os.environ.get("TORCHREC_HKV_SEQUENCES_SECONDS", "inf"))
     begin = said = time.monotonic()
     done, did = 0, collections.Counter()

@@ -1,13 +1,12 @@
 """Millions of random operations on one table after another, each call compared with the model.
 
 An operation is one id in one call: a find, insertion, assignment, accumulation or erasure of that
-id. Every call is followed by a comparison of all that the table shows with all that the model
-holds. Environment variables:
+id. After every call, the whole table is compared with the model. Environment variables:
 
-    TORCHREC_HKV_STRESS: operations in all, on each device; without it these tests are skipped.
-    TORCHREC_HKV_STRESS_SEED: of the calls; 1 by default.
-    TORCHREC_HKV_STRESS_SECONDS: how long a device's tests may take; what is not done then is said
-        and fails. By default there is no limit.
+    TORCHREC_HKV_STRESS: total operations on each device; if unset, these tests are skipped.
+    TORCHREC_HKV_STRESS_SEED: seed of the calls; 1 by default.
+    TORCHREC_HKV_STRESS_SECONDS: time limit for a device's tests, which then report the operations
+        not run, and fail. No limit by default.
 
 With pytest's ``-s``, progress is printed.
 """
@@ -24,7 +23,7 @@ from tests.support.random_calls import CALLS, Driver
 from tests.support.table_model import POLICIES
 from torchrec_hkv.hash_table import Constant, Uniform
 
-# One bucket, two, two unevenly filled, and many: with the first three the model knows who leaves.
+# One bucket, two, two unequally filled, and many. The model predicts evictions for the first three.
 CAPACITIES = [7, 64, 100, 1000, 6000]
 CASES = list(itertools.product(POLICIES, CAPACITIES))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,7 +48,7 @@ def test_random_operations(device_type, policy, capacity, tmp_path):
         dtype=DTYPES[(seed + capacity) % 3],
         initializer=Constant(0.25) if seed % 4 == 0 else Uniform(-1, 1),
     )
-    # Calls are large: the comparison after each costs as much as the table is large.
+    # Calls are large, since the comparison after each takes time in proportion to the table.
     calls = [*CALLS, *CALLS, *CALLS, "clear", "reload"]
     driver = Driver(checked, policy, capacity, seed, batch=2 * capacity, calls=calls)
     driver.folder = tmp_path / "table"

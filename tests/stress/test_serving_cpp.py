@@ -1,5 +1,5 @@
-"""The C++ program of ``examples/serving/cpp`` is built by CMake against libtorch, and gives the
-outputs that the trainer's evaluation gives.
+"""CMake builds the C++ program of ``examples/serving/cpp`` against libtorch. Its outputs equal the
+trainer's evaluation.
 
     TORCHREC_HKV_SERVING_CPP=1 pytest tests/stress/test_serving_cpp.py
 
@@ -41,12 +41,12 @@ pytestmark = [
 
 @pytest.fixture
 def device_type() -> str:
-    """The package is for the CPU."""
+    """The package runs on a CPU."""
     return "cpu"
 
 
 class Scores(nn.Module):
-    """Bags and a sequence of hash tables, a stock table, and dense numbers."""
+    """Bags and a sequence of hash tables, a stock table, and dense inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
     TORCHREC_HKV_THREADS=1 pytest tests/stress/test_serving_threads.py
 
-Builds the lookups alone, without torch: what torch does is not looked at. Takes half a minute.
+Builds only the lookups, without torch, which is not checked. Takes half a minute.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     TORCHREC_HKV_AGENTS=1 pytest tests/stress/test_two_agents.py
 
-takes some minutes. The agent that stays goes on alone, from the last delta. The agents share this
-machine's network, or each has one of its own, where this user can make network namespaces.
+takes minutes. The surviving agent continues alone, from the last delta. The agents share this
+machine's network, or have separate ones if the user can create network namespaces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(1800),
 ]
-#: Of a machine that is busy otherwise.
+#: For a machine with other load.
 _PATIENCE_S = 600
 
 
@@ -73,7 +73,7 @@ def _agent(
 
 
 def _progress(folder: Path, kind: str) -> list[tuple[int, int, int, str]]:
-    """Ranks, ranks of a host, step and digest of each line of a kind."""
+    """Ranks, ranks per host, step and digest of each line of a kind."""
     path = folder / "progress"
     lines = path.read_text().splitlines() if path.is_file() else []
     words = [line.split() for line in lines if line.startswith(kind)]
@@ -104,20 +104,20 @@ def _rows(folder: Path) -> dict[str, dict[int, torch.Tensor]]:
 
 
 def _workers(agent: subprocess.Popen) -> list[int]:
-    """The processes that an agent has started."""
+    """Processes that an agent has started."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
         except (OSError, IndexError):
-            continue  # no process, or one that has ended
+            continue  # no process, or an ended one
         if parent == str(agent.pid):
             found.append(int(entry.name))
     return found
 
 
 def _kill_host(agent: subprocess.Popen) -> None:
-    """An agent and its workers, all at once: the workers have sessions of their own."""
+    """Kills an agent and its workers at once; the workers have separate sessions."""
     workers = _workers(agent)
     agent.kill()
     for worker in workers:
@@ -147,7 +147,7 @@ def _run(folder: Path, hosts: Sequence[Host], sharding_type: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> dict[str, dict[int, torch.Tensor]]:
-    """The rows after all steps on one host, row-wise, without anything dying."""
+    """The rows after all steps on one host, row-wise, without failures."""
     folder = tmp_path_factory.mktemp("one") / "host"
     _run(folder, on_loopback()[:1], "row_wise")
     return _rows(folder)
@@ -185,7 +185,7 @@ def test_a_host_that_dies(tmp_path, hosts, expected):
     again = later[-1]
     assert again[:2] == (2, 2)
     assert again[2] >= 9
-    # What it went on from is, bit for bit, what was written.
+    # Bit for bit, training resumed from what was written.
     written = {
         step: digest for ranks, _, step, digest in _progress(tmp_path, "wrote") if ranks == 4
     }

@@ -1,11 +1,11 @@
-"""A wheel of ``make wheel``, installed in a fresh environment, runs README's quickstart.
+"""A wheel from ``make wheel``, installed in a fresh environment, runs README's quickstart.
 
     make wheel
     TORCHREC_HKV_WHEEL=dist/torchrec_hkv-0.1.0+....whl pytest tests/stress/test_wheel.py
 
-The environment has the wheel by itself; torch, TorchRec and FBGEMM are those of the Python that
-runs the test, so that nothing is downloaded. No compiler is on the path, and no CUDA toolkit. A
-CUDA wheel runs on the CPU too, and on the GPUs where there are some.
+Only the wheel is installed there. torch, TorchRec and FBGEMM come from the Python that runs the
+test, so that nothing is downloaded. No compiler or CUDA toolkit is on the path. A CUDA wheel runs
+on the CPU too, and on GPUs if there are any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ cuda_wheel = pytest.mark.skipif(not CUDA, reason="not a wheel for CUDA")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ON_GPU = 'torch.device("cuda", dist.get_rank())\ntorch.cuda.set_device(device)'
 END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
-# Rows of a table that is trained, and evicts.
+# Rows of a table that trains and evicts.
 TRAIN = """
 import torch
 from torchrec_hkv import _C, HierarchicalHashEmbedding, HKVAdamOptimizer
@@ -48,7 +48,7 @@ rows = embedding.eval()(torch.arange(-3000, 3000)).detach()
 print(_C.__file__)
 print(embedding.counters(), rows.view(torch.int32).sum(dtype=torch.int64).item())
 """
-# Says whether what an import of the wheel or a table on a GPU raises is as expected.
+# Reports whether an import of the wheel, or a table on a GPU, raises the expected error.
 REFUSED = """
 import torch
 {change}
@@ -62,7 +62,7 @@ except {error} as error:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
-    """The Python of an environment in which the wheel is installed."""
+    """The Python of an environment with the wheel installed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     made = folder / "bin" / "python"
@@ -98,7 +98,7 @@ def test_tag_and_size():
         text = archive.read(metadata).decode()
         sizes = {info.filename: info.file_size for info in archive.infolist()}
     libraries = {name: size for name, size in sizes.items() if ".so" in name}
-    assert len(libraries) == (1 if CUDA else 2)  # none of torch's or CUDA's
+    assert len(libraries) == (1 if CUDA else 2)  # no library of torch or CUDA
     assert all("/_C." in name for name in libraries)
     assert max(libraries.values()) <= MOST_BYTES
     assert re.search(r"^Requires-Dist: torch==2\.\d+\.\*$", text, re.MULTILINE)

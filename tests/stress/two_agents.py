@@ -2,9 +2,9 @@
 
     torchrun … tests/stress/two_agents.py FOLDER SHARDING_TYPE STEPS PAUSE
 
-A step trains the same samples at any number of ranks, so that the rows after so many steps are the
-same, too. Every third step a delta is written. FOLDER/progress gets a line for each start and for
-the end: the number of ranks, of ranks of a host, the step that it went on from, and a digest.
+A step trains the same samples at any number of ranks, so rows after a step do not depend on that
+number. Every third step writes a delta. FOLDER/progress gets a line for each start and for the end:
+the numbers of ranks and of ranks per host, the step it continued from, and a digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLES = ("a", "b")
 
 
 def samples(step: int, rank: int, ranks: int) -> KeyedJaggedTensor:
-    """This rank's samples of a step: one id of each table a sample."""
+    """This rank's samples of a step: each has one id of each table."""
     generator = torch.Generator().manual_seed(step)
     spread = torch.randint(-(2**63), 2**63 - 1, (IDS,), generator=torch.Generator().manual_seed(7))
     drawn = spread[torch.randint(0, IDS, (len(TABLES), SAMPLES), generator=generator)]
@@ -38,19 +38,19 @@ def samples(step: int, rank: int, ranks: int) -> KeyedJaggedTensor:
 
 
 def train(folder: Path, sharding_type: str, steps: int, pause: float) -> None:
-    """Trains up to a step, from the newest state of the chain in the folder."""
+    """Trains up to a step, starting from the newest state of the folder's chain."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=4096, embedding_dim=8, feature_names=[name])
         for name in TABLES
     ]
-    # A host of one rank has no sharding over its ranks.
+    # A host of one rank can't shard over its ranks.
     kind = sharding_type if ranks > 1 else "row_wise"
     constraint = ParameterConstraints(
         compute_kernels=["hkv"], sharding_types=[kind], min_partition=4
     )
-    # Row-wise Adagrad would see the columns of a shard only.
+    # Row-wise Adagrad would only see a shard's columns.
     model = make_model(tables, torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6})
     constraints = dict.fromkeys(TABLES, constraint)
     model = shard_model(model, constraints, ranks, torch.device("cpu"))
@@ -61,7 +61,8 @@ def train(folder: Path, sharding_type: str, steps: int, pause: float) -> None:
     _say(rank, folder, f"begin {ranks} {os.environ['LOCAL_WORLD_SIZE']} {first} {_digest(model)}")
     writer = checkpoint.DeltaWriter(model, chain, every_steps=3)
     for step in range(first, steps):
-        # TorchRec divides gradients by the ranks: as if all samples were one batch.
+        # TorchRec divides gradients by the number of ranks; this undoes it, as if all samples were
+        # one batch.
         (model(samples(step, rank, ranks)).square().sum() / SAMPLES * ranks).backward()
         if writer.step() is not None:
             _say(rank, folder, f"wrote {ranks} 0 {step + 1} {_digest(model)}")
@@ -76,7 +77,7 @@ def train(folder: Path, sharding_type: str, steps: int, pause: float) -> None:
 
 
 def _clock(model) -> int:
-    """Steps that the tables have trained; a rank may have none."""
+    """Steps that the tables have trained; a rank may have no table."""
     lookups = model.module.ebc.group_lookups().values()
     clock = torch.tensor([0, *(lookup._group.clock for lookup in lookups)]).amax()
     dist.all_reduce(clock, dist.ReduceOp.MAX)

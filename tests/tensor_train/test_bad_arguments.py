@@ -1,4 +1,4 @@
-"""Arguments that the functions of Tensor-Train tables refuse, by one sentence."""
+"""Functions of Tensor-Train tables refuse bad arguments in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of ids, and how they are spread, decide which kernels run: all do the same."""
+"""The number of ids and their distribution select kernels; all of them give the same results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = NEEDS_GPU
 SHAPE = TTShape(209_990, 64, (60, 70, 50), (4, 4, 4), (32, 32))
 OTHER = TTShape(5_000, 64, (20, 10, 25), (4, 4, 4), (32, 32))
 
-#: Below, at and above where other kernels run.
+#: Below, at and above the sizes that select other kernels.
 SIZES = [1, 9, 300, 1024, 1025, 5000, 2**14, 2**14 + 1, 100_000, 2**18 - 1, 2**18]
 
 
 def power_law(rows: int, size: int) -> torch.Tensor:
-    """Scattered over the rows; the most frequent of 1000 ids occurs some 150 times."""
+    """Ids scattered over the rows; the most frequent of 1000 occurs some 150 times."""
     ranks = (torch.rand(size) * (rows**-0.2 - 1) + 1).pow(-5).long().clamp(1, rows)
     return ranks * 104_729 % rows
 
@@ -36,7 +36,7 @@ SPREADS = {
 
 
 def bags_of(ids: torch.Tensor, features: int = 1) -> tt.Bags:
-    """Of random lengths, most of them up to 20."""
+    """Bags of random lengths, most of them up to 20."""
     batch_size = max(1, ids.numel() // features // 10)
     ends = torch.randint(0, ids.numel() + 1, (features * batch_size + 1,)).sort().values
     ends[0], ends[-1] = 0, ids.numel()
@@ -64,7 +64,7 @@ def check(shapes, bags, precision, **kind):
     expected = tt.reference_lookup(tables, features, bags, **kind)
     sizes = tt.magnitudes(shapes, features, bags, cores, torch.ones_like(out), **kind)
     tt.assert_within(out, expected, precision, sizes[0])
-    grad = torch.rand_like(out) + 0.5  # of one sign, so that no sum is small by chance
+    grad = torch.rand_like(out) + 0.5  # equal signs, so that no sum is small by cancellation
     sizes = tt.magnitudes(shapes, features, bags, cores, grad, **kind)[1 : 1 + len(flat)]
     wanted = torch.autograd.grad(expected, flat, grad.double())
     for one, other, size in zip(torch.autograd.grad(out, flat, grad), wanted, sizes, strict=True):
@@ -80,7 +80,7 @@ def test_any_number_of_ids(size, spread, precision):
     group, cores, grad = check([SHAPE], bags, precision)
     args = (grad, bags.ids, bags.offsets, bags.batch_size)
     elements = sum(core.numel() for core in cores)
-    for _ in range(2):  # nothing is left behind
+    for _ in range(2):  # the first call leaves nothing behind
         flat = group.flat_gradients(cores, *args)
         assert torch.equal(flat[elements:], flags_of(SHAPE, bags.ids))
 
@@ -93,7 +93,7 @@ def test_tables_of_one_class(size, spread, precision, kind):
     shapes = [OTHER, SHAPE, OTHER]
     ids = torch.cat([SPREADS[spread](s.num_embeddings, size) for s in shapes])
     bags = bags_of(ids, 3)
-    # Each feature has ids of its own table.
+    # Each feature has ids of one table.
     for feature, shape in enumerate(shapes):
         begin, end = (int(bags.offsets[(feature + i) * bags.batch_size]) for i in (0, 1))
         bags.ids[begin:end] %= shape.num_embeddings
@@ -106,7 +106,7 @@ def test_tables_of_one_class(size, spread, precision, kind):
 @pytest.mark.parametrize("size", [1000, 16_000, 200_000])
 @pytest.mark.parametrize("p", [(1100, 5, 40), (40, 5, 1100)], ids=str)
 def test_more_slices_than_a_block_keeps_flags_of(size, p):
-    """Beside a table whose flags it keeps."""
+    """A block does not keep flags for this many slices, but does for the table beside it."""
     wide = TTShape(math.prod(p), 64, p, (4, 4, 4), (32, 32))
     shapes = [OTHER, wide, OTHER]
     bags = bags_of(torch.randint(0, wide.num_embeddings, (size,)), 3)
@@ -125,13 +125,13 @@ def test_more_slices_than_a_block_keeps_flags_of(size, p):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
 def test_ids_that_occur_so_often(shape, precision, times):
-    """In a large batch some ids that occur twice are taken as two."""
+    """In a large batch, some ids that occur twice are processed as two ids."""
     chosen = torch.randperm(shape.num_embeddings)[: 2**18 // times]
     ids = chosen.repeat_interleave(times)
     check([shape], bags_of(ids[torch.randperm(ids.numel())]), precision)
 
 
-#: Of which not all factors of the columns are fours: some have kernels of their own.
+#: Not all column factors are 4: some shapes have their own kernels.
 COLUMNS = [
     TTShape(20_000, 32, (25, 20, 40), (4, 2, 4), (32, 32)),
     TTShape(20_000, 48, (25, 20, 40), (4, 3, 4), (32, 32)),
@@ -157,9 +157,10 @@ def test_other_columns(size, shape, precision):
 @pytest.mark.parametrize("times", [127, 128, 129, 130, 700])
 @pytest.mark.parametrize("shape", [SHAPE, TTShape(64, 64, (4, 4, 4), (4, 4, 4), (16, 16))], ids=str)
 def test_an_id_of_a_small_batch_that_repeats(times, shape):
-    """Up to 128 neighbours in a 256th of the ids are sorted in another way than more of them."""
+    """Small batches sort up to 128 neighbours of a 256th of the ids in a different way than more of
+    them."""
     ids = torch.randint(0, shape.num_embeddings, (6000,))
-    # Of middle slices far from that of id 0.
+    # Middle slices are far from that of id 0.
     middle = torch.randint(shape.p[1] // 2, shape.p[1], ids.shape)
     head, last = ids // shape.p[2] // shape.p[1], ids % shape.p[2]
     ids = ((head * shape.p[1] + middle) * shape.p[2] + last) % shape.num_embeddings

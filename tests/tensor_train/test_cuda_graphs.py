@@ -1,4 +1,4 @@
-"""Steps that a CUDA graph captured, and what a capture refuses."""
+"""Steps captured in a CUDA graph, and what a capture refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS = {"one": [tt.LARGER[0]], "four cores": [tt.LARGER[2]], "several": tt.LAR
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("batch_size", [40, 5000])  # of more ids than one cluster sorts
+@pytest.mark.parametrize("batch_size", [40, 5000])  # with more ids than one cluster sorts
 def test_captured_step_does_what_an_eager_one_does(name, batch_size):
     shapes = GROUPS[name]
     group = TTGroup(shapes, optimizer=Adam(eps=0.1))

@@ -1,4 +1,4 @@
-"""TT-SVD finds tables that are Tensor-Train tables, and bounds its error on others."""
+"""TT-SVD recovers Tensor-Train tables exactly, and bounds its error on others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def relative_error(table, result):
     ids=str,
 )
 def test_recovers_its_own(shape):
-    # Whole tables: padding rows that are zeros would raise the ranks.
+    # Tables without padding rows: zeros would raise the ranks.
     shape = TTShape(math.prod(shape.p), shape.embedding_dim, shape.p, shape.q, shape.ranks)
     table = tt.dense_table(shape, tt.random_cores(shape)).float()
     by_rank = tt_svd(table, ranks=shape.ranks, p=shape.p, q=shape.q)
@@ -63,7 +63,7 @@ def test_error_is_near_the_best_there_is(cores):
         values = torch.linalg.svdvals(unfolded.reshape(rows, -1))
         dropped.append(float(values[shape.ranks[k - 1] :].square().sum()))
     error = (result.relative_error * float(table.norm())) ** 2
-    # Padding rows are not counted in the error, but the splits see them.
+    # The error does not count padding rows, but the decomposition includes them.
     assert error <= sum(dropped) * (1 + 1e-4)
     if cores == 2:
         assert error >= 0.5 * dropped[0]

@@ -1,4 +1,4 @@
-"""Cores give back the dense table, whole or by rows, block by block."""
+"""Cores reconstruct the dense table, whole or by rows, block by block."""
 
 from __future__ import annotations
 

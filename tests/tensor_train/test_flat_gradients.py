@@ -1,4 +1,4 @@
-"""Gradients of cores in one tensor, and the update from it: that of the fused backward."""
+"""Flat gradients of cores, and the update from them, equal those of the fused backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(device, optimizer, dtype=torch.float32):
 
 
 def touched_slices(bags):
-    """For each core of each table, the slices of the ids."""
+    """For each core of each table, the slices that the ids touch."""
     flags = []
     for table, shape in enumerate(SHAPES):
         begin, end = int(bags.offsets[4 * table]), int(bags.offsets[4 * table + 4])
@@ -51,7 +51,7 @@ def test_gradients_and_flags(device_type, weighted):
     elements = sum(core.numel() for core in cores)
     tt.assert_near(flat[:elements], torch.cat([g.flatten() for g in separate]).double())
     assert torch.equal(flat[elements:].cpu(), touched_slices(bags))
-    # Nothing is left behind from one call to the next.
+    # A call leaves nothing for the next one.
     again = group.flat_gradients(cores, grad, bags.ids, bags.offsets, 4, **kind)
     tt.assert_near(again, flat.double())
 
@@ -81,7 +81,7 @@ def test_update_is_that_of_the_fused_backward(device_type, optimizer, dtype):
     if device_type == "cpu":
         assert all(map(torch.equal, cores, other_cores))
         assert all(map(torch.equal, states, other_states))
-    else:  # sums are in any order
+    else:  # the order of sums is undefined
         bound = 1e-4 if dtype == torch.float32 else 2e-2
         for one, other in zip([*cores, *states], [*other_cores, *other_states], strict=True):
             torch.testing.assert_close(one.float(), other.float(), rtol=bound, atol=bound)
@@ -119,7 +119,7 @@ def test_slices_without_a_flag_stay(device_type):
     step, rate = step.to(device_type), torch.tensor(0.1, device=device_type)
     group.apply_gradients(cores, states, step, flat, rate)
     assert all(map(torch.equal, cores, before))
-    # What was given for them is not kept for the next update.
+    # The next update does not see the discarded gradients.
     bags = tt.random_bags(SHAPES, range(3), 4).to(device_type)
     fresh = group.flat_gradients(cores, grad, bags.ids, bags.offsets, 4)
     separate = group.gradients(cores, grad, bags.ids, bags.offsets, 4)

@@ -36,7 +36,7 @@ def rowwise_adagrad(core, grad, state, step):
 def adam(core, grad, state, step):
     first = state.setdefault("first", torch.zeros_like(core))
     second = state.setdefault("second", torch.zeros_like(core))
-    touched = (grad != 0).any(dim=1)  # as torch.optim.SparseAdam: others stand still
+    touched = (grad != 0).any(dim=1)  # like torch.optim.SparseAdam: other slices do not change
     first[touched] = 0.9 * first[touched] + 0.1 * grad[touched]
     second[touched] = 0.99 * second[touched] + 0.01 * grad[touched] ** 2
     corrected = (second[touched] / (1 - 0.99**step)).sqrt() + 0.1
@@ -165,7 +165,7 @@ def test_bfloat16_cores(device_type, stochastic):
     for core, old, gradient in zip(cores, before, gradients, strict=True):
         exact = (old - 0.01 * gradient).detach()
         error = (core.double() - exact) / exact.abs().clamp(min=1e-3)
-        # To the nearest: half a unit of the last of 8 bits; by chance: a whole one.
+        # To nearest: half a unit of the last of 8 bits; stochastic: a whole unit.
         assert error.abs().max() < (2**-7 if stochastic else 2**-8) * 1.01
         if stochastic:
             assert error.mean().abs() < 5 * 2**-8 / error.numel() ** 0.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support import tensor_train as tt
 from torchrec_hkv.tensor_train import TTGroup
 
-NAMES = [HealthCheck.function_scoped_fixture]  # of a device and a precision
+NAMES = [HealthCheck.function_scoped_fixture]  # by device and precision
 
 
 def check(
@@ -66,15 +66,15 @@ def test_larger_tables(device_type, precision, shape, distinct):
 
 @tt.on_devices
 def test_many_ids(device_type, precision):
-    # Enough work for sums in several parts, and for several ids a prefix.
+    # Enough work for sums in several parts, and several ids per prefix.
     shape = tt.LARGER[0]
     bags = tt.random_bags([shape], [0], 500, 40)
     check([shape], [0], bags, device_type, precision)
 
 
 def test_an_id_in_every_bag(device_type):
-    # Equal values round alike: in single precision, one after the other, the sum would be off by
-    # far more than the tolerance.
+    # Equal values round alike: a sequential sum in single precision would be off by far more than
+    # the tolerance.
     shape = tt.LARGER[0]
     ids = torch.cat([torch.full((300_000,), 17), torch.randint(0, 3500, (20_000,))])
     ids = ids[torch.randperm(320_000)]
@@ -99,7 +99,7 @@ def test_bfloat16_cores(device_type, shape):
     expected = torch.autograd.grad(reference, cores, grad.double())
     for one, other in zip(torch.autograd.grad(out, cores, grad), expected, strict=True):
         assert one.dtype == torch.bfloat16
-        # One rounding to bfloat16 on either side.
+        # Either side may round once to bfloat16.
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Orders of ids: permutations, by values, and that they help where neighbours are alike."""
+"""Orders of ids: permutations, orders by value, and their benefit where neighbours are alike."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_reordered_rows_are_found_at_their_ids():
 
 
 def test_an_order_by_what_rows_depend_on_needs_fewer_ranks():
-    # Rows depend on one hidden value, which ids do not follow.
+    # Rows depend on one hidden value that is independent of the ids' order.
     hidden = torch.rand(1000)
     table = torch.stack([torch.sin(k * hidden) for k in range(1, 9)], dim=1)
     shuffled = tt_svd(table, ranks=4).relative_error
@@ -87,7 +87,8 @@ def test_an_order_of_few_bytes_lists_as_many_ids_as_fit(num_ids, max_bytes):
 def test_bytes_are_those_of_the_tensors_and_small():
     assert IdOrder(torch.randperm(1000)).num_bytes == 2 * 1000
     assert IdOrder(torch.randperm(40_000)).num_bytes == 4 * 40_000
-    # Five percent of a table of 64 columns at 100 times list more than two percent of its ids.
+    # Five percent of the bytes of a table of 64 columns, compressed 100 times, list over two
+    # percent of its ids.
     rows, budget = 1_000_000, 1_000_000 * 64 * 4 // 100
     order = IdOrder.by_value(torch.rand(rows), max_bytes=budget // 20)
     assert order.num_bytes <= budget // 20

@@ -1,4 +1,4 @@
-"""Lookups on a GPU of few prefixes with many ids, and of shapes with kernels of their own."""
+"""GPU lookups of few prefixes with many ids, and of shapes with separate kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES = {
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("size", [15_000, 280_000])
 def test_lookup_and_gradients(name, precision, size):
-    """Weighted bags, with one id that is frequent, against float64."""
+    """Weighted bags with one frequent id equal float64."""
     p, q, rank = SHAPES[name]
     shape = TTShape(math.prod(p), math.prod(q), p, q, (rank,) * (len(p) - 1))
     length = 10
@@ -60,7 +60,7 @@ def test_lookup_and_gradients(name, precision, size):
 
 @pytest.mark.parametrize("name", ["two cores", "few prefixes", "rank 48"])
 def test_deterministic(name):
-    """The blocks that share a prefix add its gradient in any order, with equal bits."""
+    """Blocks that share a prefix add its gradient in any order, with equal bits."""
     p, q, rank = SHAPES[name]
     shape = TTShape(math.prod(p), math.prod(q), p, q, (rank,) * (len(p) - 1))
     batch_size = 20_000

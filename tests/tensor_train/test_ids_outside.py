@@ -1,4 +1,4 @@
-"""Ids outside of their tables have no rows on a GPU, and are counted."""
+"""On a GPU, ids outside of their tables have no rows, and are counted."""
 
 from __future__ import annotations
 

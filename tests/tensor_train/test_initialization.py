@@ -1,4 +1,4 @@
-"""Initial cores make tables of the stated mean and variance."""
+"""Initial cores give tables with the stated mean and variance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DISTRIBUTIONS = ["uniform", "normal", "approx-uniform", "approx-normal"]
 
 
 def sampled(shape, tables=8, count=3000, **arguments):
-    """Entries of random rows. Those of one table depend on each other: of several tables."""
+    """Entries of random rows of several tables, since those of one table are dependent."""
     return torch.cat(
         [
             rows_of(
@@ -65,7 +65,7 @@ def test_approx_normal_entries_have_normal_tails(cores, excess):
 
 def test_approx_uniform_entries_are_bounded():
     shape = make_shape(5000, 16, ranks=4)
-    bound = math.sqrt(3) * 1.0 * math.sqrt(16)  # every one of 16 paths at its most
+    bound = math.sqrt(3) * 1.0 * math.sqrt(16)  # all 16 paths at their maximum
     entries = dense_table(shape, initial_cores(shape, "approx-uniform", std=1.0))
     assert entries.abs().max() <= bound
 

@@ -1,4 +1,4 @@
-"""Batches of many ids, and of large keys, use other kernels on a GPU, with the same results."""
+"""Batches with many ids or large keys use other GPU kernels, with equal results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(100, 110, 120), (10, 12, 14), (90, 60, 80), (8, 4, 8)]
 
 
 def rows_by_slices(shape, cores, ids):
-    """float64 rows of ids, slice by slice: also of tables that are too large to be made dense."""
+    """float64 rows of ids, slice by slice: works for tables too large for a dense copy."""
     digits = []
     for p in reversed(shape.p):
         digits.append(ids % p)
@@ -39,8 +39,8 @@ def rows_by_slices(shape, cores, ids):
     ("shape", "batch_size"),
     [
         (tt.LARGER[0], 5000),  # more ids than one cluster sorts
-        (tt.LARGER[2], 13_000),  # nearly as many as there are threads on the largest devices
-        (tt.LARGER[0], 20_000),  # more than that
+        (tt.LARGER[2], 13_000),  # nearly as many as the largest devices have threads
+        (tt.LARGER[0], 20_000),  # more than the devices have threads
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 50),  # keys past 32 bits
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 5000),
     ],
@@ -49,7 +49,7 @@ def rows_by_slices(shape, cores, ids):
 def test_large_index(shape, batch_size):
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
     bags = tt.even_bags([shape], batch_size, 8)
-    bags.ids[: batch_size // 2] = bags.ids[0]  # one that repeats
+    bags.ids[: batch_size // 2] = bags.ids[0]  # a repeated id
     out = TTGroup([shape]).lookup(
         cores, bags.ids, bags.offsets, batch_size, weights=bags.weights, mean=True
     )
@@ -80,8 +80,8 @@ ORDERS = {
 @pytest.mark.parametrize("size", [140_001, 14 * 10_240, 14 * 10_240 + 1, 400_000])
 @pytest.mark.parametrize("order", ORDERS)
 def test_sorts_of_large_batches(p, size, order):
-    """By one to four digits, in tiles of 10,240."""
-    shape = TTShape(math.prod(p) - 1, 8, p, (2, 2, 2), (3, 3))  # the last id is outside
+    """Sorts by one to four digits, in tiles of 10,240."""
+    shape = TTShape(math.prod(p) - 1, 8, p, (2, 2, 2), (3, 3))  # the last id is out of range
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
     ids = ORDERS[order](shape.num_embeddings, size).to("cuda")
     offsets = torch.tensor([0, size // 2, size], device="cuda")
@@ -99,7 +99,8 @@ def test_sorts_of_large_batches(p, size, order):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("size", [2000, 12_000])
 def test_prefixes_of_some_tables_have_more_ids(size, precision):
-    """Of a small table beside large ones, whose prefixes have about one."""
+    """Prefixes of a small table have many ids beside large tables, whose prefixes have about
+    one."""
     shapes = [TTShape(math.prod(p), 64, p, (4, 4, 4), (32, 32)) for p in SIZES]
     cores = [[c.requires_grad_() for c in tt.random_cores(s, "cuda")] for s in shapes]
     flat = [core for own in cores for core in own]
@@ -119,7 +120,7 @@ def test_prefixes_of_some_tables_have_more_ids(size, precision):
 
 @pytest.mark.parametrize("rank", [32, 64])
 def test_large_batch_of_bfloat16_cores(rank):
-    """As of float32 cores of the same values: both have kernels of their own for so many ids."""
+    """Equals float32 cores of the same values; each type has separate kernels for so many ids."""
     shape = TTShape(11_000, 64, (20, 22, 25), (4, 4, 4), (rank, rank))
     bags = tt.even_bags([shape], 2**15, 8)
     cores = [c.requires_grad_() for c in tt.random_cores(shape, "cuda", torch.bfloat16)]
@@ -137,7 +138,7 @@ def test_large_batch_of_bfloat16_cores(rank):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_many_ids_a_prefix(shape, precision, weighted):
-    """So many that the last core, and its gradient, are kept by each block."""
+    """Prefixes have so many ids that each block keeps the last core and its gradient."""
     batch_size = 20_000
     bags = tt.even_bags([shape], batch_size, 14)
     bags.ids[:1000] = bags.ids[0]
@@ -157,7 +158,7 @@ def test_many_ids_a_prefix(shape, precision, weighted):
     gradients = torch.autograd.grad(out, cores, grad)
     for one, other, size in zip(gradients, wanted, sizes, strict=True):
         tt.assert_within(one, other, precision, size)
-    # Flags of slices: of some that no id has.
+    # Flags of slices include slices that no id has.
     some = bags.ids % shape.p[-1] != 3
     alone = torch.where(some, bags.ids, bags.ids + 1) % shape.num_embeddings
     flat = group.flat_gradients([c.detach() for c in cores], grad, alone, *args[1:])

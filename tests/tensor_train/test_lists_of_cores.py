@@ -1,4 +1,4 @@
-"""A group on a GPU is used with several lists of cores."""
+"""A group on a GPU works with several lists of cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups equal those in the dense table, made by einsum in float64."""
+"""Lookups equal those in the dense table, computed by einsum in float64."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_index_is_made_once(device_type):
         other = group.lookup(cores, *args, **kind)
         if device_type == "cpu":
             assert torch.equal(one, other)
-        else:  # sums of floats in any order
+        else:  # the order of float sums is undefined
             tt.assert_near(one, other, 1e-6)
 
 
@@ -112,5 +112,5 @@ def test_no_ids(device_type):
 def test_bfloat16_cores(device_type, precision, shape):
     cores = [tt.random_cores(shape, device_type, torch.bfloat16)]
     bags = tt.random_bags([shape], [0], 40).to(device_type)
-    # The dense table is made of the same rounded elements: arithmetic is in float32.
+    # The dense table uses the same rounded elements; arithmetic is in float32.
     check(TTGroup([shape], precision=precision), cores, bags, weighted=True, mean=True)

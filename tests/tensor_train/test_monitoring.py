@@ -1,4 +1,4 @@
-"""Effective ranks, norms of rows and of gradients are those of the dense table."""
+"""Effective ranks and norms of rows and of gradients equal those of the dense table."""
 
 from __future__ import annotations
 

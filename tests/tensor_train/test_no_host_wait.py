@@ -1,4 +1,4 @@
-"""Warm steps on a GPU do not wait for the device."""
+"""Warm steps on a GPU do not make the host wait."""
 
 from __future__ import annotations
 

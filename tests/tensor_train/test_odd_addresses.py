@@ -1,4 +1,4 @@
-"""Tensors that begin anywhere in memory."""
+"""Tensors at any alignment."""
 
 from __future__ import annotations
 

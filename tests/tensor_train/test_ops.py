@@ -1,4 +1,4 @@
-"""Schemas, fakes and refusals of the ops."""
+"""Schemas, fakes and errors of the ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ops = torch.ops.torchrec_hkv
 SHAPES = [TTShape(90, 6, (5, 4, 5), (1, 2, 3), (5, 4)), TTShape(50, 4, (5, 10), (2, 2), (3,))]
 
 
-# Two indices of a batch on a GPU need not be the same bytes, which the last check compares.
+# Two indices of a batch on a GPU may differ in bytes, which the last check compares.
 NO_VALUES = ("test_schema", "test_autograd_registration", "test_faketensor")
 SORT_CHECKS = {"cpu": (*NO_VALUES, "test_aot_dispatch_dynamic"), "cuda": NO_VALUES}
 
@@ -65,7 +65,8 @@ def test_opcheck_of_fused_ops(device_type):
         (cores, states, step, group.handle, grad, *args, bags.weights, *rest, True, True, rate),
     )
     anchor = torch.zeros(0, device=device_type, requires_grad=True)
-    # Its backward writes the cores, which functional traces do not show: schema and fake only.
+    # The backward writes the cores, which functional traces do not show: checks schema and fake
+    # only.
     for given in (plain, None):
         torch.library.opcheck(
             ops.tt_lookup_fused,

@@ -34,7 +34,7 @@ SHARED = [
 @pytest.mark.parametrize("shape", SHARED, ids=str)
 @pytest.mark.parametrize("bags_of_3", [100, 8000])
 def test_small_values_beside_large_ones(shape, bags_of_3):
-    # Operands are scaled by what they are: slices, and gradients of bags, of any size.
+    # Operands are scaled, whatever their magnitude: slices, and gradients of bags.
     cores = tt.random_cores(shape, "cuda")
     for core in cores:
         core[1::3] *= 1e-8

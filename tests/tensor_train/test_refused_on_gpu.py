@@ -1,4 +1,4 @@
-"""What a GPU refuses."""
+"""Calls that a GPU refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that repeat: gradients of runs of any length, which pieces of work may cut anywhere."""
+"""Repeated ids: gradients of runs of any length, which work partitions may cut anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.support import tensor_train as tt
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
-#: Beside the ends of 32, 128 and 512 neighbours, and through several of these.
+#: Lengths around 32, 128 and 512 neighbours, and across several of these.
 LENGTHS = [1, 2, 31, 32, 33, 1, 1, 64, 127, 128, 129, 5, 255, 256, 511, 512, 513, 2, 1025, 1, 3000]
 ODD = TTShape(700, 15, (28, 25), (5, 3), (7,))
 WIDE = TTShape(1000, 160, (10, 10, 10), (4, 8, 5), (8, 8))
@@ -26,7 +26,7 @@ def check(shapes, ids, offsets, batch_size, device, weighted):
     tables = [tt.dense_table(s, c) for s, c in zip(shapes, cores, strict=True)]
     reference = tt.reference_lookup(tables, features, bags, weights=weights, mean=weighted)
     tt.assert_near(out, reference)
-    grad = torch.rand_like(out) + 0.5  # of one sign, so that no sum is small by chance
+    grad = torch.rand_like(out) + 0.5  # equal signs, so that no sum is small by cancellation
     expected = torch.autograd.grad(reference, flat, grad.double())
     sizes = tt.magnitudes(shapes, features, bags, cores, grad, weights=weights, mean=weighted)[
         1 : 1 + len(flat)
@@ -39,7 +39,8 @@ def check(shapes, ids, offsets, batch_size, device, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("times", [1, 4])
 def test_runs_of_many_lengths(device_type, shape, weighted, times):
-    """With few ids and, four times over, with more than one cluster of blocks sorts on a GPU."""
+    """With few ids and, four times over, with more ids than one cluster of blocks sorts on a
+    GPU."""
     torch.manual_seed(7)
     chosen = torch.randperm(shape.num_embeddings)[: len(LENGTHS)]
     ids = chosen.repeat_interleave(torch.tensor(LENGTHS) * times)

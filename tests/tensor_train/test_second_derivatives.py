@@ -1,4 +1,4 @@
-"""Gradients of a lookup are differentiated again as those of the dense float64 table are."""
+"""Second derivatives of a lookup equal those of the dense float64 table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support import tensor_train as tt
 from tests.support.gpu import needs_gpu
 from torchrec_hkv.tensor_train import TTGroup
 
-NAMES = [HealthCheck.function_scoped_fixture]  # of a device
+NAMES = [HealthCheck.function_scoped_fixture]  # by device
 
 
 def first_and_second(out, inputs):
-    """Gradients of a loss that is not linear, and those of their squared norm."""
+    """Gradients of a nonlinear loss, and gradients of their squared norm."""
     first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True, allow_unused=True)
     first = [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, first, strict=True)]
     penalty = sum(gradient.square().sum() for gradient in first)
@@ -101,7 +101,7 @@ def test_cores_of_bfloat16(device_type):
 
 
 def test_a_gradient_of_cores_that_are_computed(device_type):
-    """Gradients pass through cores that are no leaves."""
+    """Gradients propagate through cores that are not leaves."""
     shape = tt.LARGER[1]
     cores = tt.random_cores(shape, device_type)
     scale = torch.tensor(2.0, device=device_type, requires_grad=True)

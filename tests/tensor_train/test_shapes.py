@@ -1,4 +1,4 @@
-"""Factors, ranks and refusals of Tensor-Train shapes."""
+"""Factors, ranks and errors of Tensor-Train shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_factorization_never_fails(rows, dim, cores):
 @given(st.integers(1000, 10**12), st.sampled_from([2, 3, 4]))
 def test_row_factors_are_balanced_and_pad_little(rows, cores):
     p = factor_rows(rows, cores)
-    # Each is within one rounding of the root; the product exceeds by less than that.
+    # Each factor is within one rounding of the root, so the product exceeds by less than that.
     assert max(p) <= rows ** (1 / cores) + 1
     assert math.prod(p) - rows < cores * math.prod(p) / min(p)
 

@@ -1,4 +1,4 @@
-"""Steps on several streams share what a group keeps on a GPU."""
+"""Steps on several streams share a group's buffers on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize("batch_size", [3000, 6000])
 def test_streams_take_turns(batch_size):
-    """Steps on two streams that do not wait for each other: the group's buffers are in order."""
+    """Steps on two unsynchronized streams use the group's buffers in order."""
     shape = tt.LARGER[2]
     group = TTGroup([shape])
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]

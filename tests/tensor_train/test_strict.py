@@ -1,4 +1,4 @@
-"""Strict tables refuse ids outside of them, on every device, in the same words."""
+"""Strict tables refuse ids out of range on every device, with the same message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lookup sorts a batch that was not sorted ahead, and gives what it gives with an index."""
+"""A lookup without an index sorts the batch, and equals a lookup with one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_gradients_of_cores_and_weights(device_type):
 @pytest.mark.parametrize("elements", [0, 1])
 @pytest.mark.parametrize("weights_grad", [False, True])
 def test_fused_update(device_type, elements, weights_grad):
-    """With an anchor that the backward passes by, and with one that it reaches."""
+    """With an anchor that the backward bypasses, and with one that it reaches."""
     group, cores, bags = make(device_type)
     batch = (bags.ids, bags.offsets, 16)
     grad = torch.randn(16, 10, device=device_type)

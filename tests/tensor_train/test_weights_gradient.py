@@ -1,4 +1,4 @@
-"""The gradient of weights where tables have different dims."""
+"""The weights' gradient if tables have different dims."""
 
 from __future__ import annotations
 

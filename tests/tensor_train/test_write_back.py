@@ -1,4 +1,5 @@
-"""Rows written back to the cores: exact if possible, otherwise nearer; others change little."""
+"""Writing rows back to the cores is exact if possible and otherwise an approximation; other rows
+change little."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(11)  # how far a solver comes depends on where it begins
+    torch.manual_seed(11)  # the solver's result depends on its start
 
 
 def table(shape, cores):
@@ -61,7 +62,7 @@ def test_counts_decide_between_rows():
     errors = []
     for counts in ([1000, 1], [1, 1000]):
         cores = tt.random_cores(one)
-        ids = torch.tensor([3, 12])  # they share a prefix or a slice
+        ids = torch.tensor([3, 12])  # both ids share a prefix or a slice
         write_back(one, cores, ids, wanted, torch.tensor(counts), NONE, NONE, iterations=100)
         errors.append((table(one, cores)[ids] - wanted).square().sum(dim=1))
     assert errors[0][0] < errors[1][0]

@@ -1,4 +1,5 @@
-"""The progress of a build: a line on a terminal, some lines in a log, and the end of a failure."""
+"""A build's progress: one line on a terminal, several in a log, and the end of a failure's
+output."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "build_progress.py"
-# What ninja -v prints for a compilation.
+# The output of ninja -v for a compilation.
 COMPILE = "c++ -MMD -MF @.o.d -I/csrc -c @.cpp -o @.o -O3"
 
 SUCCESS = """
@@ -64,7 +65,7 @@ def build(script: str, folder: Path, *options: str) -> subprocess.CompletedProce
 
 
 def on_terminal(script: str, folder: Path, columns: int, term: str = "xterm") -> tuple[str, int]:
-    """What a terminal gets, and the exit code."""
+    """The output on a terminal, and the exit code."""
     main, side = pty.openpty()
     env = {**os.environ, "COLUMNS": str(columns), "TERM": term}
     process = subprocess.Popen(command(script), cwd=folder, stdout=side, stderr=side, env=env)
@@ -107,7 +108,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(tmp_path):
     assert code == 0
     drawn = output.split("\r\x1b[2K")
     assert any(re.fullmatch(r"\[18/54\] \d+ s  csrc/file_18.cpp", line) for line in drawn)
-    # Neither wraps nor goes on to a next line.
+    # The line neither wraps nor continues on the next one.
     assert all(len(line) < 40 and "\n" not in line for line in drawn[1:-1])
     assert re.match(r"Built in \d+ s", drawn[-1])
 
@@ -172,7 +173,7 @@ def test_a_command_that_is_not_there(tmp_path):
 
 
 def test_an_interrupt_is_a_sentence(tmp_path):
-    # Ctrl-C reaches all processes of the terminal's foreground group.
+    # Ctrl-C signals all processes of the terminal's foreground group.
     process = subprocess.Popen(
         command('import time; print("[1/2] c++ a.cpp"); time.sleep(60)'),
         cwd=tmp_path,
@@ -180,7 +181,7 @@ def test_an_interrupt_is_a_sentence(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # What runs in the background of a shell ignores the signal, and so would this.
+        # Background processes of a shell ignore the signal, and so would this one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     log = tmp_path / "build" / "extension.log"

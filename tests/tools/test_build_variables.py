@@ -1,4 +1,4 @@
-"""Environment variables of the build: all are documented, and a change of one rebuilds."""
+"""All environment variables of the build are documented, and changing one rebuilds."""
 
 from __future__ import annotations
 

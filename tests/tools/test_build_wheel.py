@@ -1,4 +1,4 @@
-"""What a wheel for other machines is called, requires and has; nothing is compiled."""
+"""Name, requirements and content of a wheel for other machines; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 
 @pytest.fixture
 def setup(monkeypatch):
-    """Runs setup.py; gives what it passes to setuptools, and its names."""
+    """Runs setup.py. Returns its arguments to setuptools, and its names."""
 
     def run(cuda: str | None, release: bool):
         passed = {}

@@ -1,4 +1,4 @@
-"""Headers that take seconds to compile stay out of files that need little of them."""
+"""Headers that take seconds to compile are not included where little of them is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE = (
 
 
 def included(path: Path) -> list[str]:
-    """The names of all files that a source includes itself."""
+    """The names of the files that a source includes directly."""
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.M)
 
 

@@ -1,4 +1,4 @@
-"""The versions that are checked are those that the page on installing names."""
+"""The tested versions are those that the installation page lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warp-wide calls in the CUDA sources are reached by all lanes that their mask names."""
+"""All lanes in the mask of a warp-wide call in the CUDA sources reach that call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-#: A call of all lanes of a warp: an instruction, or a method of ``Tile``.
+#: A call by all lanes of a warp: an instruction, or a method of ``Tile``.
 CALL = (
     r"(?:\b__\w+_sync|(?:\bLanes::|\bTile<\w+>::|\btile\.)"
     r"(?:any|ballot|bits_of_all|largest|of_lane|of_lane_before|reduce|sum))\("
 )
-#: One on the right of &&, || or ?, which lanes skip whose condition is otherwise.
+#: A call on the right of &&, || or ?, which some lanes may skip.
 SKIPPED = re.compile(rf"(?:&&|\|\||\?)(?:(?!{CALL})[^;{{}}])*{CALL}")
 
-#: Conditions that are alike for all lanes of a warp.
+#: Conditions that are equal for all lanes of a warp.
 UNIFORM = re.compile(
     r"(?:\bscaled|\bkScaled|\bkWeighted|\bturn < 2|\bkAlone|\bkLanes == kWarp)\s*$"
 )
@@ -41,7 +41,8 @@ def test_no_lane_skips_a_call():
 
 
 def test_lanes_come_from_votes():
-    """``__activemask`` says who happens to run together, which lanes may see differently."""
+    """``__activemask`` returns the lanes that happen to run together, which may differ between
+    lanes."""
     found = [p.name for p in CSRC.rglob("*.cu*") if "__activemask()" in p.read_text()]
     assert not found
 

@@ -1,17 +1,17 @@
 // Lookup, gradients and update of groups of Tensor-Train tables on a GPU.
 //
-// Nothing here allocates or waits for the device, and all calls may be captured in a CUDA graph.
-// The caller passes memory, of the size that a function returns.
+// No function allocates or waits for the device; CUDA graphs may capture all of them. The caller
+// passes memory of the sizes that the *_bytes functions return.
 //
 // A step:
 //   index_batch   sorts the ids of all tables by (table, middle, head, last) and finds the distinct
 //                 ids and prefixes (pairs of middle and head); may run a batch ahead
-//   lookup        rows of distinct ids, pooled into the output
-//   gradients     of the cores, added to buffers
-//   update_cores  the optimizer, on slices with a gradient; clears the gradients after it
+//   lookup        computes rows of distinct ids and pools them into the output
+//   gradients     adds gradients of the cores to buffers
+//   update_cores  applies the optimizer to slices with a gradient, and clears the gradients
 //
-// Core k of a table lies in memory as [p_k][r_k][q_k][r_{k+1}], the last one as [p_d][q_d][r_d].
-// Kernels see three parts of a table (cpu/tables.h says how cores of two and four become three):
+// Core k of a table has the layout [p_k][r_k][q_k][r_{k+1}], the last one [p_d][q_d][r_d].
+// Kernels use three parts of a table (cpu/tables.h maps two and four cores to them):
 // the head [heads][head_q][head_r], the middle [middles][head_r][middle_q][last_r] and the last
 // [lasts][last_q][last_r]; id = (head * middles + middle) * lasts + last.
 //
@@ -29,7 +29,7 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Arithmetic of the contractions.
+// Precision of the products.
 enum class Precision : int32_t {
   kTf32 = 0,  // one tensor core product of operands rounded to tf32: within 1e-3
   kFp32 = 1,  // three products of operands split in two, in tf32 or half precision: within 1e-5
@@ -37,8 +37,8 @@ enum class Precision : int32_t {
 
 // The class of kernels for a table, which plan_tables selects.
 struct KernelClass {
-  int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
-  // Cores are float32 and ranks multiples of 4: cores are read 4 values at a time.
+  int32_t rank = 0;  // the kernel's rank: 32, 64, 128 or 256
+  // Cores are float32 and ranks are multiples of 4, so that kernels read 4 values at a time.
   bool vectors = false;
   bool whole = false;   // vectors, and ranks equal to `rank`, which is at most 128
   bool lasts = false;   // whole, and the last q a multiple of 4
@@ -47,21 +47,21 @@ struct KernelClass {
   bool exact = false;   // ranks equal to `rank`, all q multiples of 4: no bounds to check
   bool fours = false;   // exact, all q are 4 and cores are float32
   bool small = false;   // vectors, and each q is at most 4: a row is one block of columns
-  RowType type = RowType::kFloat32;  // of exact tables; other kernels look it up
+  RowType type = RowType::kFloat32;  // if exact; other kernels read the type at run time
 
   bool operator==(const KernelClass&) const = default;
 };
 
-// A table as kernels see it, in the memory of the device.
+// A table in device memory, as kernels read it.
 struct TableView {
   // Filled in by the caller.
   const void* head;
   const void* middle;  // null: a table of two cores, whose prefixes are slices of the head
   const void* last;
-  float* head_grad;  // gradients are added here; null: not wanted
+  float* head_grad;  // kernels add to it; null: not wanted
   float* middle_grad;
   float* last_grad;
-  // [heads], set to 1 if a slice has a gradient; null: not wanted. Kernels may read aligned words.
+  // [heads]: kernels set 1 if a slice has a gradient; null: not wanted. They may read whole words.
   uint8_t* head_touched;
   uint8_t* middle_touched;
   uint8_t* last_touched;
@@ -75,37 +75,37 @@ struct TableView {
   int64_t heads, middles, lasts;
   // Filled in by plan_tables.
   int32_t dim;
-  int32_t kernel;         // number of its class
-  int32_t blocks;         // of 4 head and middle columns, that a prefix is cut into
+  int32_t kernel;         // index of its class
+  int32_t blocks;         // of 4 x 4 head and middle columns, in a prefix
   int32_t middle_blocks;  // of 4 middle columns
-  // 2^32 by the number of slices, for quotients of 32 bits.
+  // 2^32 / number of slices, for 32-bit division.
   uint32_t heads_inverse, middles_inverse, lasts_inverse;
-  uint64_t first_key;  // keys of its ids are first_key + (middle * heads + head) * lasts + last
+  uint64_t first_key;  // an id's key is first_key + (middle * heads + head) * lasts + last
 };
 
 constexpr int kMaxClasses = 40;
 
-// Properties of a group of tables for launches, on the host.
+// Properties of a group of tables that launches need, on the host.
 struct Plan {
-  const TableView* tables = nullptr;  // on the device, with the values of plan_tables
+  const TableView* tables = nullptr;  // on the device, filled in by plan_tables
   int32_t num_tables = 0;
   uint64_t num_keys = 0;
-  int64_t num_prefixes = 0;  // common to all tables
+  int64_t num_prefixes = 0;  // of all tables together
   int32_t dim = 0;           // of the first table
   int32_t widest = 0;        // largest dim, rounded up to a multiple of 4
   int64_t only_lasts = 0;    // slices of the last core, if there is one table
   bool one_dim = true;       // all tables have the same dim
   bool vectors = true;       // all dims are multiples of 4
-  bool clusters = false;     // the device has clusters of blocks
-  bool cooperative = false;  // the device has launches whose blocks wait for each other
+  bool clusters = false;     // the device supports thread block clusters
+  bool cooperative = false;  // the device supports cooperative launches
   int32_t multiprocessors = 1;
   int32_t num_classes = 0;
   KernelClass classes[kMaxClasses];
-  int32_t blocks[kMaxClasses] = {};  // the most of a table of the class
+  int32_t blocks[kMaxClasses] = {};  // largest TableView::blocks of the class
 };
 
-// Selects the kernels of tables: fills in the rest of the TableViews, and a plan without the device
-// pointer. A plan is valid as long as shapes, types and the alignment of cores stay the same.
+// Selects the kernels of tables: fills in the rest of the TableViews, and returns a plan without
+// the device pointer. A plan is valid while shapes, types and the alignment of cores do not change.
 // Throws std::invalid_argument if ranks exceed 256 or ids 2^63.
 Plan plan_tables(TableView* tables, int32_t num_tables);
 
@@ -119,12 +119,12 @@ struct Batch {
   int32_t num_features = 0;
   int64_t batch_size = 0;
   int64_t num_ids = 0;  // below 2^31
-  bool mean = false;    // pooled rows are divided by the length of the bag
-  bool pooled = true;  // one row of output for each bag; otherwise one for each id, at its position
-  int64_t stride = 0;  // columns of the output
+  bool mean = false;    // divides pooled rows by the length of the bag
+  bool pooled = true;   // one output row for each bag; otherwise one for each id, at its position
+  int64_t stride = 0;   // columns of the output
   // Whether the output's address, its stride and all feature_columns are multiples of 4 values.
   bool aligned = true;
-  // Lookups and gradients are equal bit for bit in every run; slower.
+  // Lookups and gradients give the same bits in every run; slower.
   bool deterministic = false;
 
   HKV_HOST_DEVICE int64_t num_bags() const { return num_features * batch_size; }
@@ -133,31 +133,31 @@ struct Batch {
   }  // of the output
 };
 
-// Bytes of memory that index_batch fills and the other functions read. `index` must live until the
-// gradients of the batch are done, `scratch` during the call only.
+// Bytes of `index`, which index_batch fills and the other functions read, and of `scratch`. `index`
+// must live until the batch's gradients are done, `scratch` only during the call.
 size_t index_bytes(const Plan& plan, const Batch& batch);
 size_t index_scratch_bytes(const Plan& plan, const Batch& batch);
-// invalid: adds the number of ids outside of their tables; may be null. out: the output of the
-// lookup, if it exists already; it is zeroed in passing.
+// invalid: the number of ids out of range is added to it; may be null. out: the lookup's output, if
+// it exists already; index_batch zeroes it.
 void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratch, int64_t* invalid,
                  float* out, cudaStream_t stream);
 
-// out: [num_rows][stride]; all of it is written. cleared: whether index_batch has zeroed it.
+// out: [num_rows][stride], written as a whole. cleared: whether index_batch has zeroed it.
 size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch);
 void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream);
 
-// Integer sums of gradients for batch.deterministic: the gradient of the value at grads + i is
-// sums[i] / scale of its part. A scale times the sum of absolute values must be below 2^62.
+// Integer sums of gradients for batch.deterministic: the gradient at grads + i is sums[i] / scale,
+// with one scale for each part. scale * (sum of absolute values) must be below 2^62.
 struct FixedPointSums {
-  const float* grads = nullptr;    // before all gradients of the tables' views
-  int64_t* sums = nullptr;         // zero before
+  const float* grads = nullptr;    // an address below all gradients of the views
+  int64_t* sums = nullptr;         // zero at the start
   const double* scales = nullptr;  // on the device: [tables][3] of heads, middles and lasts
 };
 
-// grad: of lookup's output, [num_rows][stride], aligned to 16 bytes where batch.aligned. Adds to
-// the gradients of the tables and sets touched flags. steps: incremented for the following update,
-// unless there are no ids; may be null. sums: with batch.deterministic, replaces the gradients.
+// Adds to the gradients of the tables and sets touched flags. grad: of the lookup's output,
+// [num_rows][stride], aligned to 16 bytes if batch.aligned. steps: incremented for the following
+// update unless there are no ids; may be null. sums: with batch.deterministic, replaces gradients.
 size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch);
 void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
                void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
@@ -166,32 +166,32 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
 // One core of one table, for its update.
 struct CoreView {
   void* values;
-  float* grad;       // [slices][slice_size], set to zero after use
-  uint8_t* touched;  // [slices], set to zero after use
+  float* grad;       // [slices][slice_size], cleared after use
+  uint8_t* touched;  // [slices], cleared after use
   float* state;      // [slices][state_width(config, slice_size)]
   RowType type;
   int32_t slice_size;
-  int64_t first_slice;  // slices of the cores before it in the list
-  uint64_t seed;        // of stochastic rounding
+  int64_t first_slice;  // number of slices of the previous cores in the list
+  uint64_t seed;        // for stochastic rounding
 };
 
 // Applies the optimizer to the touched slices of a list of cores in device memory. A slice is a row
-// of common/optimizers.h. learning_rate and step, which counts this update, are read on the device.
-// Not LAMB.
+// of common/optimizers.h. Kernels read learning_rate and step, which already counts this update.
+// LAMB is not supported.
 void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
                   const OptimizerConfig& config, const float* learning_rate, const int64_t* step,
                   cudaStream_t stream);
 
 // The heads of a table of four cores, [p_0 p_1][q_0 q_1][r_2], are the products of its first two
-// cores. They are computed before a lookup; the gradients of the cores follow from that of the
-// heads, which is then cleared.
+// cores. make_heads computes them before a lookup. heads_backward computes the cores' gradients
+// from the heads' gradient, and clears that.
 struct HeadView {
   const void* first;   // [p_0][q_0][r_1]
   const void* second;  // [p_1][r_1][q_1][r_2]
   RowType type;
   float* heads;
-  float* heads_grad;       // these four may be null in make_heads
-  uint8_t* heads_touched;  // [p_0 p_1], cleared too
+  float* heads_grad;       // make_heads uses no gradients and no flags
+  uint8_t* heads_touched;  // [p_0 p_1], cleared, too
   float* first_grad;
   float* second_grad;
   uint8_t* first_touched;

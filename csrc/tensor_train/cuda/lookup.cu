@@ -1,4 +1,4 @@
-// Lookup and gradients of a batch: which kernels run, in which order, over what memory.
+// Lookup and gradients of a batch: selects kernels, their order and their memory.
 #include "common/cuda_check.h"
 #include "tensor_train/cuda/contract/tile_config.cuh"
 #include "tensor_train/cuda/index/index.cuh"
@@ -8,18 +8,17 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-// Below this number, a launch that finds the batch not to be dense costs more than a dense one
-// saves.
+// Least number of ids for dense kernels. With fewer, launching one for a batch that is not dense
+// costs more than it saves for a dense batch.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Largest number of ids of several tables with equal shares of the prefixes: the largest for which
-// they were measured.
+// Largest number of ids for which several tables use by_shares: the largest that was measured.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
-// Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
+// Whether blocks process equal shares of the prefixes (share_kernel.cuh) instead of tiles.
 bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
-  // For known ranks but unknown q, tiles of known ranks are as fast.
+  // If ranks match but q is unknown, tiles are as fast.
   const bool faster = kernel.fours || kernel.narrow || !kernel.lasts;
   const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
@@ -27,7 +26,7 @@ bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   return !(backward && batch.deterministic);
 }
 
-// Whether gradients have a kernel for many ids a prefix, which may find that there are fewer.
+// Whether gradients have a kernel for many ids per prefix, which skips batches that have fewer.
 bool has_dense_gradients(const Plan& plan, const Batch& batch) {
   const KernelClass& kernel = plan.classes[0];
   if (batch.num_ids < kMaybeDense || batch.deterministic || plan.num_classes != 1) return false;
@@ -37,7 +36,7 @@ bool has_dense_gradients(const Plan& plan, const Batch& batch) {
 }
 
 size_t slots_bytes(const Plan& plan, const Batch& batch) {
-  constexpr size_t kAlignment = 256;  // of what follows
+  constexpr size_t kAlignment = 256;  // of the memory after it
   const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }

@@ -1,5 +1,5 @@
-"""Admission, expiry, strictness and memory of evictions of the backend ``hkv``: options that reach
-the tables."""
+"""Options of the backend ``hkv`` reach its tables: admission, expiry, strictness, memory of
+evictions."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SGD = OptimizerSpec("sgd")
 
 
 def make(device: str, *options: HKVOptions) -> GroupLookup:
-    """A lookup of one table for each of the options; each of one feature."""
+    """A lookup with one table, and one feature, for each of the options."""
     shards = [
         table_shard(64, 4, its, name=f"t{table}", init_range=(-1.0, 1.0))
         for table, its in enumerate(options)
@@ -25,7 +25,7 @@ def make(device: str, *options: HKVOptions) -> GroupLookup:
 
 
 def step(lookup: GroupLookup, ids: list[int], features: int = 1) -> torch.Tensor:
-    """Forward and backward, ids one by one in bags of their own."""
+    """Forward and backward; each id is a bag."""
     device = lookup._group.device
     batch = torch.tensor(ids, device=device).repeat(features)
     offsets = torch.arange(len(batch) + 1, device=device)
@@ -80,7 +80,8 @@ def test_strict(device_type):
 
 
 def test_remember_evicted(device_type):
-    """The table that remembers counts, and takes two bytes an entry more, as storage says."""
+    """Only the table with the option counts returns; storage announces two bytes an entry for
+    it."""
     options = (HKVOptions(remember_evicted=1 << 20), HKVOptions())
     lookup = make(device_type, *options)
     for first in (0, 40, 80, 120, 0):

@@ -1,4 +1,4 @@
-"""The backend ``hkv``: its options, what it refuses, what it announces."""
+"""The backend ``hkv``: options, refusals and announcements."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the planner counts of a step on a hash table, beside what the table counts."""
+"""The planner's counts for a step on a hash table equal those of the table."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_what_counts_nothing_has_none(admission):
 
 @pytest.mark.parametrize(("admission", "number"), [(SKETCHES[0], 200), (SKETCHES[1], 40_000)])
 def test_sketches_are_added_up_to_the_largest_number(admission, number):
-    """Twice what is over half of the largest number is the largest, and zeros stay."""
+    """The sum of two counts is capped at the cell's maximum; zeros stay zero."""
     spec = TableSpec("t", 64, 4, admission=admission)
     group = TableGroup([spec], [0], RowWiseAdagrad(), device="cpu")
     load = CountsLoad(group, 0, (0, 1 << 16))
@@ -57,7 +57,7 @@ def test_sketches_are_added_up_to_the_largest_number(admission, number):
     numbers = torch.zeros(256 // torch.empty(0, dtype=cell).element_size(), dtype=torch.int64)
     numbers[3], numbers[5] = number, 7
     room = numbers.to(cell).view(torch.uint8)
-    # Two rooms of a shard, in pieces, and one of another.
+    # One shard's counts come twice, in pieces; another shard's are zero.
     load.put(0, torch.cat([room, room[:128]]))
     load.put(384, room[128:])
     load.put(0, torch.zeros(256, dtype=torch.uint8))

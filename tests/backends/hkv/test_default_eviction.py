@@ -1,4 +1,4 @@
-"""The eviction policy of a table whose options name none, and of a dense table."""
+"""The default eviction policy of hash tables and of dense tables."""
 
 from __future__ import annotations
 

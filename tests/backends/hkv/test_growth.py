@@ -12,7 +12,7 @@ INITIAL = HKVOptions(initial_capacity=200)
 
 
 def shard(options: HKVOptions, capacity: int = 1000) -> TableShard:
-    """A part of a table of 2000 rows."""
+    """A shard of a table of 2000 rows."""
     return table_shard(capacity, 8, options, name="user", num_embeddings=2000)
 
 
@@ -61,7 +61,7 @@ def test_storage_is_that_of_the_full_capacity(device_type):
     look_up(lookup, list(range(950)))
     full = lookup.memory("user")
     assert lookup._group.present_slots(0) == lookup.counters("user")["capacity"] >= 1000
-    if device_type == "cpu":  # a GPU gives memory in pieces of 2 MiB
+    if device_type == "cpu":  # a GPU allocates pages of 2 MiB
         assert first.host < announced.host / 4
         assert full == announced
 
@@ -84,6 +84,6 @@ def test_state_has_the_announced_shapes_however_far_it_has_grown(device_type):
         ids = list(range(-10, n))
         assert torch.equal(look_up(fresh, ids), look_up(lookup, ids))
         lookup.train()
-    # A table that has all from the start has other slots.
+    # Slots differ from those of a table that has its full capacity from the start.
     other = backend.state_spec(shard(HKVOptions()), ADAGRAD)
     assert other["ids"].shape[0] >= 1000

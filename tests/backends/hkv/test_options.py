@@ -1,4 +1,4 @@
-"""Values that ``HKVOptions`` refuses when it is made, by one sentence that names the field."""
+"""``HKVOptions`` refuses bad values at construction, in one sentence that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend ``tt``: its options, what it refuses, what it announces, what it saves."""
+"""The backend ``tt``: options, refusals, announcements and saved state."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_states_of_other_tables_are_refused():
     other = make(ADAM, options=TTOptions(ranks=5)).export_table("page")
     with pytest.raises(ValueError, match=r"'tt_core_0' has shape .* but the table has"):
         lookup.load_table("page", other)
-    # The same sizes of cores for fewer rows.
+    # The sizes of the cores are equal, the number of rows is smaller.
     state["tt_shape"][1] -= 1
     with pytest.raises(ValueError, match=r"has the shape \[1, 1999, 3, .* but the table has"):
         lookup.load_table("page", state)

@@ -1,4 +1,4 @@
-"""Hot rows of the backend ``tt``: what they give and learn, what they take, what is saved."""
+"""Hot rows of the backend ``tt``: outputs, training, memory and saved state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(device="cpu", optimizer="sgd", shards=None, features=(0,)):
 
 
 def skewed_bags(device, rows=(ROWS,), batch_size=BAGS):
-    """Feature-major bags, small ids more often."""
+    """Feature-major bags in which small ids are more frequent."""
     lengths = torch.randint(0, 9, (len(rows), batch_size))
     ids = [(torch.rand(int(lengths[f].sum())) ** 3 * n).long() for f, n in enumerate(rows)]
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
@@ -40,7 +40,7 @@ def skewed_bags(device, rows=(ROWS,), batch_size=BAGS):
 
 
 def full_table(lookup, name="page"):
-    """The dense table in float64, with the rows of the cache in it."""
+    """The dense table in float64, with the cached rows written into it."""
     shape = lookup._group.shapes[lookup._index[name]]
     table = tt.dense_table(shape, lookup.cores(name)).detach()
     hot = lookup.hot_rows(name)
@@ -80,7 +80,7 @@ def test_lookup_is_that_of_the_whole_table(device_type, pooling, weighted):
 
 
 def test_tables_with_and_without_a_cache_in_one_group(device_type):
-    # Of the first table two features, around one of a table without a cache.
+    # The first table has two features, around one feature of a table without a cache.
     shards = [shard(), shard("user", 90, cache_size=0), shard("item", 200, cache_size=9)]
     features, rows = (0, 1, 2, 0), (ROWS, 90, 200, ROWS)
     lookup = make(device_type, shards=shards, features=features)
@@ -97,7 +97,7 @@ def test_tables_with_and_without_a_cache_in_one_group(device_type):
     grad = torch.randn_like(out)
     out.backward(grad)
     expected.backward(grad.double())
-    # Cached rows have learned from both features, in one update.
+    # One update trained cached rows on the gradients of both features.
     for name, table in before.items():
         hot = lookup.hot_rows(name)
         tt.assert_near(hot.rows, (table - RATE * table.grad)[hot.ids])
@@ -107,7 +107,8 @@ def test_tables_with_and_without_a_cache_in_one_group(device_type):
 
 @pytest.mark.parametrize("autograd", [torch.no_grad, torch.inference_mode])
 def test_without_autograd_nothing_is_counted(device_type, autograd):
-    """A cache whose rows are selected again by every second training lookup."""
+    """Lookups without autograd do not count ids. The cache repopulates every second training
+    lookup."""
     lookup = make(device_type, shards=[shard(cache_populate_every=2)])
     bags = skewed_bags(device_type)
     call(lookup, bags)
@@ -170,7 +171,7 @@ def test_schedule():
 
 def test_what_a_row_learned_is_not_lost_when_it_leaves():
     torch.manual_seed(3)
-    # Cores of full ranks can take any row back.
+    # Cores of full rank can store any row that is written back.
     lookup = make(shards=[shard(ranks=16, cache_size=10)])
     device = torch.device("cpu")
     old, new = torch.arange(10), torch.arange(100, 110)
@@ -182,7 +183,7 @@ def test_what_a_row_learned_is_not_lost_when_it_leaves():
     learned = full_table(lookup)[old]
     for _ in range(9):
         call(lookup, tt.Bags(new, torch.arange(11), torch.ones(10), 10).to(device))
-    for _ in range(5):  # the old ones are forgotten by half each time
+    for _ in range(5):  # each populate halves the counts of the old ids
         lookup.populate_caches()
         call(lookup, tt.Bags(new, torch.arange(11), torch.ones(10), 10))
     lookup.populate_caches()
@@ -228,19 +229,19 @@ def test_a_cache_of_another_size_is_refused():
     without = make(shards=[shard(cache_size=0)])
     with pytest.raises(ValueError, match="lacks 'tt_cache_ids'"):
         other.load_table("page", without.export_table("page"))
-    # A table without a cache has no use for it.
+    # A table without a cache ignores the state.
     without.load_table("page", state)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", None])
 def test_storage_counts_the_cache(optimizer):
     lookup = make(optimizer=optimizer)
-    call(lookup, skewed_bags("cpu"))  # counts are made with the first ids
+    call(lookup, skewed_bags("cpu"))  # the first ids allocate the counts
     hot = lookup.hot_rows("page")
     taken = sum(t.nbytes for t in (hot.rows, hot.states, hot.ids))
     taken += hot._counts._group.host_bytes(0)
     if optimizer is not None:
-        taken += hot.rows.nbytes + hot.size  # an update's gradient, and which rows it is of
+        taken += hot.rows.nbytes + hot.size  # an update's gradient, and the ids of its rows
     spec = None if optimizer is None else SPECS[optimizer]
     for device in ("cpu", "cuda"):
         with_cache = BACKEND.storage(shard(), spec, device)

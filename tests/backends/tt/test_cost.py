@@ -1,4 +1,4 @@
-"""Operations of a step on a Tensor-Train table, beside products that are counted one by one."""
+"""The operation count of a step on a Tensor-Train table equals a count product by product."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _SHAPES = [
 
 
 def _counted(shape, ids):
-    """Multiplications and additions to make the rows of ids, each product of slices once."""
+    """Multiplications and additions that make the rows of ids; each product of slices counts
+    once."""
     made, operations = set(), 0
     for row in sorted(set(ids)):
         digits, left = [], row
@@ -47,7 +48,7 @@ def test_operations_of_a_forward(shape, lookups):
         load = Workload(ids=lookups, distinct=len(set(ids)), bags=lookups)
         (flop,) = [v for k, v in tt_work(shape, load, "cpu").forward.items() if "flop" in k]
         said.append(flop)
-    # Different ids are taken to come to prefixes one by one, with repeats.
+    # The formula assumes that distinct ids draw their prefixes at random, with repeats.
     assert sum(said) == pytest.approx(sum(counted), rel=0.2)
 
 

@@ -1,4 +1,5 @@
-"""Values that ``TTOptions`` refuses when it is made, by one sentence that names field and value."""
+"""``TTOptions`` refuses bad values at construction, in one sentence with the field and the
+value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a Tensor-Train table takes for its time: what the planner counts, and a run."""
+"""Planned scratch memory of a Tensor-Train step agrees with what a run takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_planner_counts_it(planned_for, sharding_type, stock):
     options = planner._enumerator.enumerate(model, get_default_sharders())
     (ours,) = [option for option in options if is_ours(option)]
     (theirs,) = [option for option in options if not is_ours(option)]
-    # Data-parallel tables get their rank's ids, others those of both.
+    # A data-parallel table gets its own rank's ids, other tables those of both ranks.
     replicated = sharding_type == "data_parallel"
     ids = batch * length * (1 if replicated else 2)
     distinct = rows * (1 - (1 - 1 / rows) ** ids)
@@ -65,7 +65,7 @@ def test_the_planner_counts_it(planned_for, sharding_type, stock):
             of_ours, of_stock, table_bytes = mine.storage.hbm, stocks.storage.hbm, taken.hbm
         else:
             of_ours, of_stock, table_bytes = mine.storage.ddr, stocks.storage.ddr, taken.host
-        # Ids and output are TorchRec's count.
+        # TorchRec counts ids and outputs.
         assert of_ours == table_bytes + scratch + of_stock - counted
 
 
@@ -83,11 +83,11 @@ def test_the_tensor_that_replicas_average():
 
 
 def _peak(step):
-    """Bytes that the process has in memory at the most during a step, beside those before."""
-    step()  # what stays
-    # What was freed and kept for later would be taken again, and not be seen.
+    """The process's peak memory during a step, less its memory before."""
+    step()  # allocates what stays
+    # Otherwise the step would reuse free heap memory, and the peak would not show it.
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
     def field(name):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -136,7 +136,7 @@ def test_a_run_on_a_gpu(n, replicated):
     step()
     taken = torch.cuda.max_memory_allocated() - before
     planned = tt_scratch(LARGE, _load(n), "cuda", False, replicated)
-    # Beside it: the output, and gradients that are returned.
+    # The run also holds the output, and the gradients that it returns.
     beside = 4 * 64 * n // 4 + 4 * LARGE.num_elements
     assert planned <= taken * 1.05
     assert taken <= planned + beside + 2**20

@@ -1,5 +1,5 @@
-"""Dumps of dynamicemb, written here as its code writes them (it needs a GPU), keep rows, states,
-scores."""
+"""Conversion of dynamicemb dumps keeps rows, states and scores. The test writes dumps itself, since
+dynamicemb needs a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = {
 
 
 def _dump(path, optimizer, strategy, scores, ranks=2, iters=7):
-    """Keys go to rank ``key % ranks``; each file is raw values."""
+    """Key ``k`` belongs to rank ``k % ranks``; each file has raw values."""
     folder = path / "model.sparse.ebc"
     folder.mkdir(parents=True)
     keys = torch.randint(-(2**62), 2**62, (N,))
@@ -62,7 +62,7 @@ def test_rows_and_states(tmp_path, optimizer, ranks):
     assert found["rows"].equal(rows[order])
     assert found["scores"].equal(counts[order])
     if width:
-        # Adagrad's sums begin at the initial value there, and at 0 here.
+        # dynamicemb's Adagrad sums begin at the initial value, ours at 0.
         start = START if "adagrad" in kind else 0.0
         assert found["states"][:, :width].equal(states[order] - start)
 

@@ -1,4 +1,4 @@
-"""Hash tables in a state_dict that torch.distributed.checkpoint saved become a checkpoint."""
+"""Converts hash tables from a state_dict of torch.distributed.checkpoint to a checkpoint."""
 
 from __future__ import annotations
 

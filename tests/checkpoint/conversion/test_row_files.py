@@ -1,4 +1,4 @@
-"""Files of ids and rows become a checkpoint with their states, scores and steps, and back."""
+"""Files of ids and rows convert to a checkpoint and back, with states, scores and steps."""
 
 from __future__ import annotations
 

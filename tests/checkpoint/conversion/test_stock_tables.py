@@ -1,4 +1,4 @@
-"""Stock tables that torch.distributed.checkpoint saved become hash tables, and stock ones again."""
+"""Stock tables that torch.distributed.checkpoint saved convert to hash tables and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _state(model, *, nested=True):
 
 
 def _whole(tensor, rank, device):
-    """A sharded tensor in the host memory of rank 0, which is the only one that returns it."""
+    """The whole of a sharded tensor, in host memory; None on all ranks but 0."""
     whole = torch.zeros(tensor.size(), device=device) if rank == 0 else None
     tensor.gather(out=whole)
     return None if whole is None else whole.cpu()

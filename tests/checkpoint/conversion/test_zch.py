@@ -1,4 +1,5 @@
-"""Ids that TorchRec's managed collision modules gave rows to keep them, with scores and steps."""
+"""Conversion keeps the ids that TorchRec's managed collision modules mapped to rows, with scores
+and steps."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _module(policy):
 
 
 def _train(module, ids, steps=12):
-    """As a model's forward; few ids evict none, many do."""
+    """Runs the module's forward. Few ids evict none, many do."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         drawn = ids[torch.randint(0, len(ids), (20,), generator=generator)]
@@ -50,7 +51,7 @@ def _train(module, ids, steps=12):
 
 
 def _check(saved, module, weight, ids):
-    """Every id that the module knows has its row, and no other id has one."""
+    """Every id that the module knows has its row, and no other id has a row."""
     found = entries_of(saved, "user")
     known = set(module._mch_sorted_raw_ids.tolist()) - {torch.iinfo(torch.int64).max}
     assert set(found["ids"].tolist()) == known
@@ -99,7 +100,7 @@ def test_modules_of_several_ranks(tmp_path):
     for half, ids in zip(halves, raw.chunk(2), strict=True):
         _train(half, ids)
     names = ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_counts")
-    # As TorchRec's sharded modules show their parts.
+    # TorchRec's sharded modules store their parts like this.
     state = {MODULE + n: torch.cat([half.state_dict()[n] for half in halves]) for n in names}
     weight = torch.randn(ROWS, DIM)
     dcp.save({**state, WEIGHT: weight}, checkpoint_id=tmp_path / "zch", no_dist=True)
@@ -126,7 +127,8 @@ def test_hashed_identities(tmp_path):
         lengths = torch.ones(len(ids), dtype=torch.int64)
         return module.remap({"user": JaggedTensor(ids, lengths=lengths)})["user"].values()
 
-    # A CPU can't train the module: ids are put where a lookup begins, and then found there.
+    # The module does not train on a CPU: the test writes ids where a lookup starts, and finds them
+    # there.
     ids = torch.randint(0, 2**62, (30,))
     places, first = {}, rows(ids)
     for id_, row in zip(ids.tolist(), first.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Compressed chains hold what others do, and name the package where it is missing."""
+"""Compressed chains hold the same as others; an error names a missing package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table.files.zstd_files import ZstdFile, compress
 
 @pytest.fixture
 def zstandard():
-    """The package; tests that need it are skipped where it is not installed."""
+    """The package; skips tests where it is not installed."""
     return pytest.importorskip("zstandard")
 
 

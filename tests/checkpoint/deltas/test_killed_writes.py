@@ -1,5 +1,5 @@
-"""A write or a merge that is killed at any point leaves the chain before it whole, and a save the
-checkpoint before it, whether it blocks or not."""
+"""If a write or a merge is killed at any point, the previous chain is whole; if a save is killed,
+blocking or not, the previous checkpoint is."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.support.forked import run_python
 
 ROOT = Path(__file__).parents[3]
 
-# One process forks for every write, since starting Python with TorchRec takes seconds. A child dies
-# by SIGKILL at a line of the code that writes, chosen at random. Before each write it tells what
-# its model holds, and after it that it has written.
+# One process forks for every write, since starting Python with TorchRec takes seconds. SIGKILL ends
+# the child at a random line of the code that writes. The child reports what its model holds before
+# each write, and that the write is done after it.
 SCRIPT = """
 import gc, os, random, signal, sys, threading, traceback
 from pathlib import Path
@@ -185,7 +185,7 @@ print(len(os.listdir(chain)), lines, old, new)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["write", "write without blocking", "save", "compact"])
 def test_killed_at_any_line(tmp_path, what):
-    # TORCHREC_HKV_KILLS=50 takes some minutes.
+    # TORCHREC_HKV_KILLS=50 takes minutes.
     kills = int(os.environ.get("TORCHREC_HKV_KILLS", "6"))
     seed = random.randrange(1 << 30)
     (script := tmp_path / "script.py").write_text(SCRIPT)
@@ -194,7 +194,7 @@ def test_killed_at_any_line(tmp_path, what):
     done = run_python(command, {**os.environ, "OMP_NUM_THREADS": "1"}, folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     held, lines, old, new = map(int, done.stdout.split())
-    # A base, two deltas, and the name of the newest; or the parts of a checkpoint.
+    # A base, two deltas and the file that names the newest; or the parts of a checkpoint.
     assert held == (3 if what == "save" else 4)
     assert lines > 1000
     assert what == "compact" or old + new == kills

@@ -1,4 +1,4 @@
-"""Whatever changes a table, a base and deltas hold what it held at each write."""
+"""Whatever changes a table, a base and its deltas hold the table's content at each write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging
 from torchrec_hkv.hash_table.files.table_load import verify
 from torchrec_hkv.hash_table.routing import owner_rank
 
-#: TORCHREC_HKV_CHAINS=10000 for the stress run.
+#: Set TORCHREC_HKV_CHAINS=10000 for a stress run.
 CHAINS = int(os.environ.get("TORCHREC_HKV_CHAINS", "60"))
 
 
@@ -54,7 +54,7 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
     now = written.states[last]
     part = SavedPart(layers[0][0], (0, OWNERS), layers[0][1], tuple(layers[1:]))
     assert _load(changing, written.table, part, (0, OWNERS)) == now
-    # Half of the owners, as at another number of ranks: less than the table's room.
+    # Half of the owners, as with more ranks. They fit in the table.
     owners = (0, OWNERS // 2) if last % 2 else (OWNERS // 3, OWNERS)
     mine = owner_rank(torch.tensor(list(now), dtype=torch.int64), OWNERS).tolist()
     half = {
@@ -66,7 +66,7 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
     assert loaded.items() <= _without_slots(half).items()
     if len(half) <= 0.9 * changing.group.full_slots(written.table):
         assert len(loaded) == len(half)
-    # Merged, it is a saved table.
+    # A merged chain is a saved table.
     merged = merge_layers(layers, folder, 4096)
     verify(folder, merged, 4096)
     group = changing.make()
@@ -76,7 +76,8 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
 
 
 def _check_delta(written: Written, last: int, since: int) -> None:
-    """It holds entries that changed or were looked up, and slots whose ids left, and no others."""
+    """The delta holds entries that changed or were looked up, slots whose ids left, and nothing
+    else."""
     layers = written.layers(last)
     folder, manifest = layers[0]
     if manifest.changes is None:

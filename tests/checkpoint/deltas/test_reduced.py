@@ -1,4 +1,4 @@
-"""Chains without optimizer states, and with rows of 16 bits: for serving."""
+"""Chains for serving: without optimizer states, or with 16-bit rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _load(rank, world_size, device, path, sharding_type):
 
 
 def _codes(values):
-    """By table, id and column, the bits of values that were saved as codes of 8 bits."""
+    """By table, id and column: the bits of values that were saved as 8-bit codes."""
     rows = {}
     for table, id_, at, what, *bits in values:
         if what == "row":
@@ -54,7 +54,7 @@ def _codes(values):
 
 
 def _expected(values, states, dtype):
-    """All values as they come back."""
+    """All values as a load should give them."""
     expected = []
     codes = _codes(values) if dtype == torch.int8 else {}
     for value in values:
@@ -104,7 +104,7 @@ def _overflow(rank, world_size, device, folder):
     checkpoint.import_rows(model, "lru", [(ids, rows)])
     with pytest.raises(ValueError, match=r"beyond 65504, which torch\.float16 can't"):
         writer.write()
-    dist.barrier()  # rank 0 removes what was written
+    dist.barrier()  # rank 0 deletes the files
     names = sorted(path.name for path in folder.iterdir())
     checkpoint.import_rows(model, "lru", [(ids, rows / 2)])
     return names, writer.write().name
@@ -127,7 +127,7 @@ def _not_finite(rank, world_size, device, folder):
         checkpoint.import_rows(model, "lru", [(ids, rows)])
         with pytest.raises(ValueError, match="'lru' has values that are infinite or NaN, which"):
             writer.write()
-        dist.barrier()  # rank 0 removes what was written
+        dist.barrier()  # rank 0 deletes the files
     checkpoint.import_rows(model, "lru", [(ids, rows.nan_to_num())])
     return writer.write().name
 
@@ -149,7 +149,7 @@ def _bf16(rank, world_size, device, folder):
     assert rows.keys() == loaded.keys()
     for id_, row in rows.items():
         assert loaded[id_] == pytest.approx(row, abs=max(map(abs, row)) * (1 / 253 + 1 / 250))
-    # The commands and exports see rows of floats.
+    # Commands and exports read the rows as floats.
     table = Saved.open(folder / "chain").table("lru")
     for batch in table.batches(["rows"], 1 << 20):
         assert "scales" not in batch

@@ -1,5 +1,5 @@
-"""A delta that is lost, doubled, out of order, damaged or of another chain is refused by its name,
-on all ranks, before anything changes."""
+"""A load refuses a delta that is lost, repeated, out of order, damaged or of another chain. All
+ranks name the delta, and nothing changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _write(rank, world_size, device, folder, seed=0):
 
 
 def _refusal(rank, world_size, device, path):
-    """What a load says, or None where it loads."""
+    """The error message of a load, or None if it succeeds."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(50, 51))
     before = held(model, "adam")
@@ -41,13 +41,13 @@ def _refusal(rank, world_size, device, path):
 
 @pytest.fixture(scope="module")
 def chains(tmp_path_factory):
-    """Folder of chains that each test copies; made by the first."""
+    """Folder of the chains, which the first test makes and each test copies."""
     return tmp_path_factory.mktemp("chains")
 
 
 @pytest.fixture
 def chain(run_ranks, chains, device_type, tmp_path):
-    """A base and three deltas, and the same of another run beside it."""
+    """A base and three deltas, beside the same chain of another run."""
     for name, seed in (("one", 0), ("other", 0)):
         if not (chains / device_type / name).exists():
             run_ranks(2, _write, chains / device_type / name, seed)
@@ -174,7 +174,7 @@ def test_a_delta_by_itself(run_ranks, chain, tmp_path):
 
 
 def _damage_all(rank, world_size, device, chain):
-    """Damages one file after the other, in one of three ways."""
+    """Damages the files one by one, each in one of three ways."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(50, 51))
     before = held(model, "adam")
@@ -201,7 +201,7 @@ def _damage_all(rank, world_size, device, chain):
         messages.append((name, way, error))
         path.write_bytes(good)
         if error is None:
-            return messages  # it changed
+            return messages  # the model changed
         assert held(model, "adam") == before
     checkpoint.load(chain, model)
     return messages
@@ -209,7 +209,7 @@ def _damage_all(rank, world_size, device, chain):
 
 @pytest.mark.slow
 def test_any_damage(run_ranks, chain):
-    # Of earlier deltas the tensors are not read: the newest has all of them.
+    # A load reads tensors of the newest delta only, since it has all of them.
     for name in ("base-000000", "delta-000001", "delta-000002"):
         shutil.rmtree(chain / name / "tensors")
     for name, way, error in run_ranks(1, _damage_all, chain)[0]:

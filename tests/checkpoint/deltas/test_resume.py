@@ -1,4 +1,4 @@
-"""A restarted writer continues with a delta if possible, otherwise with a base."""
+"""A restarted writer continues with a delta if possible, and otherwise with a base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv import checkpoint
 
 
 def _steps(model, rank, device, writer, steps):
-    """Trains and writes; names of the folders, and what the model held then."""
+    """Trains and writes. Returns the names of the folders, and what the model held at each."""
     written = []
     for step in steps:
         train(model, rank, device, range(2 * step, 2 * step + 2))
@@ -31,7 +31,7 @@ def _go_on(rank, world_size, device, folder, options, steps):
     model = make_tables(world_size, device, "row_wise", expire_after=3)
     writer = checkpoint.DeltaWriter(model, folder, model.fused_optimizer, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of states that are reset
+        warnings.simplefilter("ignore")  # for states that are reset
         assert writer.resume() == 0
     state = checkpoint.digest(model), held(model, "adam")
     return state, _steps(model, rank, device, writer, steps)
@@ -98,7 +98,7 @@ def test_a_writer_that_was_killed_before_it_named_the_newest(run_ranks, tmp_path
     run_ranks(1, _begin, folder, {})
     newest = (folder / "deltas.json").read_bytes()
     first = run_ranks(1, _go_on, folder, {}, range(3, 4))
-    (folder / "deltas.json").write_bytes(newest)  # names delta-000002
+    (folder / "deltas.json").write_bytes(newest)  # the error names delta-000002
     (folder / ".delta-000004.saving").mkdir()
     ((state, written),) = run_ranks(1, _go_on, folder, {}, range(4, 5))
     assert state == first[0][1][-1][1:]

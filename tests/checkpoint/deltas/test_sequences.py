@@ -1,4 +1,5 @@
-"""Sequences of training, writes, kills, damage, loads and merges, against a Python dictionary."""
+"""Random sequences of training, writes, kills, damage, loads and merges agree with a Python
+dictionary."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.support.chain_sequences import OPERATIONS, Sequence
 operations = st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=14)
 
 
-# tests/stress/test_chain_sequences.py does thousands.
+# tests/stress/test_chain_sequences.py runs thousands of sequences.
 @pytest.mark.slow
 @settings(
     max_examples=25,
@@ -19,7 +20,7 @@ operations = st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=14)
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 1 << 32), names=operations)
-# Several files of a shard, copied at once; and rows that change without a lookup.
+# Several files of a shard are copied at once, and rows change without a lookup.
 @example(seed=3, names=["train"] * 6 + ["write_behind"])
 @example(seed=0, names=["train", "train", "write", "assign", "write"])
 def test_sequences(tmp_path_factory, seed, names):

@@ -1,4 +1,4 @@
-"""A save that does not block holds what the model held at its step."""
+"""A non-blocking save holds the model's content at the step of the call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _train_meanwhile(rank, world_size, device, folder, sharding_type):
     model = make_tables(world_size, device, sharding_type, rows=150)
     train(model, rank, device, range(6))
     before = _state(model, device)
-    # As save does it, but nothing is written before the training below has ended.
+    # Does what save does, but writes nothing before the training below has ended.
     place, go_on = AtomicFolder(folder / "c"), threading.Event()
     handle = SaveHandle(place.path)
     handle.defer(go_on.wait)
@@ -69,7 +69,7 @@ def _save_often(rank, world_size, device, folder):
     for step in range(5):
         train(model, rank, device, range(2 * step, 2 * step + 2))
         states.append(_state(model, device))
-        # The next one waits for this one.
+        # The next save waits for this one.
         handle = checkpoint.save(
             folder / "c",
             model,
@@ -77,7 +77,7 @@ def _save_often(rank, world_size, device, folder):
             blocking=False,
             staging_bytes=1 if step % 2 else 1 << 30,
         )
-    checkpoint.load(folder / "c", model, model.fused_optimizer)  # waits, too
+    checkpoint.load(folder / "c", model, model.fused_optimizer)  # waits for the save, too
     assert handle.done()
     assert handle.wait() == Path(folder / "c")
     assert _state(model, device) == states[-1]
@@ -100,7 +100,7 @@ def _write_deltas(rank, world_size, device, folder):
         if handle is not None:
             paths.append(handle.path.name)
             states.append(_state(model, device))
-    # The last one as usual.
+    # The last save blocks.
     train(model, rank, device, range(50, 51))
     paths.append(writer.write(blocking=True).name)
     states.append(_state(model, device))

@@ -1,4 +1,4 @@
-"""Errors of a save that does not block; the checkpoint before stays whole."""
+"""Non-blocking saves report errors; the previous checkpoint stays whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_hkv.collective import on_every_rank
 
 
 def _limited(failing, rank, work):
-    """As where the disk is full: a file can't become larger than so many bytes."""
+    """Simulates a full disk: files can't grow beyond this many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == failing:

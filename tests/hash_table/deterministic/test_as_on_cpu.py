@@ -1,4 +1,4 @@
-"""A deterministic group on a GPU keeps and evicts what one on a CPU does, slot by slot."""
+"""A deterministic group on a GPU keeps and evicts the same ids as one on a CPU, slot by slot."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table import (
 )
 
 pytestmark = NEEDS_GPU
-# Of each table; the last two have buckets of fewer than 64 slots, and few of them.
+# Slots of each table; the last two have few buckets, of fewer than 64 slots.
 CAPACITIES, DIMS = (640, 64, 1000, 130, 5), (8, 4, 12, 3, 1)
 OPTIONS = {
     "lru": {},
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def make(device, options):
-    """Five tables, six features; the sixth is the first's again."""
+    """Five tables and six features; the sixth feature is of the first table again."""
     specs = [
         TableSpec(
             f"t{t}",
@@ -92,7 +92,8 @@ def test_equal_slots_and_entries(options):
 @pytest.mark.parametrize("capacity", [1, 5, 64, 128, 200, 5000])
 @pytest.mark.parametrize("ids", [1, 30, 700, 20_000, 300_000])
 def test_batches_of_new_ids(ids, capacity):
-    """All new, each three times; tables much smaller than the batch, and much larger."""
+    """All ids are new and occur three times; tables are much smaller or much larger than the
+    batch."""
     groups = [
         TableGroup([TableSpec("t", capacity, 2, deterministic=True)], [0], device=device)
         for device in ("cuda", "cpu")
@@ -111,7 +112,7 @@ def test_batches_of_new_ids(ids, capacity):
 
 
 def test_one_id_many_times():
-    """And others among it."""
+    """One id takes 99 % of the positions; others come between."""
     groups = [
         TableGroup([TableSpec("t", 64, 2, deterministic=True)], [0], device=device)
         for device in ("cuda", "cpu")
@@ -129,7 +130,7 @@ def test_one_id_many_times():
 
 
 def test_other_groups_are_as_before():
-    """Without the option ids are neither lost nor found twice, beside a group that has it."""
+    """A group without the option, beside a group with it, neither loses nor duplicates ids."""
     plain = TableGroup([TableSpec("t", 5000, 2)], [0], device="cuda")
     ordered = TableGroup([TableSpec("t", 5000, 2, deterministic=True)], [0], device="cuda")
     for step in range(5):

@@ -1,4 +1,5 @@
-"""Of several scores that a call gives for one id, the last stays where they are taken as given."""
+"""If a call gives several scores for one id, the last one stays under policies that store given
+scores."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A file is loaded into a table of another size on a GPU as on a CPU, where it is deterministic."""
+"""A deterministic table of another size loads a file on a GPU as on a CPU."""
 
 import pytest
 import torch

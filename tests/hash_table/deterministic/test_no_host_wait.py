@@ -1,4 +1,4 @@
-"""Deterministic calls on a GPU do not wait for the device, and replay from a CUDA graph."""
+"""Deterministic calls on a GPU do not make the host wait, and can be replayed by a CUDA graph."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def step(group, bags):
 
 
 def batch_of(number):
-    """Of one shape: bags of three."""
+    """A batch of constant shape: bags of three ids."""
     ids = power_law_bags(number, 2, 400, 3000, longest=20).ids[: 2 * 200 * 3]
     return Bags(ids.cuda(), torch.arange(401, device="cuda") * 3, 200)
 

@@ -1,4 +1,4 @@
-"""Operations of a deterministic HashTable on a GPU do what those on a CPU do, bit for bit.
+"""Operations of a deterministic HashTable on a GPU equal those on a CPU, bit for bit.
 
 Ids repeat within calls, with other rows and scores.
 """
@@ -46,7 +46,7 @@ def batches(policy, dtype, n=900, calls=12):
 
 
 def on(device, tensors):
-    """Moved, where there is anything."""
+    """Moves each tensor that is not None."""
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
@@ -118,7 +118,8 @@ def test_one_row_added_to_many_times(dtype):
 
 
 def test_rows_in_host_memory():
-    """Rows are written back and fetched again meanwhile; what is thrown out is as it was."""
+    """The GPU's table writes rows back and fetches them again meanwhile; evicted entries are
+    equal."""
     tables = make("lru", torch.float32)
     limit = tables[0].group.hbm_bytes(0) * 3 // 4
     tiered = HashTable(

@@ -1,4 +1,4 @@
-"""Deterministic mode is requested by a bool, in any of three places."""
+"""A bool requests deterministic mode, in any of three places."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_anything_else_is_refused(where, value):
 
 
 def test_a_file_does_not_say(tmp_path):
-    """What was saved with the option loads without it, and the other way round."""
+    """A file saved with the option loads without it, and the other way round."""
     HashTable(4, 64, deterministic=True).save(tmp_path / "a")
     HashTable(4, 64).load(tmp_path / "a")
     assert not HashTable.from_file(tmp_path / "a").group.tables[0].deterministic

@@ -1,4 +1,4 @@
-"""Training runs that get the same batches end with the same bits, whatever else the device does."""
+"""Training runs on the same batches end with the same bits, whatever else the device does."""
 
 import contextlib
 import threading
@@ -32,9 +32,10 @@ OPTIONS = {
 
 
 def train(device, options, optimizer, deterministic=True, share=None, ahead=0):
-    """(the group, outputs of all steps). Gradients follow from outputs, so that errors spread.
+    """Returns the group and the outputs of all steps. Gradients depend on outputs, so that errors
+    spread.
 
-    ahead: batches that are found before the backward of the one before.
+    ahead: number of batches that are found before the backward of an earlier one.
     """
     specs = []
     for t, (capacity, dim) in enumerate(zip(CAPACITIES, DIMS, strict=True)):
@@ -66,7 +67,7 @@ def train(device, options, optimizer, deterministic=True, share=None, ahead=0):
 
 @contextlib.contextmanager
 def load():
-    """Other kernels on another stream, and another group's."""
+    """Runs other kernels, and another group's, on another stream."""
     stop = threading.Event()
 
     def work():
@@ -122,7 +123,7 @@ def test_equal_bits(device_type, options, optimizer, ahead):
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("options", ["lru", "lfu"])
 def test_rows_in_host_memory(options, share):
-    """As with all rows in HBM, too."""
+    """Results equal those with all rows in HBM."""
     runs = [train("cuda", OPTIONS[options], Adam(), share=share)]
     with load():
         runs.append(train("cuda", OPTIONS[options], Adam(), share=share))

@@ -1,5 +1,4 @@
-"""Counts of ids that are not admitted are saved; a file says nothing of options that are the
-process's."""
+"""Files keep counts of ids that are not admitted, but no options of the process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tables under LRU, LFU and AgedLFU load what the others have saved, with what each knows."""
+"""Tables under LRU, LFU and AgedLFU load each other's files, with all that each policy can use."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ POLICIES = ("lru", "lfu", AgedLFU(2.0))
 
 
 def trained(device: str, eviction, capacity: int = 300) -> HashTable:
-    """A full table, whose ids have different counts and last calls."""
+    """A full table, whose ids differ in counts and in last lookups."""
     table = make(device, capacity, eviction=eviction)
     ids = distinct_ids(2 * capacity, device)
     generator = torch.Generator().manual_seed(3)
@@ -77,7 +77,7 @@ def test_from_file(tmp_path):
 
 
 def test_training_goes_on_as_without_a_save(device_type, tmp_path):
-    """The mean number of lookups of a call comes along, and with it the half-life."""
+    """The file keeps the mean number of lookups of a call, which determines the half-life."""
     source = trained(device_type, AgedLFU(2.0))
     source.save(tmp_path / "table")
     loaded = make(device_type, 300, eviction=AgedLFU(2.0))

@@ -1,4 +1,4 @@
-"""A bit that flips anywhere in a saved table is noticed; the file is named, and nothing changes."""
+"""A load detects a bit flip anywhere in a saved table and names the file; nothing changes."""
 
 import random
 
@@ -18,7 +18,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target():
-    """Refuses all that it loads, and stays what it is."""
+    """A table that refuses all loads and stays unchanged."""
     return filled("cpu", 50, eviction="lfu", state_dim=1)
 
 

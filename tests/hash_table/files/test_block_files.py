@@ -1,4 +1,4 @@
-"""Files in whole blocks hold what was written, wherever batches begin and end."""
+"""Block files return what was written, wherever batches begin and end."""
 
 import gc
 import os
@@ -31,7 +31,8 @@ def random_entries(fields, n):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_blocks_and_bytes(tmp_path, direct):
-    """Blocks past the cache, and bytes through it between them, are read again either way."""
+    """Blocks bypass the page cache, bytes between them go through it; both modes read back the
+    same."""
     path = tmp_path / "f"
     memory = block_memory(4 * BLOCK)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
@@ -92,7 +93,8 @@ def test_bytes_keep_their_memory():
 
 
 def test_memory_that_no_disk_reads_to_goes_through_the_cache(tmp_path):
-    """What begins within a block can't be handed to a disk; the file system says so."""
+    """The file system refuses direct I/O from unaligned memory, so the write goes through the
+    cache."""
     path = tmp_path / "f"
     data = host_memory(block_memory(2 * BLOCK).fill_(7)[1 : BLOCK + 1])
     file = BlockFile(path, NEW)
@@ -105,7 +107,8 @@ def test_memory_that_no_disk_reads_to_goes_through_the_cache(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "state_dim"), [(1, 0), (3, 1), (64, 128)])
 def test_batches_of_any_length(tmp_path, dtype, dim, state_dim):
-    """Written in pieces and read in others: every byte, and the checksums of other code."""
+    """Writes some pieces and reads others; compares all bytes, and checksums with those of other
+    code."""
     fields = fields_of(dim, dtype, state_dim, keeps_scores=True)
     n = 40_000
     entries = random_entries(fields, n)
@@ -135,7 +138,7 @@ def test_batches_of_any_length(tmp_path, dtype, dim, state_dim):
 
 
 def test_a_table_past_the_page_cache(device_type, tmp_path):
-    """A shard long enough for it, by several threads, bit for bit."""
+    """Several threads save and load a shard large enough for direct I/O, bit for bit."""
     table = filled(device_type, 150_000, 200_000, dim=32, eviction="lfu", state_dim=1)
     files.save(table.group, 0, tmp_path, threads=2, batch_bytes=3 << 20)
     (path,) = shard_files(tmp_path)
@@ -153,7 +156,8 @@ def test_a_table_past_the_page_cache(device_type, tmp_path):
     ],
 )
 def test_the_number_of_shards_is_bounded(size, threads, shards):
-    """Each costs a look at all slots, so that their number must not grow with the table."""
+    """Each shard costs a scan of all slots, so the number of shards must not grow with the
+    table."""
     entry = 100
     counts = torch.full((1 << 16,), size // entry >> 16) + (torch.arange(1 << 16) % 3)
     most = files.default_shard_bytes(int(counts.sum()) * entry, threads)

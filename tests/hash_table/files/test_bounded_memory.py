@@ -1,4 +1,4 @@
-"""A save and a load take no more memory than they were allowed, whatever the table's size."""
+"""Saves and loads stay within the memory that they are allowed, whatever the table's size."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.support.saved_tables import filled, like
 ROOT = Path(__file__).parents[3]
 BATCH = 16 << 20
 
-# A table of some 200 MB; peaks are of the process, so it gets one of its own.
+# A table of some 200 MB. Peak memory belongs to a process, so the test starts one.
 SCRIPT = """
 import sys
 import torch
@@ -62,8 +62,8 @@ def test_host_memory(tmp_path):
     except OSError:
         pytest.skip("needs /proc/self/clear_refs")
     arguments = [str(tmp_path / "t"), str(BATCH), "400000", "200000"]
-    # Blocks of more than that many bytes are of their own and go when they are given back: in the
-    # heap, by default, what is free between others would count.
+    # malloc maps blocks above this size separately and unmaps them when freed. In the heap, free
+    # memory between other blocks would count.
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
@@ -76,7 +76,7 @@ def test_host_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     grown = [float(line) for line in done.stdout.split()]
     assert len(grown) == 3
-    # 16 MiB, and some for the interpreter and libraries that are mapped again.
+    # 16 MiB, and some for libraries and the interpreter, which are mapped again.
     assert max(grown) < 16 + 4, grown
 
 

@@ -1,4 +1,4 @@
-"""The clock and the epoch are loaded too: what comes next is newer than what was saved."""
+"""A load restores the clock and the epoch: later calls are newer than the save."""
 
 import pytest
 import torch
@@ -49,7 +49,8 @@ def test_impossible_clocks(clock):
 
 
 def test_a_backward_to_come_refuses_a_load(device_type, tmp_path):
-    """It would write to slots that others have by then."""
+    """A load is refused while a backward is pending, which would write to slots that other ids have
+    by then."""
     group = TableGroup([TableSpec("t", 100, 4)], [0], SGD(), device=device_type)
     ids = torch.arange(5, device=device_type)
     offsets = torch.arange(6, device=device_type)

@@ -1,4 +1,4 @@
-"""Files with right checksums that make no sense as a table, as another program might write them."""
+"""Files with correct checksums that contradict themselves, as another program might write them."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_a_slot_taken_twice(saved, device_type):
 
 def test_an_id_in_both_of_its_buckets(saved, device_type):
     def change(memory):
-        # The first two entries whose id could stand where another one does.
+        # The first two entries of which one id could be in the other's slot.
         slots, ids = memory["slots"].tolist(), memory["ids"].tolist()
         manifest = Manifest.read(saved)
         for at, id_ in enumerate(ids):

@@ -1,4 +1,4 @@
-"""Where a table may be saved: a new folder, or one of an earlier save; nothing else is touched."""
+"""A table may be saved to a new folder, or over an earlier save; a save touches nothing else."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A table is made from a file."""
+"""HashTable.from_file makes a table from a file."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_as_it_was(device_type, tmp_path):
     assert (made.dim, made.dtype, made.eviction, made.state_dim) == (
         3, torch.bfloat16, "epoch_lfu", 2,
     )  # fmt: skip
-    # New ids start from the same rows.
+    # New ids start from the same initial rows.
     ids = distinct_ids(50, device_type)
     assert torch.equal(made.find(ids)[0], table.find(ids)[0])
     made.save(tmp_path)

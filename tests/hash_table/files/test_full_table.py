@@ -1,4 +1,4 @@
-"""A full table loses nothing: every entry goes back to its own slot."""
+"""A full table loads without loss: every entry returns to its own slot."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tables of a group are saved one by one, with the optimizer states that training left."""
+"""Tables of a group are saved one by one, with their optimizer states."""
 
 import pytest
 import torch

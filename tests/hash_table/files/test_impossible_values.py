@@ -1,5 +1,5 @@
-"""A manifest with one changed value and a right checksum: it is refused by name and nothing
-changes, or the table holds the same entries."""
+"""A load of a manifest with one changed value and a correct checksum is refused by name and changes
+nothing, or gives the same entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = settings(
 
 def saved_kind(kind):
     table = filled("cpu", **KINDS[kind])
-    if table._group.tables[0].admission is not None:  # takes what comes twice
+    if table._group.tables[0].admission is not None:  # admits ids that come twice
         ids = distinct_ids(450, "cpu")
         for _ in range(2):
             table.insert_or_assign(ids, random_rows(table, 450))
@@ -46,7 +46,7 @@ def saved(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def targets(saved):
-    """Tables with ids of their own that nothing has been loaded into: one, or none."""
+    """Tables that hold other ids and have loaded nothing: one, or none."""
     return []
 
 
@@ -197,7 +197,7 @@ def test_nested_too_deeply(tmp_path):
 
 
 def test_a_table_of_a_group(tmp_path):
-    """The clock belongs to all tables of a group: it stays, too."""
+    """The clock belongs to all tables of a group, so a refused load leaves it unchanged too."""
     filled("cpu", name="b").save(tmp_path / "t")
     shutil.copytree(tmp_path / "t", tmp_path / "bad")
     file = tmp_path / "bad" / "manifest.json"

@@ -1,4 +1,4 @@
-"""A save that is killed at any point leaves the last one whole."""
+"""If a save is killed at any point, the previous save stays whole."""
 
 import os
 import random
@@ -19,7 +19,7 @@ SOURCES = {Path(module.__file__).name for module in MODULES}
 
 
 def save_until(table, path, line):
-    """Saves in a child that dies at the given line of the saving code; returns whether it did."""
+    """Saves in a child that dies at the given line of the saving code. Returns whether it died."""
     child = os.fork()
     if child == 0:
         lines = 0
@@ -72,7 +72,7 @@ def test_killed_at_any_line(tmp_path, tables):
     snapshots = [snapshot(table) for table in tables]
     saved = 0
     new = old = 0
-    # The last lines are where the new save becomes the one that counts.
+    # The last lines make the new save current.
     for line in [*random.Random(5).sample(range(1, lines), KILLS), *range(lines - 60, lines + 1)]:
         other = 1 - saved
         died = save_until(tables[other], path, line)

@@ -1,4 +1,4 @@
-"""HashTable.save(blocking=False): its content is of the moment of the call, in bounded memory."""
+"""HashTable.save(blocking=False) holds the content at the moment of the call, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_hkv.write_behind import SaveHandle
 
 
 def _change(table, device):
-    """Other rows for all ids, new ids, and then nothing."""
+    """Changes all rows, adds ids, and then clears the table."""
     ids = distinct_ids(900, device)
     scores = torch.ones_like(ids) if table.eviction in ("lfu", "customized") else None
     table.insert_or_assign(ids, random_rows(table, 900), scores)
@@ -27,7 +27,8 @@ def _change(table, device):
     assert table.size == 0
 
 
-# Copies that stay in the GPU's memory, some of which do, and that go to host memory at once.
+# GPU memory for copies: enough for all, for some, and none, so that copies go to host memory at
+# once.
 @pytest.mark.parametrize("on_device", [None, 3000, 0])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("policy", ["lru", "customized"])
@@ -77,7 +78,7 @@ def test_memory_that_pytorch_keeps_is_free_for_copies(tmp_path):
 
 @pytest.mark.slow
 def test_large_files(device_type, tmp_path):
-    # More than 16 MiB a file, which goes past the page cache.
+    # Files larger than 16 MiB bypass the page cache.
     table = HashTable(128, 60_000, device=device_type)
     ids = distinct_ids(50_000, device_type)
     table.insert_or_assign(ids, torch.randn(50_000, 128, device=device_type))
@@ -94,9 +95,9 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
     ids = distinct_ids(40_000, device_type)
     table.insert_or_assign(ids, torch.randn(40_000, 64, device=device_type))
     before = entries(table)
-    limit = 2 << 20  # of some 10 MB
+    limit = 2 << 20  # of about 10 MB
     handle = SaveHandle(tmp_path / "t", limit, device_staging_bytes=0)
-    handle.defer(lambda: time.sleep(0.3))  # a slow disk
+    handle.defer(lambda: time.sleep(0.3))  # simulates a slow disk
     with caplog.at_level(logging.WARNING):
         files.save(table._group, 0, tmp_path / "t", batch_bytes=1 << 20, handle=handle)
     handle.close()
@@ -106,7 +107,7 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
     table.clear()
     handle.wait()
     assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == before
-    # Pieces that are larger than that pass one by one.
+    # Pieces larger than the limit are copied one at a time.
     handle = table.save(tmp_path / "t", blocking=False, staging_bytes=1, device_staging_bytes=0)
     handle.wait()
     assert HashTable.from_file(tmp_path / "t", device=device_type).size == 0
@@ -222,7 +223,7 @@ def test_killed_in_between(tmp_path):
     table.insert_or_assign(torch.arange(500), torch.randint(0, 99, (500, 3)).float())
     table.save(tmp_path / "t")
     (script := tmp_path / "script.py").write_text(_KILLED)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that it can fork
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # a process with one thread can fork
     done = run_python([str(script), str(tmp_path / "t")], environment)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10  # kills, at every job of the thread
+    assert int(done.stdout) > 10  # kills at every job of the thread

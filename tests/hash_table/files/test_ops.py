@@ -1,4 +1,4 @@
-"""The ops behind save and load have schemas and fakes that PyTorch finds correct."""
+"""opcheck accepts the schemas and fakes of the ops for saving and loading."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def table(request, device_type):
 
 
 def given(table, n=30):
-    """Entries that rank below all others, so that the table refuses them again and again."""
+    """Entries of lowest rank, which the full table refuses each time."""
     device = table.device.type
     steps = torch.zeros(n, dtype=torch.int32, device=device)
     scores = torch.zeros(n if table.eviction != "lru" else 0, dtype=torch.int64, device=device)
@@ -45,7 +45,7 @@ def test_overwrite_slots(table):
     group = table._group
     slots = group.select_slots(0)[:20]
     ids, rows, steps, scores, states = ops.read_slots(group.handle, 0, slots)
-    ids = torch.cat([ids[:10], ids[10:] ^ 1])  # the last ten are not what stands there
+    ids = torch.cat([ids[:10], ids[10:] ^ 1])  # the last ten ids differ from those in the slots
     other = rows.neg(), steps + 1, scores + 1, states.neg()
     torch.library.opcheck(ops.overwrite_slots, (*place(table), slots, ids, *other))
     now = ops.read_slots(group.handle, 0, slots)
@@ -55,7 +55,7 @@ def test_overwrite_slots(table):
 
 
 def test_restore_entries(table):
-    # What is displaced, of which there is nothing here, is left unwritten.
+    # The op leaves outputs for displaced entries unwritten; there are none here.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     args = (*place(table), *given(table))
     torch.library.opcheck(ops.restore_entries, args, test_utils=checks)
@@ -68,12 +68,12 @@ def test_find_misplaced():
 
 
 def test_ops_that_return_numbers():
-    """They have no fakes; their schemas tell what they change."""
+    """These ops have no fakes; their schemas declare what they change."""
     checks = ("test_schema", "test_autograd_registration")
     table = filled("cpu", 400, 64, state_dim=2)
     slots = table._group.select_slots(0)[:9].sort().values
     entries = ops.read_slots(table._group.handle, 0, slots)
-    # The table has these entries already, so that no run changes it.
+    # The table already has these entries, so no run changes it.
     batches = [[tensor] for tensor in (slots, *entries)]
     torch.library.opcheck(ops.restore_together, (*place(table), *batches), test_utils=checks)
     torch.library.opcheck(ops.find_repeated, place(table), test_utils=checks)

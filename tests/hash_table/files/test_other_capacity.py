@@ -1,4 +1,5 @@
-"""A load into another capacity inserts the entries again; it drops those of the lowest scores."""
+"""A load into another capacity inserts the entries again, and drops those with the lowest
+scores."""
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_what_is_lost_ranks_lowest(device_type, tmp_path, policy, batch_bytes):
     assert lost == len(before) - len(after)
     assert smaller.size == smaller.capacity
     assert all(after[id_] == before[id_] for id_ in after)
-    # An id that is out ranks below all in both of its buckets.
+    # A dropped id ranks below all entries of both its buckets.
     buckets = -(-1000 // 64)
     bucket_slots = smaller.capacity // buckets
     ids = list(after)
@@ -77,7 +78,8 @@ def test_what_is_lost_ranks_lowest(device_type, tmp_path, policy, batch_bytes):
     for id_ in before.keys() - after.keys():
         own = rank(before[id_], policy, smaller)
         assert all(own <= lowest[bucket] for bucket in buckets_of(id_, buckets))
-    # Few of the highest are missing. Up to a load of .9, two buckets nearly always have a slot.
+    # Few of the highest ranks are missing. Up to a load of .9, one of two buckets nearly always has
+    # a free slot.
     ranked = sorted(before, key=lambda id_: rank(before[id_], policy, smaller), reverse=True)
     best = ranked[: int(0.9 * smaller.capacity)]
     last = rank(before[best[-1]], policy, smaller)

@@ -1,4 +1,4 @@
-"""Shards hold ranges of owner buckets, in order, and other programs can read them."""
+"""Shards hold ranges of owner buckets, in order; other programs can read them."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_the_safetensors_package_reads_them(device_type, tmp_path):
 
 
 def test_ids_that_the_part_was_not_asked_for(tmp_path):
-    """A shard of a sharded table may hold no ids of other ranks, whatever its manifest says."""
+    """A shard of a sharded table must not hold ids of other ranks, whatever its manifest says."""
     filled("cpu").save(tmp_path)
     manifest = Manifest.read(tmp_path)
     for shard in manifest.shards:

@@ -1,4 +1,4 @@
-"""Pages of a table that are got before it is filled."""
+"""A table's pages are allocated before a load fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes and scales of rows that are saved with 8 bits."""
+"""Codes and scales of rows that are saved in 8 bits."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from torchrec_hkv.hash_table.files.shard_files import quantised
 
 
 def test_equal_to_numpy(device_type):
-    """The scale is the quotient by 127, rounded once, on each device."""
+    """The scale is the maximum divided by 127, rounded once, on each device."""
     rows = torch.randn(5000, 12) * torch.logspace(-20, 20, 5000)[:, None]
     rows[7] = 0
     codes, scales = quantised(rows.to(device_type))

@@ -1,4 +1,4 @@
-"""repeated_id finds an id that is there twice, in as little memory as it is given."""
+"""repeated_id finds a repeated id within the memory that it is given."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_id_alone_more_often_than_fits():
 
 
 def test_ids_that_share_a_part_are_split_further():
-    """Ids whose hashes begin alike: they don't spread over the parts."""
+    """Hashes with a common prefix put all ids into one part, which must be split again."""
     ids = torch.arange(1 << 19)
     alike = ids[mix64(ids) >> 59 & 31 == 7].tolist()[:12_000]
     assert len(alike) == 12_000

@@ -1,4 +1,4 @@
-"""Restoring several batches at once leaves what restoring them one after the other does."""
+"""Restoring several batches at once equals restoring them one after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def place(table):
 
 
 def geometry(table):
-    """Number of buckets, and of the slots of one."""
+    """Number of buckets, and slots per bucket."""
     return _C.table_layout(table._group.handle, 0)[-2:]
 
 
@@ -25,7 +25,7 @@ def read(table, slots):
 
 
 def shares(table, count):
-    """All entries, in batches whose slots ascend, each from anywhere in the table."""
+    """All entries, in batches of ascending slots; each entry is in a random batch."""
     slots = table._group.select_slots(0).sort().values
     share = torch.randint(count, slots.shape)
     return [read(table, slots[share == number]) for number in range(count)]

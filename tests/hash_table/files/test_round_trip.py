@@ -1,4 +1,4 @@
-"""A saved table loads as it was, bit for bit: ids, slots, rows, scores, last steps, states."""
+"""A saved table loads bit for bit: ids, slots, rows, scores, last steps, states."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def test_every_policy_and_dtype(device_type, tmp_path, policy, dtype):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_both_go_on_alike(device_type, tmp_path, policy):
-    """The same ids leave afterwards."""
+    """The saved and the loaded table evict the same ids afterwards."""
     table = filled(device_type, 2000, eviction=policy)
     table.save(tmp_path)
     loaded = like(table)
     loaded.load(tmp_path)
-    # One at a time: on a GPU the order within a call is open.
+    # One id at a time: on a GPU the order within a call is undefined.
     for part in distinct_ids(100, device_type).split(1):
         table.epoch += 1
         loaded.epoch += 1

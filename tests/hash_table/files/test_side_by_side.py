@@ -1,4 +1,4 @@
-"""Tables on a CPU that are loaded from several files at once."""
+"""Tables on a CPU load several files at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.files import save, side_by_side
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
-    """Files of these tests are short, and so are pieces of them."""
+    """Shortens pieces, because the files of these tests are short."""
     monkeypatch.setattr(side_by_side, "PIECE_BYTES", 64)
 
 
@@ -39,7 +39,7 @@ def test_files_of_very_different_sizes(tmp_path):
 
 
 def test_a_short_file_does_not_make_rounds_long(tmp_path, monkeypatch):
-    """The memory of a load is that of its longest rounds."""
+    """The longest rounds decide the memory of a load."""
     table = filled("cpu", 5000, 6000)
     save(table._group, 0, tmp_path, shard_bytes=entry_bytes_of(table) * 4990)
     reserved = []

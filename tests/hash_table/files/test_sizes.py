@@ -1,4 +1,5 @@
-"""Odd sizes: empty tables, one entry, batches and shards of a few bytes, narrow and wide rows."""
+"""Unusual sizes: empty tables, one entry, batches and shards of a few bytes, narrow and wide
+rows."""
 
 import itertools
 
@@ -70,7 +71,7 @@ def test_sizes_that_make_no_sense(tmp_path, bytes_):
 
 
 def test_ranges_of_owner_buckets():
-    """plan_shards against what it promises."""
+    """plan_shards keeps its documented promises."""
     generator = torch.Generator().manual_seed(1)
     for most in (1, 3, 10, 1000):
         counts = torch.randint(0, 6, (200,), generator=generator)

@@ -1,4 +1,4 @@
-"""A file that is cut short, too long or missing is refused by name, before anything changes."""
+"""A load refuses a file that is truncated, too long or missing by name, before anything changes."""
 
 import os
 
@@ -60,7 +60,7 @@ def test_swapped_shards(saved, target):
 
 
 def test_a_shard_of_another_save(saved, tmp_path, target):
-    """Of the same sizes: only the checksums tell."""
+    """The files have equal sizes, so only the checksums differ."""
     other = tmp_path / "other"
     table = filled("cpu", eviction="lfu", state_dim=1)
     files.save(table._group, 0, other, shard_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""The file that a save writes its manifest to is a new one, whatever has its name."""
+"""A save writes its manifest to a new file, even if a file of that name exists."""
 
 from __future__ import annotations
 

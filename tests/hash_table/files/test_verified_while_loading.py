@@ -1,4 +1,5 @@
-"""A load that verifies files while it reads them finds what a verification before would find."""
+"""A load that verifies files while reading them finds the same errors as a separate
+verification."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_checksums_of_pieces(sizes):
     assert joined == zlib.crc32(first + second)
 
 
-@pytest.mark.parametrize("capacity", [700, 2000])  # each entry at its place, or anywhere
+@pytest.mark.parametrize("capacity", [700, 2000])  # each entry at its own slot, or at any
 @pytest.mark.parametrize("batch_bytes", [4_000, 1 << 20])
 @pytest.mark.parametrize("eviction", ["lru", "customized"])
 def test_what_is_sound_loads(tmp_path, device_type, capacity, batch_bytes, eviction):
@@ -102,7 +103,7 @@ def test_an_id_in_both_of_its_buckets(saved, capacity):
 
 
 def test_many_slots_at_a_time(tmp_path):
-    """Ids are looked up in parts of the table."""
+    """The verification looks ids up in parts of the table."""
     table = filled("cpu", 5000, 6000)
     table.save(tmp_path)
     loaded = like(table)

@@ -1,4 +1,4 @@
-"""A file of another table is refused with one sentence that names both values."""
+"""A load refuses a file of another table, with one sentence that names both values."""
 
 import json
 

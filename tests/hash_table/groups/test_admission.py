@@ -1,4 +1,5 @@
-"""Tables of a group admit by themselves; what is not admitted is looked up and not trained."""
+"""Each table of a group admits ids by its own options; ids that are not admitted are looked up but
+not trained."""
 
 import torch
 
@@ -28,12 +29,12 @@ def make(device: str) -> TableGroup:
         TableSpec(name, 2000, 4, initializer=Uniform(-1, 1), admission=admission)
         for name, admission in ADMISSIONS.items()
     ]
-    # The third and the last feature are of one table.
+    # The third and the last feature belong to one table.
     return TableGroup(specs, [0, 1, 2, 3, 4, 2], SGD(), device=device)
 
 
 def test_each_table_has_its_own(device_type):
-    """The same ids in all tables; two features of one table count together."""
+    """Tables count the same ids separately; two features of one table count together."""
     group = make(device_type)
     ids = random_ids(300)
     bags = Bags(ids.repeat(6), torch.arange(6 * 300 + 1), 300).to(device_type)
@@ -61,7 +62,7 @@ def test_unadmitted_ids_count_with_their_initial_rows_and_are_not_trained(device
     spec = TableSpec("t", 100, 4, initializer=Uniform(-1, 1), admission=MinFrequency(2, entries=64))
     group = TableGroup([spec], [0], RowWiseAdagrad(), device=device_type)
     ids = random_ids(10)
-    ids = torch.cat([ids, ids[:5]])  # five of them twice
+    ids = torch.cat([ids, ids[:5]])  # five ids occur twice
     bags = Bags(ids, torch.arange(16), 15).to(device_type)
     out = lookup(group, bags)
     initial = initial_rows(ids, 4, table="t", initializer=Uniform(-1, 1))
@@ -71,7 +72,7 @@ def test_unadmitted_ids_count_with_their_initial_rows_and_are_not_trained(device
     assert rows.keys() == set(ids[:5].tolist())
     by_id = dict(zip(ids.tolist(), initial, strict=True))
     assert all((row != by_id[id_]).all() for id_, row in rows.items())
-    again = lookup(group, Bags.flat(ids[5:10]).to(device_type))  # the second time: admitted
+    again = lookup(group, Bags.flat(ids[5:10]).to(device_type))  # the second lookup admits them
     torch.testing.assert_close(again.detach().cpu(), initial[5:10].sum(0, keepdim=True))
     again.backward(torch.ones_like(again))
     assert rows_by_id(group).keys() == set(ids.tolist())

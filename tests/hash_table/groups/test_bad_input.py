@@ -69,7 +69,7 @@ def test_ids_and_offsets(group, operation):
     refuses(group, operation, ValueError, "offsets must have 3 elements", offsets=offsets[:2])
     refuses(group, operation, ValueError, "offsets must have 5 elements", batch_size=2)
     refuses(group, operation, ValueError, "batch_size is -1", batch_size=-1)
-    if group.device.type == "cpu":  # a GPU's would have to be waited for
+    if group.device.type == "cpu":  # checking a GPU's would make the host wait
         bad = torch.tensor([0, 7, 6])
         refuses(group, operation, ValueError, "offsets must not decrease", offsets=bad)
         bad = torch.tensor([0, 2, 5])
@@ -125,7 +125,7 @@ def test_slots(group):
     op = torch.ops.torchrec_hkv.erase_slots
     group.reserve(0, 0)
     if group.device.type == "cuda":
-        return  # looking at them would wait
+        return  # a check would make the host wait
     end = group.num_slots
     with pytest.raises(ValueError, match=f"slots must be from -1 to {end - 1}, but go from -2"):
         op(group.counter_tensor, group.handle, torch.tensor([-2, end]))

@@ -1,4 +1,4 @@
-"""What an insertion into full tables gives back says which table it was in."""
+"""insert_and_evict of a group names the table of each entry that it gives back."""
 
 import torch
 
@@ -14,7 +14,7 @@ def test_the_tables_of_what_leaves(device_type):
     group = TableGroup(specs, [0, 1, 2], device=device_type)
 
     def insert(ids, score):
-        """The same ids into all tables, rows that tell id and column."""
+        """Inserts the same ids into all tables; rows encode id and column."""
         n = len(ids)
         every = torch.tensor(ids * 3, device=device_type)
         offsets = torch.tensor([0, n, 2 * n, 3 * n], device=device_type)
@@ -23,11 +23,11 @@ def test_the_tables_of_what_leaves(device_type):
         return group.insert_and_evict(every, offsets, 1, rows, scores)
 
     back = insert(list(range(64)), 5)
-    assert set(back.tables.tolist()) == {2}  # none is admitted
+    assert set(back.tables.tolist()) == {2}  # admits no id
     assert sorted(back.ids.tolist()) == list(range(64))
     back = insert(list(range(64)), 5)
     assert back.ids.numel() == 0
-    # Into the full tables: LRU evicts, a low score is refused, and so is what is not admitted.
+    # The tables are full: LRU evicts, low scores are refused, and so are ids that are not admitted.
     back = insert([100, 101], 4)
     entries = zip(back.tables.tolist(), back.ids.tolist(), back.rows.tolist(), strict=True)
     by_table = {0: [], 1: [], 2: []}
@@ -45,7 +45,8 @@ def test_the_tables_of_what_leaves(device_type):
 
 
 def test_a_repeated_id_is_given_back_at_each_position(device_type):
-    """And the highest of its scores decides, in its own table only."""
+    """A refused id is given back at each of its positions. The highest of its scores in the same
+    table decides."""
     specs = [TableSpec(name, 64, 1, eviction="customized") for name in "ab"]
     group = TableGroup(specs, [0, 1], device=device_type)
     full = torch.arange(64, device=device_type).repeat(2)

@@ -1,4 +1,4 @@
-"""Tables of a group expire by themselves, and never what a backward is still to come for."""
+"""Each table of a group expires by its own options, but never entries that await a backward."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Ids come by feature and bag: several features may name one table, and some tables none."""
+"""Ids are ordered by feature and bag; several features may share a table, and some tables have
+none."""
 
 import torch
 
@@ -12,7 +13,7 @@ def make(device):
 
 def test_features_share_a_table(device_type):
     group = make(device_type)
-    # Two bags a feature; id 7 comes through features 0 and 2, of one table, and through 1.
+    # Two bags a feature; features 0 and 2, of one table, have id 7, and so does feature 1.
     ids = torch.tensor([7, 8, 7, 9, 7, 5], device=device_type)
     offsets = torch.tensor([0, 1, 2, 2, 4, 6, 6], device=device_type)
     rows = torch.arange(18.0, device=device_type).view(6, 3)
@@ -48,7 +49,7 @@ def test_one_table_through_two_features(device_type):
 
 
 def test_rows_that_begin_anywhere(device_type):
-    """Rows need not begin where a GPU reads 16 bytes at a time."""
+    """Rows need not be aligned to the 16 bytes that a GPU reads at a time."""
     group = TableGroup([TableSpec("a", 64, 4), TableSpec("b", 64, 4)], [0, 1], device=device_type)
     one = TableGroup([TableSpec("a", 64, 4)], [0], device=device_type)
     rows = torch.arange(41.0, device=device_type)[1:].view(10, 4)

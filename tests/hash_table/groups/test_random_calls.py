@@ -1,4 +1,5 @@
-"""Random calls on groups of 1 to 64 tables, each call one launch, compared with a model a table."""
+"""Random calls on groups of 1 to 64 tables, each call one launch, agree with a model for each
+table."""
 
 import dataclasses
 
@@ -65,7 +66,7 @@ def test_tables_that_grow(device_type):
 
 
 def test_tables_in_two_tiers(device_type):
-    """One table in HBM, two with a part of their rows there, one in host memory."""
+    """One table in HBM, two partly in HBM, one in host memory."""
     shares = [None, 0.5, 0.1, 0.0]
     specs = [
         dataclasses.replace(

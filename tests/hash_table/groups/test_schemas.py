@@ -1,5 +1,4 @@
-"""The ops below the calls of a group of several tables have schemas and fakes that PyTorch finds
-correct."""
+"""opcheck accepts the schemas and fakes of the ops for groups of several tables."""
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ def group(device_type):
     group = TableGroup(specs, [0, 1], device=device_type, state_dim=3)
     device = group.device
     ids, offsets = torch.arange(6, device=device), torch.tensor([0, 2, 6], device=device)
-    zeros = torch.zeros_like(ids)  # the checks run an op several times
+    zeros = torch.zeros_like(ids)  # opcheck runs an op several times
     group.insert_or_assign(ids, offsets, 1, torch.ones(6, 4, device=device), zeros)
     return group
 
@@ -29,7 +28,7 @@ def test_insert(group):
 
 
 def test_insert_and_give_back(group):
-    """One id that is refused: outputs are filled, and the same however often the op runs."""
+    """One id is refused, so outputs are not empty, and equal however often the op runs."""
     device = group.device
     full, offsets = torch.arange(64, device=device), torch.tensor([0, 0, 64], device=device)
     group.insert_or_assign(

@@ -1,4 +1,4 @@
-"""Entries of a group's tables by score, age, table and predicate."""
+"""Selects entries of a group by score, age, table and predicate."""
 
 import pytest
 import torch

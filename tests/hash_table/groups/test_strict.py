@@ -1,4 +1,4 @@
-"""Of a group's tables only strict ones raise."""
+"""Only the strict tables of a group raise."""
 
 import pytest
 import torch
@@ -43,4 +43,4 @@ def test_rows_of_batches_in_flight_count(device_type):
     with pytest.raises(RuntimeError, match=r"had no place for 16 .* Its load is 1\.000"):
         lookup(group, batch(40, 1, device_type))
     out.sum().backward()
-    lookup(group, batch(40, 1, device_type))  # what raised pins nothing
+    lookup(group, batch(40, 1, device_type))  # the failed call left no pin

@@ -1,4 +1,4 @@
-"""A group's call does what calls of a table each do on tables like its own."""
+"""A group's call does the same as one call for each table, on separate tables."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NUMBERS = [1, 2, 7, 64]
 
 
 class Twins:
-    """A group, and a single table like each of its tables, large enough that nothing is evicted."""
+    """A group, and a separate copy of each of its tables, large enough that nothing is evicted."""
 
     def __init__(self, number: int, device: str) -> None:
         self.device, self.initializer = device, Uniform(-1, 1)
@@ -34,7 +34,7 @@ class Twins:
         ]
 
     def batch(self, least: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids with repetitions; every third table is given none."""
+        """Ids with repetitions; every third table gets none."""
         lengths = [0 if t % 3 == 2 else least + (37 * t) % 90 for t in range(len(self.tables))]
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         ids = random_ids(200)[torch.randint(200, (int(offsets[-1]),))]
@@ -45,7 +45,7 @@ class Twins:
         return list(ids.split(offsets.diff().tolist()))
 
     def rows(self, batch: tuple[torch.Tensor, torch.Tensor, int]) -> list[torch.Tensor]:
-        """One row for each id, whichever positions it has."""
+        """One row for each id, whatever its positions."""
         return [
             (torch.arange(table.dim, device=self.device) + part[:, None] % 1000).float()
             for table, part in zip(self.tables, self.parts(batch), strict=True)

@@ -1,4 +1,4 @@
-"""Held gradients train the rows that they are of, also where the table grows before they do.
+"""Held gradients train the rows of their ids, even if the table grows before they are applied.
 
 Compared with a table that has its full capacity from the start.
 """

@@ -1,4 +1,4 @@
-"""What a growing table has counted of ids that it does not admit yet stays counted as it grows."""
+"""A growing table keeps its counts of ids that are not admitted yet."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_counts_outlive_growth(device_type, admission):
 
 
 def test_ids_that_are_not_admitted_need_little_room(device_type):
-    """A lookup counts all new ids of its batch; the table holds one batch, not all."""
+    """A lookup counts all new ids of its batch; the table grows for one batch, not for all."""
     admission = MinFrequency(2, entries=400_000)
     table = HashTable(1, 1 << 16, initial_capacity=1024, admission=admission, device=device_type)
     for part in id_stream("hashed", 40_000).to(device_type).split(400):
@@ -43,7 +43,7 @@ def test_ids_that_are_not_admitted_need_little_room(device_type):
 
 
 def test_memory(device_type):
-    """Announced with the counts, which don't grow."""
+    """Announced memory includes the counts, which do not grow."""
     admission = MinFrequency(2, entries=1000)
     table = HashTable(4, 4096, initial_capacity=512, admission=admission, device=device_type)
     group = table._group

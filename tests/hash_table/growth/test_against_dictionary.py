@@ -1,4 +1,4 @@
-"""A table that grows under a stream of calls holds what a dictionary holds."""
+"""A table that grows under a stream of calls agrees with a dictionary."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_stream(device_type, capacity, initial, dim):
         assert found.tolist() == [id_ in known for id_ in asked.tolist()]
         for id_, row, hit in zip(asked.tolist(), found_rows.tolist(), found.tolist(), strict=True):
             assert not hit or tuple(row) == known[id_]
-        # It grows only when it has to.
+        # It grows only when necessary.
         assert table.num_slots <= slots_needed(capacity, initial, most)
         assert table.num_slots >= slots_needed(capacity, initial, len(known))
     assert {id_: row for id_, (row, _, _) in contents(table).items()} == known

@@ -1,4 +1,5 @@
-"""Ids whose two hashes give the same bucket may be in the next bucket; growth moves them correctly.
+"""An id whose two hashes give the same bucket may be in the next bucket; growth moves such ids
+correctly.
 
 Such ids are rare in a table of random ids, so all ids of this test are of that kind.
 """
@@ -19,7 +20,7 @@ def table_of(device: str, ids: list[int]):
     # The table begins with four full buckets of 64 slots.
     table = make(device, 32 * 64, 3, state_dim=1, eviction="lfu", initial_capacity=64 * BUCKETS)
     assert table.num_slots == 64 * BUCKETS
-    # In parts, as the first bucket of an id is filled to three quarters before its second is used.
+    # Small parts, since an id's first bucket fills to three quarters before its second is used.
     for part in torch.tensor(ids, device=device).split(16):
         table.insert_or_assign(part, random_rows(table, len(part)))
     assert table.num_slots == 64 * BUCKETS
@@ -46,7 +47,8 @@ def test_two_full_buckets(device_type, bucket):
 
 
 def test_all_buckets_at_once(device_type):
-    """Into two buckets come all that one held and all that are astray in the next."""
+    """Two buckets take all ids of the bucket that splits, and all of its ids that are in the next
+    bucket."""
     streams = [ids_of_one_bucket(BUCKETS, bucket) for bucket in range(BUCKETS)]
     ids = [next(stream) for _ in range(64 * 7 // 8) for stream in streams]
     table = table_of(device_type, ids)
@@ -63,7 +65,7 @@ def test_all_buckets_at_once(device_type):
 
 
 def test_more_than_are_moved_in_one_go(device_type):
-    """On a GPU they are listed in rounds of 4,096."""
+    """A GPU lists such ids in rounds of 4,096."""
     buckets = 256
     table = make(device_type, 4 * 64 * buckets, 1, initial_capacity=64 * buckets)
     assert table.num_slots == 64 * buckets

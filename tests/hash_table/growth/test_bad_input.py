@@ -1,4 +1,4 @@
-"""Initial capacities that make no sense."""
+"""Impossible initial capacities."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_refused(device_type, initial):
 
 
 def test_stale_slots_of_a_smaller_table(device_type):
-    """On a CPU slots past the present ones are refused."""
+    """A CPU refuses slots beyond the present ones."""
     if device_type == "cuda":
         pytest.skip("slots are not looked at on a GPU")
     table = make(device_type, 1000, initial_capacity=100)

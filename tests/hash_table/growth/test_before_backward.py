@@ -1,4 +1,4 @@
-"""A table may grow between a forward and its backward: the backward trains the rows all the same.
+"""If a table grows between a forward and its backward, the backward still trains the same rows.
 
 Compared with a table that has its full capacity from the start, which never moves a row.
 """
@@ -63,7 +63,7 @@ def test_after_the_forward(device_type, grow):
 
 
 def test_between_the_find_and_the_forward(device_type):
-    """As where the next batch is prefetched."""
+    """The table also grows between find and forward, as when the next batch is prefetched."""
     groups = [make(device_type, 64), make(device_type, None)]
     ids = random_ids(1500)
     batches = [Bags.random(1, 30, ids[: 50 * 3**k]).to(device_type) for k in range(4)]
@@ -82,7 +82,7 @@ def test_between_the_find_and_the_forward(device_type):
 
 
 def test_gradients_of_weights(device_type):
-    """They read the rows of the forward, in evaluation too."""
+    """Gradients of weights read the forward's rows, in evaluation too."""
     for training in (True, False):
         gradients = []
         bags = Bags.random(1, 40, random_ids(50)).to(device_type)
@@ -99,13 +99,14 @@ def test_gradients_of_weights(device_type):
 
 
 def test_an_id_without_a_slot_stays_without(device_type):
-    """What a lookup refused it does not train, also where a slot is there by the backward."""
+    """A backward does not train an id that its lookup refused, even if the id has a slot by
+    then."""
     group = make(device_type, 64)
     known, new = random_ids(20), random_ids(20)
     insert(group, Bags.flat(known).to(device_type))
     bags = Bags.flat(torch.cat([known, new])).to(device_type)
     pin = group.pin()
-    slots = find(group, bags)  # of the new ones none
+    slots = find(group, bags)  # new ids get no slot
     out = pool(group, bags, slots, pin)
     insert(group, Bags.flat(torch.cat([known, new, random_ids(300)])).to(device_type))
     assert group.present_slots(0) > 64

@@ -1,4 +1,4 @@
-"""On a CPU a large table doubles bit by bit while it is in use: it holds what a dictionary does."""
+"""On a CPU a large table doubles incrementally while in use, and agrees with a dictionary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.saved_tables import entries, like
 from tests.support.tables import contents, distinct_ids, make
 from torchrec_hkv.hash_table import HashTable, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
-#: Of 66 buckets at first, and 528 in the end.
+#: 66 buckets at first, and 528 in the end.
 INITIAL, CAPACITY = 4_200, 33_600
 OPERATIONS = ("insert", "insert", "insert", "insert", "look up", "erase", "read", "copy", "reserve")
 
@@ -31,7 +31,7 @@ def rows_of(ids: Tensor) -> Tensor:
 
 
 def check_found(table: HashTable, counts: dict[int, int]) -> None:
-    """All ids are there, each in a slot of its own, with their rows, and no others are."""
+    """All ids are found, each in its own slot, with their rows, and no other ids."""
     ids = torch.tensor(list(counts), dtype=torch.int64)
     slots = table.find_slots(ids)
     assert (slots >= 0).all()
@@ -85,7 +85,7 @@ def test_against_a_dictionary(seed, steps):
 
 
 def half_split(**options: object) -> tuple[HashTable, Counter[int]]:
-    """A table that has begun to double, with ids that have been counted."""
+    """A table in the middle of doubling, with ids that have counts."""
     table = make("cpu", CAPACITY, 2, eviction="lfu", initial_capacity=INITIAL, **options)
     counts: Counter[int] = Counter()
     for ids in distinct_ids(7_000, "cpu").split(50):
@@ -106,7 +106,7 @@ def test_it_takes_several_calls():
         splitting += is_splitting(table)
         if is_splitting(table):
             check_found(table, counts)
-    # Of 66, 132 and 264 buckets at least 64 are split in a call.
+    # A call splits at least 64 of 66, 132 and 264 buckets.
     assert splitting >= 1 + 2 + 4
     assert moved >= splitting + 3
     assert table.num_slots == table.capacity
@@ -118,7 +118,7 @@ def test_calls_with_as_many_new_ids_split_as_many_buckets():
     slots, ids = table.num_slots, distinct_ids(200_000, "cpu")
     begin = slots * 7 // 8 - 100
     table.insert_or_assign(ids[:begin], rows_of(ids[:begin]))
-    lowest = []  # of the upper half, which is filled from its end on
+    lowest = []  # the lowest slot of the upper half, which fills from its end
     for new in ids[begin:].split(400):
         batch = torch.cat([new, ids[torch.randint(begin, (600,))]])
         table.insert_or_assign(batch, rows_of(batch))
@@ -127,7 +127,8 @@ def test_calls_with_as_many_new_ids_split_as_many_buckets():
         if lowest[-1] < slots + 64 * 64:
             break
     assert len(lowest) > 10
-    # A call splits buckets for 400 ids of a sixteenth of the slots. The first has none before it.
+    # A call with 400 new ids splits 400 / (slots / 16) of all buckets. The first has none before
+    # it.
     split = -torch.tensor(lowest[1:-1]).diff() / 64
     assert (split - 2 * slots / 64 * 400 / (slots / 16)).abs().amax() < 40
 
@@ -142,7 +143,7 @@ def test_large_batches_end_it_at_once():
 
 
 def test_ids_of_one_bucket():
-    """Both hashes of these give one bucket: they may be in the next one, and go astray."""
+    """Both hashes of these ids give one bucket, so they may be in the next one."""
     buckets = 132
     table = make("cpu", 4 * 64 * buckets, 2, eviction="lfu", initial_capacity=64 * buckets)
     counts: Counter[int] = Counter()

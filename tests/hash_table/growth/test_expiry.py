@@ -1,7 +1,7 @@
-"""Entries of growing tables expire, and free slots don't count as entries that do.
+"""Entries of growing tables expire, and free slots do not count as expired entries.
 
-An entry leaves once it is too old, and at the latest when every bucket has had its turn since, or
-since the table has last grown: then buckets are others.
+An entry leaves once it is too old, at the latest when every bucket has had its turn since, or since
+the table last grew, which changes the buckets.
 """
 
 import random
@@ -48,7 +48,7 @@ def test_too_old_and_no_later_than_promised(device_type, expire_after, reserves)
 
 
 def test_all_at_once(device_type):
-    """``expire`` after growth, among slots that nobody has filled."""
+    """``expire`` after growth ignores slots that were never filled."""
     table = HashTable(1, 4000, initial_capacity=64, expire_after=3, device=device_type)
     old = torch.arange(40, device=device_type)
     new = torch.arange(40, 60, device=device_type)

@@ -1,4 +1,4 @@
-"""Files of tables that have grown more or less far."""
+"""Files of tables that have grown to different sizes."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_slot_for_slot_into_a_table_that_can_grow_as_far(device_type, tmp_path, 
     made = HashTable.from_file(tmp_path, device=device_type)
     assert (made.num_slots, made.capacity) == (table.num_slots, table.capacity)
     assert_same(snapshot(table), snapshot(made))
-    # Both go on growing.
+    # Both tables continue to grow.
     ids = distinct_ids(500, device_type)
     for loaded in (fresh, made):
         loaded.find_or_insert(ids)
@@ -49,7 +49,7 @@ def test_into_other_geometries(device_type, tmp_path, initial, n):
     other = like(table, initial_capacity=initial)
     assert other.load(tmp_path) == 0
     assert entries(other) == entries(table)
-    # And back.
+    # And the other way round.
     other.save(tmp_path)
     back = like(table, initial_capacity=INITIAL)
     assert back.load(tmp_path) == 0
@@ -69,7 +69,7 @@ def test_a_table_that_has_grown_further(device_type, tmp_path):
 
 @pytest.mark.parametrize("n", [600, 2500])
 def test_grows_as_entries_need_it(device_type, tmp_path, n):
-    """Also where the file is of another capacity."""
+    """The table grows as its entries need it, also from a file of another capacity."""
     table = filled(device_type, n, 3000)
     table.save(tmp_path)
     other = like(table, capacity=CAPACITY, initial_capacity=INITIAL)

@@ -1,4 +1,4 @@
-"""Nothing leaves a growing table before it is 95 % full of its full capacity."""
+"""A growing table evicts nothing before it holds 95 % of its full capacity."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.tables import make
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("batch", [90, 1000, 8000])
 def test_first_eviction(device_type, stream, batch):
-    """Large batches insert in order: otherwise a GPU's threads decide which ids get a slot."""
+    """Large batches insert in order; otherwise a GPU's threads decide which ids get a slot."""
     in_order = batch >= 1000
     table = make(device_type, 10_000, dim=1, initial_capacity=64, deterministic=in_order)
     assert table.num_slots < 400

@@ -1,6 +1,7 @@
-"""``insert_and_evict`` gives back what a table throws out whose buckets are full before it grows.
+"""``insert_and_evict`` gives back entries that a table evicts when buckets are full before it
+grows.
 
-That takes ids both of whose hashes give one bucket: all of them share two buckets.
+For this, both hashes of all ids give one bucket, so that they share two buckets.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""CUDA graphs and tables that grow."""
+"""CUDA graphs of growing tables."""
 
 import pytest
 import torch

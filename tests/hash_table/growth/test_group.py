@@ -1,4 +1,4 @@
-"""Of a group's tables each grows by itself; the slots of the others stay."""
+"""Each table of a group grows by itself; the slots of the others do not change."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_others_keep_their_slots(device_type):
     again = find(group, first)
     assert torch.equal(again[30:], slots[30:])
     assert not torch.equal(again[:30], slots[:30])
-    # Slots are numbered as if all tables had their full capacities.
+    # Slots are numbered as if every table had its full capacity.
     for table, part in ((0, again[:30]), (1, again[30:60]), (2, again[60:90]), (1, again[90:])):
         low = 0 if table == 0 else int(ends[table - 1])
         assert low <= int(part.min())

@@ -1,4 +1,4 @@
-"""A batch that is larger than the table makes it double several times; what repeats does not."""
+"""A batch larger than the table makes it double several times; repeated ids count once."""
 
 import torch
 
@@ -35,7 +35,7 @@ def test_ids_that_are_there(device_type):
 
 
 def test_a_table_that_is_looked_at_in_every_call_grows(device_type):
-    """Otherwise a table of constant size would wait for the device for ever."""
+    """A table grows if each call would otherwise have to wait for the device to read its size."""
     table = make(device_type, 1 << 16, 2, initial_capacity=640)
     assert table.num_slots == 1024
     ids = distinct_ids(500, device_type)

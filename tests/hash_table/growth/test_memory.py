@@ -1,4 +1,4 @@
-"""A growing table takes memory as it grows, and never that of a second copy of its rows."""
+"""A growing table takes memory as it grows, and never a second copy of its rows."""
 
 import re
 import subprocess
@@ -24,8 +24,8 @@ from torchrec_hkv.hash_table import (
 
 DIM = 64
 
-# Fills a table of 2^15 slots, lets it grow to 2^18, and prints what the process took at most before
-# and after (KiB): no test may share the process, since the maximum never falls.
+# Fills a table of 2^15 slots, lets it grow to 2^18, and prints the process's peak memory before and
+# after (KiB). No test may share the process, since the peak never falls.
 SCRIPT = """
 import resource, torch
 from torchrec_hkv.hash_table import HashTable
@@ -61,10 +61,10 @@ def test_host_memory():
     start, made, full, grown = (1024 * int(number) for number in re.findall(r"\d+", output))
     row, small = 4 * DIM, 24 << 20
     slots = 1 << 18
-    assert made - start < small  # of 2^24 rows, 4 GB, nothing
+    assert made - start < small  # nothing of 2^24 rows, 4 GB
     assert full - start < slots * (row + 20) + small
-    # Growth splits each bucket in two: the rows that move are written once more, and where they
-    # were stays the table's. A second copy would take all of the new table beside the old one.
+    # Growth splits each bucket in two: it copies the rows that move, and the table keeps their old
+    # slots. A second copy would need the whole new table beside the old one.
     assert grown - start < 2 * slots * (row + 20) + small
 
 
@@ -73,7 +73,7 @@ def test_host_memory():
     "optimizer", [SGD(), RowWiseAdagrad(), Adam()], ids=["sgd", "rowwise_adagrad", "adam"]
 )
 def test_what_a_table_takes(device_type, share, optimizer):
-    """As announced when it has grown, and in proportion before."""
+    """Memory equals the announced size after growth, and is in proportion before."""
     state = optimizer.state_width(16)
     capacity, initial = 1 << 20, 1 << 17
     memory = table_memory(capacity, 16, state, "lfu", initial_capacity=initial)
@@ -93,7 +93,7 @@ def test_what_a_table_takes(device_type, share, optimizer):
         expected = memory.bytes * present // memory.num_slots
         if device_type == "cuda" and share < 1:
             its = hbm_share_for(memory, hbm_bytes)
-            if present > its.slots:  # all rows in host memory, and some in frames
+            if present > its.slots:  # all rows in host memory, and a copy of some in HBM
                 state = memory.state_bytes if its.all_states else 0
                 expected += its.slots * (memory.row_bytes - state)
             expected += its.sets * 12
@@ -107,7 +107,8 @@ def test_what_a_table_takes(device_type, share, optimizer):
 
 @needs_gpu
 def test_gpu_memory():
-    """What the device has less of is what the table takes; it comes back with the table."""
+    """The device's free memory falls by what the table reports, and rises again when the table is
+    freed."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]

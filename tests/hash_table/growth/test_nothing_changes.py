@@ -1,4 +1,4 @@
-"""Growth changes slots, and nothing else: rows, states, scores, last steps, counters."""
+"""Growth changes slots and nothing else: rows, states, scores, last steps and counters stay."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""reserve grows a table now; it need not grow later."""
+"""reserve grows a table at once, so that later calls need not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The state of a growing table has the shape of its full capacity, however far it has grown."""
+"""The exported state of a growing table has the shape of its full capacity."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def test_round_trip(device_type, n):
     fresh._group.load_table(0, state)
     assert fresh.size == n
     assert entries(fresh) == entries(table)
-    if n >= 30:  # so many ids stand right in one geometry only
+    if n >= 30:  # so many ids are in valid slots of one geometry only
         assert fresh.num_slots == table.num_slots
         before = snapshot(table)
         del before["clock and epoch"]

@@ -1,4 +1,4 @@
-"""A table grows on whichever stream inserts, and calls on other streams come out in order."""
+"""A table grows on the stream that inserts, and calls on other streams stay in order."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_insert_on_one_find_on_another(streams):
 
 
 def test_backwards_beside_growing_insertions(streams):
-    """Backwards on one stream, while the next batches grow the table on another."""
+    """Backwards run on one stream while the next batches grow the table on another."""
     groups = []
     ids = random_ids(20_000)
     batches = [Bags.random(1, 200, ids[: 300 * 2**k]).to("cuda") for k in range(6)]

@@ -1,4 +1,4 @@
-"""Tables grow in the same way with rows in HBM, in host memory, or in both."""
+"""Growth is the same with rows in HBM, in host memory, or in both."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_all_splits(device_type, share, dtype):
     while table.num_slots < table.capacity:
         table.reserve(min(table.capacity, table.num_slots))
         assert entries(table) == before
-    # New rows in the new slots, trained and untrained.
+    # New slots get new rows, trained and untrained.
     ids = distinct_ids(4000, device_type)
     rows, _ = table.find_or_insert(ids)
     assert torch.equal(rows, expected_initial_rows(table, ids))
@@ -34,7 +34,7 @@ def test_all_splits(device_type, share, dtype):
 def test_a_table_in_one_memory_holds_the_same(device_type, tmp_path):
     memory = table_memory(CAPACITY, DIM, 0, "lru", initial_capacity=INITIAL)
     hbm_bytes = memory.index_bytes + memory.num_slots * memory.row_bytes // 3
-    ids = distinct_ids(5400, device_type)  # few enough that every id surely finds a slot
+    ids = distinct_ids(5400, device_type)  # few enough ids that each finds a slot
     tables = [
         make(device_type, CAPACITY, DIM, initial_capacity=INITIAL, hbm_bytes=limit)
         for limit in (hbm_bytes, None)

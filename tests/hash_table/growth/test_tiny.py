@@ -20,7 +20,7 @@ def test_every_initial_capacity(device_type, capacity):
         for part in ids.split(3):
             table.find_or_insert(part)
         assert table.size <= table.num_slots <= table.capacity
-        if last <= 2:  # one bucket or two take as many as they have slots
+        if last <= 2:  # one or two buckets can fill all of their slots
             assert table.size == capacity
             assert table.contains(ids).all()
 

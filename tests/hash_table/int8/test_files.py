@@ -1,4 +1,4 @@
-"""Tables of int8 come out of files, states and copies as they went in, to the bit."""
+"""Files, states and copies keep int8 tables bit for bit."""
 
 import copy
 

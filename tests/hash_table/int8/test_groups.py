@@ -1,4 +1,4 @@
-"""Tables of int8 rows in a group train as they do alone, beside rows of other dtypes and widths."""
+"""int8 tables in a group train as they do alone, beside rows of other dtypes and widths."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_as_alone(device_type, case, optimizer, weighted):
     alone = [make([one], OPTIMIZERS[optimizer], device_type, k) for k, one in enumerate(tables)]
     pools = [random_ids(80) for _ in tables]
     for _ in range(3):
-        # Some bags repeat an id more often than one tile sums at once.
+        # Some bags repeat an id more often than one tile sums at a time.
         parts = [Bags.random(1, BATCH, pool, longest=12) for pool in pools]
         for part, pool in zip(parts, pools, strict=True):
             part.ids[: len(part.ids) // 3] = pool[0]

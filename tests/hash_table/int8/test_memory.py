@@ -1,4 +1,5 @@
-"""A row of int8 takes a byte a column and four for its scale; what is planned is what is taken."""
+"""An int8 row takes one byte a column and four for its scale; planned and actual bytes are
+equal."""
 
 import pytest
 import torch

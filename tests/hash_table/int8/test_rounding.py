@@ -1,4 +1,4 @@
-"""Updates of int8 rows are rounded as a NumPy model of their random bits says."""
+"""Updates of int8 rows round as a NumPy model of their random bits does."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_bit_for_bit(device_type, dim, seed):
 
 @pytest.mark.parametrize("times", [40, 3000])
 def test_hot_rows_bit_for_bit(device_type, times):
-    """Whose gradients are added up in pieces: powers of two, so that sums are exact."""
+    """Gradients of hot rows are summed in pieces. They are powers of two, so sums are exact."""
     group = narrow_group(torch.int8, device_type, SGD(), 64, initializer=Uniform(-1, 1))
     ids = random_ids(5)
     train_rows(group, ids, torch.zeros(5, 64))
@@ -47,7 +47,7 @@ def test_the_mean_is_exact(device_type, share):
     n = 20_000
     group = narrow_group(torch.int8, device_type, SGD(), 4, 2 * n, Constant(1.0))
     ids = random_ids(n)
-    # The first column keeps the scale, 1 / 127; the others begin as whole numbers of it.
+    # The first column fixes the scale at 1 / 127; the others start as multiples of it.
     train_rows(group, ids, torch.zeros(n, 4))
     begun = (torch.tensor([127.0, 100.0, 27.0, -73.0]) / 127).expand(n, 4)
     assert group.assign(ids.to(device_type), None, 1, begun.to(device_type)).all()
@@ -56,12 +56,12 @@ def test_the_mean_is_exact(device_type, share):
     train_rows(group, ids, -step.expand(n, 4))
     moved = (read_rows(group, ids)[0] * 127).round() - before
     assert set(moved[:, 1:].flatten().tolist()) == {0.0, 1.0}
-    # What is off by an ulp of the scale may go down.
+    # Values that are off by an ulp of the scale may round down.
     assert float((moved[:, 0] == 0).double().mean()) > 0.999
     five_sigma = 5 * (share * (1 - share) / n) ** 0.5
     for column in (1, 2, 3):
         assert float(moved[:, column].mean()) == pytest.approx(share, abs=five_sigma)
-    # Two columns go the same way no more often than by chance.
+    # Any two columns round the same way no more often than by chance.
     alike = share**2 + (1 - share) ** 2
     five_sigma = 5 * (alike * (1 - alike) / n) ** 0.5
     for one, other in ((1, 2), (2, 3), (1, 3)):

@@ -1,4 +1,4 @@
-"""A row of int8 is the nearest multiple of a 127th of its largest magnitude, in every column."""
+"""An int8 row stores, in every column, the nearest multiple of 1/127 of its largest magnitude."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from tests.support.int8_rows import rounded
 from tests.support.tables import distinct_ids, make
 from torchrec_hkv.hash_table import Constant, Normal, TableGroup, TableSpec, Uniform, initial_rows
 
-#: Words of four columns and parts of one, blocks of a CPU and parts of one, several of a warp.
+#: Words of four columns, whole and in part; blocks of a CPU, whole and in part; several
+#: steps of a warp.
 DIMS = [1, 3, 4, 7, 8, 16, 17, 31, 64, 128, 132, 260, 2048]
 
 
@@ -58,7 +59,7 @@ def test_given_rows(device_type, dim, call):
 
 
 def test_rows_added_one_after_the_other(device_type):
-    """Each sum is rounded; the order of a call counts."""
+    """Each sum is rounded, so the order within a call counts."""
     table = make(device_type, 300, 37, dtype=torch.int8, initializer=Uniform(-1, 1))
     ids = distinct_ids(50, device_type)
     before, _ = table.find_or_insert(ids)
@@ -79,7 +80,7 @@ def test_rows_added_one_after_the_other(device_type):
 
 @pytest.mark.parametrize("dim", [5, 16, 40])
 def test_special_values(device_type, dim):
-    """Zeros stay, tiny rows become zeros, and what is no number makes a row of none."""
+    """Zeros stay zero, tiny rows become zero, and a NaN or infinity makes the whole row NaN."""
     rows = torch.randn(6, dim)
     rows[0], rows[1], rows[2] = 0.0, 2.0**-120, torch.finfo().max
     rows[3, -1], rows[4, 0] = float("nan"), float("-inf")
@@ -107,7 +108,7 @@ def test_what_leaves_is_given_back_as_it_was(device_type):
 
 
 def test_beside_tables_of_other_dtypes(device_type):
-    """In one group; rows of calls are float32."""
+    """Tables of one group differ in dtype; rows of calls are float32."""
     specs = [
         TableSpec("a", 200, 12, initializer=Uniform(-1, 1), dtype=torch.int8),
         TableSpec("b", 200, 20, initializer=Uniform(-1, 1)),

@@ -1,4 +1,4 @@
-"""accum_or_assign adds to ids that are there, assigns to those that are not, as the caller says."""
+"""accum_or_assign adds to present ids and assigns to missing ones, as the caller expects them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A new id gets a slot after enough lookups, counted exactly."""
+"""A new id gets a slot after enough lookups; counts are exact."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_all_occurrences_of_a_call_count_and_share_one_fate(device_type):
 
 
 def test_a_hot_new_id_among_many(device_type):
-    """More positions than threads of a block, one id in half of them."""
+    """There are more positions than threads of a block, and one id takes half of them."""
     table = make(device_type, 20_000, admission=MinFrequency(1000, entries=1 << 17))
     ids = distinct_ids(10_000, device_type)
     batch = torch.cat([ids, ids[:1].expand(10_000)])
@@ -73,7 +73,7 @@ def test_a_hot_new_id_among_many(device_type):
 
 
 def test_every_int64_is_counted(device_type):
-    # Also the id whose mix is zero, and the id that is zero.
+    # Also the id whose hash is zero, and id zero.
     ids = [INT64_MIN, INT64_MIN + 1, -1, 0, 1, INT64_MAX, 0xBB67AE8584CAA73B - 2**64]
     table = make_counting(device_type, 2)
     batch = torch.tensor(ids, device=device_type)
@@ -95,7 +95,7 @@ def test_only_missing_ids_are_counted_and_only_by_calls_that_insert(device_type)
     assert table.size == 2
     for _ in range(5):
         table.find_or_insert(ids)
-    table.erase(ids[:1])  # starts anew, although it was asked for eight times
+    table.erase(ids[:1])  # the count restarts, despite eight lookups
     table.find_or_insert(ids)
     table.find_or_insert(ids)
     assert table.contains(ids).tolist() == [False, True]

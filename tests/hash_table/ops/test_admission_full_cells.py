@@ -1,4 +1,4 @@
-"""If all cells of an id are taken, the lowest count is replaced. No id is admitted too early, and
+"""If all cells of an id are taken, it replaces the lowest count. No id is admitted too early, and
 frequent ids are admitted."""
 
 import collections
@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table import MinFrequency
 
 @pytest.mark.parametrize("entries", [1, 8, 40, 200])
 def test_never_too_early(device_type, entries):
-    """Ten times as many ids as entries: late is allowed, early is not."""
+    """With ten times as many ids as entries, ids may be admitted late but not early."""
     table = make(device_type, 4096, admission=MinFrequency(3, entries=entries))
     pool = distinct_ids(10 * max(8, entries), device_type)
     asked: collections.Counter[int] = collections.Counter()
@@ -29,7 +29,7 @@ def test_never_too_early(device_type, entries):
 
 
 def test_one_id_of_a_call_in_full_cells(device_type):
-    """With one new id a call there is no order: both devices do as the model does."""
+    """With one new id a call, order does not matter: both devices agree with the model."""
     admission = MinFrequency(4, entries=8)
     table, model = make(device_type, 512, admission=admission), CountedIds(admission)
     pool = distinct_ids(14, device_type).tolist()
@@ -48,7 +48,7 @@ def test_one_id_of_a_call_in_full_cells(device_type):
 
 
 def test_more_new_ids_in_a_call_than_cells(device_type):
-    """Cells of the present call stay; other ids lose their cell and are counted from zero."""
+    """Ids of the present call keep their cells; others lose them and restart from zero."""
     table = make(device_type, 512, admission=MinFrequency(2, entries=8))
     ids = distinct_ids(100, device_type)
     table.find_or_insert(ids)
@@ -58,7 +58,7 @@ def test_more_new_ids_in_a_call_than_cells(device_type):
 
 
 def test_what_a_call_has_counted_is_not_replaced_in_it():
-    """On a CPU the first ids of a call get the cells, and keep them although others come."""
+    """On a CPU the first ids of a call get the cells, and later ids do not replace them."""
     table = make("cpu", 512, admission=MinFrequency(3, entries=8))
     ids = distinct_ids(20, "cpu")
     table.find_or_insert(torch.cat([ids[:8].repeat(2), ids[8:]]))
@@ -70,8 +70,8 @@ def test_the_lowest_count_makes_room(device_type):
     table = make(device_type, 512, admission=MinFrequency(10, entries=8))
     ids = distinct_ids(9, device_type)
     table.find_or_insert(ids[:8].repeat(5))
-    table.find_or_insert(ids[1:8])  # five of the first, six of the others
-    table.find_or_insert(ids[8:].repeat(9))  # takes the cell of the first
+    table.find_or_insert(ids[1:8])  # five occurrences of the first, six of the others
+    table.find_or_insert(ids[8:].repeat(9))  # replaces the first
     slots, _ = table.find_or_insert_slots(torch.cat([ids[1:], ids[1:8].repeat(3)]))
     assert (slots >= 0).all()
     slots, _ = table.find_or_insert_slots(ids[:1].repeat(9))

@@ -1,4 +1,4 @@
-"""insert_and_evict gives ids that are not admitted back, as it does refused ones."""
+"""insert_and_evict gives back ids that are not admitted, like refused ones."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torchrec_hkv.hash_table import MinFrequency, Probability
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nothing_is_lost(device_type, admission, dtype):
-    """Table and what came back are together what was in the table and what was given."""
+    """The table and the returned entries together equal the previous table and the input."""
     table = make(device_type, 64, dim=3, dtype=dtype, eviction="lfu", admission=admission)
     pool = distinct_ids(200, device_type)
     unadmitted = 0

@@ -1,4 +1,4 @@
-"""Counts are halved as calls go by."""
+"""Counts are halved every few calls."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_halved_in_every_fourth_call(device_type, where, count):
     """After 2, 3, 4 calls of n occurrences each: 2 n, 3 n, and 3 n / 2 + n."""
     table = make(device_type, admission=MinFrequency(count, halve_every=4, **where))
     one, other = distinct_ids(2, device_type).split(1)
-    n = 2 * count // 5  # 3 n is enough, 5 n / 2 is just enough or just too little
+    n = 2 * count // 5  # 3 n reaches the threshold, 5 n / 2 just reaches or just misses it
     table.find_or_insert(one[:0])
     for _ in range(2):
         assert (table.find_or_insert_slots(one.repeat(n))[0] == -1).all()
@@ -30,7 +30,7 @@ def test_halved_in_every_fourth_call(device_type, where, count):
 
 @pytest.mark.parametrize("where", WHERE, ids=["cells", "sketch"])
 def test_old_counts_fade(device_type, where):
-    """An id with one lookup in many calls is never admitted."""
+    """An id that is looked up rarely is never admitted."""
     table = make(device_type, admission=MinFrequency(3, halve_every=2, **where))
     ids = distinct_ids(20, device_type)
     for _ in range(20):
@@ -44,13 +44,13 @@ def test_old_counts_fade(device_type, where):
 def test_counts_of_one_leave_their_cells(device_type):
     table = make(device_type, 512, admission=MinFrequency(2, entries=8, halve_every=2))
     for part in distinct_ids(64, device_type).split(8):
-        table.find_or_insert(part)  # an odd call; the next halves what it counted
+        table.find_or_insert(part)  # an odd call; the next call halves its counts
         assert (table.find_or_insert_slots(part)[0] == -1).all()
 
 
 @pytest.mark.parametrize("count", [200, 30_000])
 def test_neighbours_in_a_word_are_halved_apart(device_type, count):
-    """All cells of a small sketch, odd counts too."""
+    """Halving does not mix cells of a word: all cells of a small sketch, odd counts too."""
     table = make(
         device_type, 4096, admission=MinFrequency(count, sketch_bytes=1 << 14, halve_every=2)
     )

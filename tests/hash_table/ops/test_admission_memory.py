@@ -1,4 +1,4 @@
-"""What counts of ids that are not admitted take is announced, and is part of the table's memory."""
+"""Memory for counts of ids that are not admitted is announced and is part of the table's memory."""
 
 import pytest
 

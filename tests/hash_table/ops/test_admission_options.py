@@ -1,4 +1,4 @@
-"""Options of admission that make no sense are refused with one sentence."""
+"""Impossible admission options are refused with one sentence."""
 
 import pytest
 

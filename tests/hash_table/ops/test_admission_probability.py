@@ -1,4 +1,4 @@
-"""Each missing id is admitted with a probability, drawn from table, id and call."""
+"""Each missing id is admitted with a given probability; the draw depends on table, id and call."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_share_of_ids(device_type, p):
 
 
 def test_draws_of_ids_and_calls_are_independent(device_type):
-    """Of what three calls leave out, each admits its share."""
+    """Each of three calls admits the same share of the ids that the previous ones rejected."""
     n, p = 50_000, 0.5
     table = make(device_type, 2 * n, admission=Probability(p))
     ids = torch.arange(n, device=device_type)

@@ -1,4 +1,4 @@
-"""Counting in a count-min sketch: never too low, too high within the documented bound."""
+"""Counts in a count-min sketch are never too low, and too high within the documented bound."""
 
 import collections
 import math
@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table import MinFrequency
 
 
 def skewed(pool: torch.Tensor, n: int) -> torch.Tensor:
-    """Ids of a pool, some far more often than others."""
+    """Ids from a pool, with skewed frequencies."""
     return pool[(len(pool) * torch.rand(n) ** 4).long()]
 
 
@@ -56,13 +56,13 @@ def test_too_high_within_the_bound(device_type, sketch_bytes):
     """Ids with one lookup are admitted at most as often as the documented bound allows."""
     width = sketch_bytes // 4
     asked = 2 * width
-    count = 1 + math.ceil(math.e * asked / width)  # of 1, too high by more than e * asked / width
+    count = 1 + math.ceil(math.e * asked / width)  # too high by more than e * asked / width
     table = make(device_type, 1 << 16, admission=MinFrequency(count, sketch_bytes=sketch_bytes))
     ids = distinct_ids(asked, device_type)
     slots, _ = table.find_or_insert_slots(ids)
     share = float((slots >= 0).double().mean())
     assert share <= math.exp(-4)
-    # A sketch that is twice as full admits more than the bound for this one.
+    # A sketch that is twice as full exceeds this bound.
     slots, _ = table.find_or_insert_slots(distinct_ids(3 * asked, device_type))
     assert float((slots >= 0).double().mean()) > math.exp(-4)
 
@@ -79,7 +79,7 @@ def test_clear_forgets_counts(device_type):
 
 
 def test_a_hot_id_does_not_overflow_its_cells(device_type):
-    """Neighbours in a word keep their counts when a cell is full."""
+    """A full cell does not overflow into its neighbours in the word."""
     table = make(device_type, 4096, admission=MinFrequency(250, sketch_bytes=1 << 14))
     ids = distinct_ids(200, device_type)
     table.find_or_insert(ids[:100].repeat(249))

@@ -1,4 +1,4 @@
-"""assign, assign_rows and assign_scores change what is there, and insert nothing."""
+"""assign, assign_rows and assign_scores change existing entries, and insert nothing."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ def scores_for(table: HashTable, n: int = N) -> torch.Tensor | None:
 
 
 def good(table: HashTable) -> dict[str, torch.Tensor]:
-    """Arguments by name."""
+    """Valid arguments by name."""
     return {
         "ids": torch.arange(N, device=table.device),
         "rows": random_rows(table, N),
@@ -58,7 +58,7 @@ def with_argument(name: str) -> list[str]:
 
 
 def refuses(table: HashTable, operation: str, error: type, match: str, **bad: object) -> None:
-    """The operation with one bad argument raises one sentence, and changes nothing."""
+    """The operation with one bad argument raises one sentence and changes nothing."""
     before, counters = contents(table), table.counters()
     arguments = {name: {**good(table), **bad}[name] for name in OPERATIONS[operation]}
     with pytest.raises(error, match=match) as info:
@@ -157,7 +157,7 @@ def test_export_batches(table, batch_size):
 def test_conditions(table, name):
     before = contents(table)
     bound = -1
-    if name != "older_than" and table.eviction == "customized":  # whose scores have a sign
+    if name != "older_than" and table.eviction == "customized":  # policies with signed scores
         bound = -(2**63) - 1
     with pytest.raises(ValueError, match=rf"{name} is {bound}, but must"):
         table.erase_if(**{name: bound})

@@ -1,4 +1,4 @@
-"""clear forgets all, and the table serves on as a new one."""
+"""After clear, a table behaves like a new one."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rows of fp32, fp16 and bf16 go in and come out bit by bit."""
+"""Rows of fp32, fp16 and bf16 are stored and returned bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""erase forgets ids; an id that comes back starts again from its initial row."""
+"""erase removes ids; an erased id that returns starts from its initial row."""
 
 import torch
 
@@ -51,7 +51,7 @@ def test_repeated_ids(device_type):
 
 
 def test_makes_room(device_type):
-    """The slots of what went are taken again, before anything else has to leave."""
+    """Inserts reuse the erased slots before they evict anything."""
     table = make(device_type, 64)
     ids = distinct_ids(96, device_type)
     table.find_or_insert(ids[:64])
@@ -62,7 +62,7 @@ def test_makes_room(device_type):
 
 
 def test_many_turns(device_type):
-    """No trace stays of what was erased: a table serves any number of ids one after the other."""
+    """Erased ids leave no trace: a table serves any number of ids one after the other."""
     table = make(device_type, 1000)
     for ids in distinct_ids(20_000, device_type).split(500):
         slots, found = table.find_or_insert_slots(ids)

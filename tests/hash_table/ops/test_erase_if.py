@@ -1,4 +1,4 @@
-"""erase_if forgets entries by bounds of their scores, and by age."""
+"""erase_if removes entries by bounds of scores, and by age."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_score_bounds(device_type, below, at_least):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_age(device_type, policy):
-    """Older than n: the last n + 1 calls did not touch it."""
+    """Older than n means untouched by the last n + 1 calls."""
     for older_than, left in [(0, 1), (1, 2), (2, 3), (8, 9), (9, 10), (10, 10), (2**40, 10)]:
         table = make(device_type, 200, eviction=policy)
         ids = distinct_ids(100, device_type)

@@ -1,4 +1,4 @@
-"""Entries that nobody has touched for too many calls leave, in the turn of their bucket."""
+"""Entries untouched for too many calls leave when their bucket has its turn."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torchrec_hkv.hash_table import HashTable
 
 
 def idle(table: HashTable, calls: int) -> None:
-    """Calls that touch nothing."""
+    """Makes calls that touch nothing."""
     for _ in range(calls):
         table.find_or_insert(torch.empty(0, dtype=torch.int64, device=table.device))
 
@@ -16,7 +16,8 @@ def idle(table: HashTable, calls: int) -> None:
 @pytest.mark.parametrize("expire_after", [1, 2, 5, 63, 64, 65, 100])
 @pytest.mark.parametrize("capacity", [50, 10_000])
 def test_leaves_within_a_turn(device_type, expire_after, capacity):
-    """With one bucket and with more than a turn's: none too early, all in the end."""
+    """With one bucket, or more buckets than a turn has calls, no entry leaves too early or too
+    late."""
     table = make(device_type, capacity, expire_after=expire_after)
     ids = distinct_ids(capacity // 2, device_type)
     turn = min(64, expire_after)
@@ -46,14 +47,14 @@ def test_a_touch_starts_the_age_anew(device_type):
         lambda part: table.insert_or_assign(part, random_rows(table, len(part))),
     ) * 5:
         table.find(ids)
-        table.assign_rows(ids, random_rows(table, len(ids)))  # no touch
+        table.assign_rows(ids, random_rows(table, len(ids)))  # does not touch
         call(ids[:40])
     assert table.contains(ids).tolist() == [True] * 40 + [False] * 60
     assert table.counters()["expired"] == 60
 
 
 def test_every_bucket_has_its_turn_whatever_calls_come(device_type):
-    """Calls of two kinds in turn: both look through their share of the buckets."""
+    """Calls of two kinds alternate; each scans its share of the buckets."""
     table = make(device_type, 64 * 40, expire_after=8)
     ids = distinct_ids(500, device_type)
     table.find_or_insert(ids)
@@ -64,7 +65,8 @@ def test_every_bucket_has_its_turn_whatever_calls_come(device_type):
 
 
 def test_expired_before_the_call_looks(device_type):
-    """An id that leaves in the call that asks for it comes back as a new one, with zero state."""
+    """An id that expires in the call that looks it up starts again as a new one, with zero
+    state."""
     table = make(device_type, 64, expire_after=1, state_dim=2)
     ids = distinct_ids(10, device_type)
     table.insert_or_assign(ids, torch.full((10, 4), 7.0, device=device_type))

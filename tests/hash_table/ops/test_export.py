@@ -1,4 +1,4 @@
-"""export gives every entry once, in batches of bounded size."""
+"""export yields every entry once, in batches of bounded size."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_an_empty_table(device_type):
 
 
 def test_a_copy(device_type):
-    """What was exported does not change with the table."""
+    """Exported entries do not change with the table."""
     table = make(device_type)
     ids = distinct_ids(10, device_type)
     rows = random_rows(table, 10)

@@ -1,4 +1,4 @@
-"""export_if gives entries by bounds of their scores and by age, and changes nothing."""
+"""export_if yields entries by bounds of scores and by age, and changes nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A few new ids in a large table, at several positions of a call."""
+"""A call with a few new ids, each at several positions, on a large table."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.tables import contents, distinct_ids, expected_initial_rows, 
 
 
 def check(table, ids, present):
-    """Looks ``ids`` up, of which the table has ``present``; each new one must come once."""
+    """Looks ``ids`` up in a table that has ``present``; each new id must be inserted once."""
     before = len(contents(table))
     slots, found = table.find_or_insert_slots(ids)
     there = torch.isin(ids, present)

@@ -1,4 +1,4 @@
-"""find gives rows of what is there, initial rows of what is not, and changes nothing."""
+"""find returns rows of present ids and initial rows of others, and changes nothing."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_changes_nothing(device_type, policy):
         table.contains(ids)
     assert contents(table) == before
     assert table.counters() == counters
-    # Nor how long ago an id was touched: 40 by the call before the last, 20 by the last.
+    # Ages did not change either: the call before the last touched 40 ids, the last one 20.
     assert table.erase_if(older_than=1) == 0
     assert table.erase_if(older_than=0) == 40
 

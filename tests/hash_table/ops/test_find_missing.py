@@ -1,4 +1,4 @@
-"""find_missing lists the ids that are not there with their positions; contains tells which are."""
+"""find_missing lists missing ids with their positions; contains tells which ids are present."""
 
 import torch
 

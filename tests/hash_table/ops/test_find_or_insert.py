@@ -1,4 +1,5 @@
-"""find_or_insert finds what is there and inserts the rest with initial rows; rows or slots."""
+"""find_or_insert finds present ids and inserts others with initial rows; it returns rows or
+slots."""
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_rows(device_type, policy):
     order = torch.randint(0, 501, (3001,), device=device_type)
     expected = torch.cat([rows, expected_initial_rows(table, ids[201:])])
     found_rows, found = table.find_or_insert(ids[order], constant_scores(table, 3001))
-    assert torch.equal(found, order < 201)  # what was there before the call, also of repeated ids
+    assert torch.equal(found, order < 201)  # before the call, also for repeated ids
     assert torch.equal(found_rows, expected[order])
     met = torch.cat([torch.arange(201, device=device_type), order]).unique()
     assert table.size == len(met)
@@ -49,7 +50,7 @@ def test_slots(device_type, policy):
 
 
 def test_more_ids_than_the_table_holds(device_type):
-    """What finds no place gets its initial row; what the call has touched stays."""
+    """Ids without a slot get their initial rows; what the call has touched stays."""
     table = make(device_type, 64)
     ids = distinct_ids(100, device_type)
     rows, found = table.find_or_insert(ids)

@@ -1,4 +1,4 @@
-"""Nothing leaves a table before it is 95 % full, whatever the pattern of the ids."""
+"""A table evicts nothing before it is 95 % full, whatever the pattern of the ids."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support.tables import make
 def test_first_eviction(device_type, stream, capacity):
     table = make(device_type, capacity, dim=1)
     ids = id_stream(stream, int(0.95 * table.capacity)).to(device_type)
-    for part in ids.split(100):  # of larger batches a GPU's threads decide who finds room
+    for part in ids.split(100):  # in larger batches, a GPU's threads decide which ids get a slot
         table.find_or_insert_slots(part)
     counters = table.counters()
     assert counters["evicted"] == counters["refused"] == 0
@@ -23,7 +23,7 @@ def test_first_eviction(device_type, stream, capacity):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_evicts_finds_both_buckets_full(device_type, seed):
-    """Whatever the order of the ids in a call, and whichever thread is first."""
+    """A call evicts only if both buckets are full, whatever the order of ids and threads."""
     buckets = 157
     table = make(device_type, 10_000, dim=1)
     assert table.capacity == buckets * 64
@@ -39,7 +39,7 @@ def test_who_evicts_finds_both_buckets_full(device_type, seed):
         slot_of.update(zip(ids.tolist(), slots, strict=True))
     assert len(slot_of) + 1000 - back.ids.numel() >= 0.95 * table.capacity
     holder = dict(zip(slots, ids.tolist(), strict=True))
-    # Buckets only fill during a call, so that those it found full are full after it.
+    # Buckets only fill during a call, so those that it found full are full afterwards.
     there = torch.tensor([*{*slot_of.values()}, *holder.keys()])
     filled = torch.bincount(there.unique() // 64, minlength=buckets)
     for evicted in back.ids.tolist():

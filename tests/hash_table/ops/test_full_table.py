@@ -1,4 +1,4 @@
-"""In a full table the lowest score leaves, or the newcomer is refused."""
+"""A full table evicts its lowest score, or refuses the new id."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.tables import (
     scores_tensor,
 )
 
-# A table of one bucket evicts exactly; so does one of two, which are every id's two candidates.
+# Eviction is exact with one bucket, and with two, since both are candidates of every id.
 CAPACITIES = [1, 5, 63, 64, 100, 128]
 
 
@@ -21,7 +21,7 @@ def test_customized_keeps_the_highest(device_type, capacity):
     table = make(device_type, capacity, eviction="customized")
     ids = distinct_ids(5 * capacity, device_type)
     scores = torch.randperm(5 * capacity)
-    # One by one: what a call has placed stays for its time, whatever its score.
+    # One id at a time: a call never evicts what it has inserted, whatever its score.
     for id_, score in zip(ids.split(1), scores.to(device_type).split(1), strict=True):
         table.find_or_insert(id_, score)
     kept = {id_: score for id_, (_, score, _) in contents(table).items()}
@@ -46,7 +46,7 @@ def test_the_highest_score_is_no_special_value(device_type):
     ids = distinct_ids(128, device_type)
     most = scores_tensor([2**63 - 1] * 64, device_type)
     table.find_or_insert(ids[:64], most)
-    slots, _ = table.find_or_insert_slots(ids[64:], most)  # equal scores: the newcomer is let in
+    slots, _ = table.find_or_insert_slots(ids[64:], most)  # equal scores: the new id is inserted
     assert (slots >= 0).all()
     assert contents(table).keys() == set(ids[64:].tolist())
 
@@ -94,7 +94,7 @@ def test_lru_a_touch_protects(device_type):
     for id_ in ids[:64].split(1):
         table.find_or_insert(id_)
     table.find_or_insert(ids[:10])
-    table.find(ids[10:20])  # no touch
+    table.find(ids[10:20])  # does not touch
     table.find_or_insert(ids[64:])
     assert contents(table).keys() == set(ids.tolist()) - set(ids[10:30].tolist())
 
@@ -128,7 +128,7 @@ def test_among_equals_the_one_touched_longest_ago_leaves(device_type, policy):
 
     for id_ in ids[:64].flip(0).split(1):
         table.find_or_insert(id_, scores(1))
-    touch = ids[54:64]  # the oldest are touched without a change of score
+    touch = ids[54:64]  # the oldest ids are touched, and their scores stay
     table.assign_scores(touch, 0 * scores(10) if policy == "lfu" else scores(10))
     table.find_or_insert(ids[64:], scores(10))
     assert contents(table).keys() == set(ids.tolist()) - set(ids[44:54].tolist())
@@ -136,13 +136,13 @@ def test_among_equals_the_one_touched_longest_ago_leaves(device_type, policy):
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"])
 def test_what_the_call_touches_stays(device_type, policy):
-    """Also where its score is the lowest of all."""
+    """A call does not evict what it touches, even with the lowest score."""
     table = make(device_type, 64, eviction=policy)
     ids = distinct_ids(100, device_type)
     scores = torch.full((64,), 5, device=device_type)
     takes = policy in ("lfu", "epoch_lfu", "customized")
     table.find_or_insert(ids[:64], scores if takes else None)
-    call = torch.cat([ids[64:], ids[:40]])  # room for 24 of 36 newcomers
+    call = torch.cat([ids[64:], ids[:40]])  # room for 24 of 36 new ids
     low = torch.full((76,), 0, device=device_type)
     low[:36] = 9
     slots, found = table.find_or_insert_slots(call, low if takes else None)

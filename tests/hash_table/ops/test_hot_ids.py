@@ -1,4 +1,4 @@
-"""Counts of the frequency policies are exact where one id has most of a batch."""
+"""Counts of the frequency policies are exact if one id takes most of a batch."""
 
 import pytest
 import torch

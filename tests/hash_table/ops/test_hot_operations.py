@@ -1,6 +1,6 @@
-"""Every operation on a batch with one id in 90 % of its positions, beside a dictionary.
+"""Every operation agrees with a dictionary on a batch with one id in 90 % of its positions.
 
-On a GPU also the time, which must not grow with the number of positions that one id has.
+On a GPU its time must not grow with the number of positions of one id.
 """
 
 import statistics
@@ -19,7 +19,7 @@ COUNTED = ("lfu", "epoch_lfu")
 
 
 def hot_batch(n: int = BATCH, share: float = 0.9) -> torch.Tensor:
-    """Numbers of ids."""
+    """Indices of ids."""
     return torch.randint(1, IDS, (n,)).where(torch.rand(n) >= share, 0)
 
 
@@ -42,7 +42,7 @@ def check_rows(table, expected: dict[int, list[float]]) -> None:
 
 
 def check_one_of_each(table, ids: torch.Tensor, rows: torch.Tensor, others: dict) -> None:
-    """Each id has one of the rows that came with it; other ids have theirs."""
+    """Each given id has one of its rows from the call; other ids keep theirs."""
     given: dict[int, set] = {}
     for id_, row in zip(ids.tolist(), rows.tolist(), strict=True):
         given.setdefault(id_, set()).add(tuple(row))
@@ -53,7 +53,7 @@ def check_one_of_each(table, ids: torch.Tensor, rows: torch.Tensor, others: dict
 
 
 def check_counts(table, numbers: torch.Tensor, ids: torch.Tensor, before: int) -> None:
-    """Counts are ``before`` and one for each position."""
+    """Counts are ``before`` plus one for each position."""
     if table.eviction not in COUNTED:
         return
     counts = torch.bincount(numbers, minlength=IDS) + before
@@ -139,7 +139,7 @@ def test_rows_add_up(device_type, policy, dim, share):
 
 
 def test_rows_of_a_group_add_up(device_type):
-    """Hot ids of tables of several widths; blocks of positions have more than one of them."""
+    """Hot ids of tables of several widths; a block of positions has several of them."""
     dims = (5, 128, 700)
     specs = [TableSpec(f"t{d}", 2 * IDS, d, initializer=Uniform(-1, 1)) for d in dims]
     group = TableGroup(specs, [0, 1, 2], None, device=device_type)
@@ -228,8 +228,8 @@ HOT_CALLS = {
 
 
 class TestTime:
-    """A generous guard: operations that take positions of one id one after the other were 20 times
-    and more slower than with ids that are spread."""
+    """A generous limit: operations that processed the positions of an id one after the other were
+    20 times and more slower than with evenly spread ids."""
 
     pytestmark = NEEDS_GPU
     MOST = 10.0
@@ -239,7 +239,7 @@ class TestTime:
         times = []
         for _ in range(7):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # the host's part of the call is over before it ends
+            torch.cuda._sleep(2_000_000)  # the call returns before the device ends
             begin.record()
             call()
             end.record()

@@ -1,4 +1,4 @@
-"""All calls take ids of any integer dtype of 8 to 64 bits, and refuse all other dtypes."""
+"""All calls take ids of any integer dtype of 8 to 64 bits, and refuse other dtypes."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OTHERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.boo
 
 
 def values_of(dtype: torch.dtype) -> list[int]:
-    """Ids at the ends of a dtype, as int64 has them."""
+    """The extreme ids of a dtype, as int64."""
     info = torch.iinfo(dtype)
     most = min(info.max, 2**63 - 1)
     values = [0, 1, 5, most - 1, most, info.min]
@@ -31,7 +31,7 @@ def values_of(dtype: torch.dtype) -> list[int]:
 
 
 def given(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of a dtype, and the same as int64."""
+    """Ids of a dtype, and their int64 values."""
     plain = torch.tensor(values_of(dtype), dtype=torch.int64)
     ids = plain.view(dtype) if dtype == torch.uint64 else plain.to(dtype)
     return ids.to(device), plain.to(device)

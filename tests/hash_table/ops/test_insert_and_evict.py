@@ -1,4 +1,4 @@
-"""insert_and_evict gives back what leaves and what is refused: nothing is lost."""
+"""insert_and_evict gives back evicted and refused entries: nothing is lost."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ def given_back(evicted) -> dict[int, tuple[tuple[float, ...], int]]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("capacity", [64, 1000])
 def test_nothing_is_lost(device_type, policy, capacity):
-    """Table and what came back are, after each call, what was in the table and what was given."""
+    """After each call, the table and the returned entries together equal the previous table and the
+    input."""
     table = make(device_type, capacity, dim=3, eviction=policy)
     ids = distinct_ids(4 * capacity, device_type)
     expected: dict[int, tuple[float, ...]] = {}
@@ -99,11 +100,12 @@ def test_dtypes_and_shapes(device_type):
 
 
 def test_untrimmed(device_type):
-    """The same entries, in tensors as long as the input, with their number on the device."""
+    """Untrimmed results have the input's length, the same entries, and their number on the
+    device."""
     trimmed, padded = (make(device_type, 64, dim=3, eviction="customized") for _ in range(2))
     ids = distinct_ids(64 + 50, device_type)
     rows = random_rows(trimmed, len(ids))
-    scores = scores_tensor(list(range(len(ids))), device_type)  # so that all is said who leaves
+    scores = scores_tensor(list(range(len(ids))), device_type)  # scores decide which entries leave
     for table in (trimmed, padded):
         table.insert_or_assign(ids[:64], rows[:64], scores[:64])
     expected = trimmed.insert_and_evict(ids[64:], rows[64:], scores[64:])

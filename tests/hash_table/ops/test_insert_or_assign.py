@@ -1,4 +1,4 @@
-"""insert_or_assign: what was put in comes out, whatever the number of ids and columns."""
+"""insert_or_assign stores its rows, whatever the number of ids and columns."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_duplicates_end_as_one_entry_with_one_row_whole(device_type, there):
     if there:
         table.find_or_insert(ids)
     order = torch.cat([torch.arange(301), torch.randint(0, 301, (5000,))]).to(device_type)
-    # Row i is i everywhere, so a row mixed from two would show.
+    # All columns of row i are i, so that a mixed row would show.
     rows = torch.arange(5301.0, device=device_type)[:, None].expand(-1, 65).contiguous()
     assert table.insert_or_assign(ids[order], rows).all()
     assert table.size == 301

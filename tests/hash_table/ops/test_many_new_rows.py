@@ -1,6 +1,6 @@
-"""New rows by the thousand, in a call that takes other ids' places: right in every column.
+"""A call makes thousands of new rows, which replace other ids: every column is correct.
 
-A CPU makes few rows in their places, and many in a buffer from which whole cache lines are written.
+A CPU makes few rows in place, and many in a buffer that is written in whole cache lines.
 """
 
 import pytest
@@ -12,12 +12,12 @@ from torchrec_hkv.hash_table import AdamW, TableGroup, TableSpec, Uniform, initi
 
 CAPACITY = 640
 INITIALIZER = Uniform(-0.3, 0.1)
-#: Rows of a line, of several, of all that the buffer holds, and of no whole number of lines.
+#: Rows of one line, of several, of all that the buffer holds, and of a fraction of lines.
 DIMS = [16, 20, 64, 97, 2048]
 
 
 def _batch(ids: torch.Tensor, features: int) -> Bags:
-    """The same ids for all features, a bag each."""
+    """The same ids for all features, one a bag."""
     n = len(ids) * features
     return Bags(ids.repeat(features), torch.arange(n + 1), len(ids))
 
@@ -30,7 +30,7 @@ def test_rows_and_states_of_a_large_call(device_type, dtype):
     group = TableGroup(specs, list(range(len(DIMS))), AdamW(), device=device_type)
     old = _batch(torch.arange(CAPACITY // 2), len(DIMS)).to(device_type)
     out = lookup(group, old)
-    out.backward(torch.randn_like(out))  # what they leave behind is no zero
+    out.backward(torch.randn_like(out))  # evicted rows are not zero
     new = torch.randperm(3 * CAPACITY)[: 2 * CAPACITY] + 10_000
     slots = insert(group, _batch(new, len(DIMS)).to(device_type))
     assert (slots >= 0).any()
@@ -45,7 +45,7 @@ def test_rows_and_states_of_a_large_call(device_type, dtype):
 
 @pytest.mark.parametrize("dim", [31, 32, 33, 47, 48, 63, 64, 100])
 def test_wide_rows_follow_the_documented_formula(device_type, dim):
-    """Columns are made 32, 16 and one at a time."""
+    """A CPU makes columns 32, 16 and one at a time."""
     ids = torch.tensor([-(2**63), -1, 0, 5, 2**63 - 1])
     rows = initial_rows(ids.to(device_type), dim, table="user", seed=3, initializer=INITIALIZER)
     expected = [

@@ -1,4 +1,4 @@
-"""Scores below 0: the lowest ones under customized, refused or 0 where they are counts."""
+"""Negative scores: the lowest ones under customized; refused or 0 where scores are counts."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torchrec_hkv.hash_table import HashTable, TableGroup, TableSpec
 
 
 def test_the_lowest_leaves(device_type):
-    """An id of score -5 does not stay for ever."""
+    """An id with score -5 leaves."""
     table = make(device_type, 64, eviction="customized")
     ids = torch.arange(1000, device=device_type)
     table.insert_or_assign(ids[:64], random_rows(table, 64), ids[:64] - 64)
@@ -30,7 +30,7 @@ def test_what_leaves_has_its_score(device_type):
 
 @pytest.mark.parametrize("capacity", [64, 400])
 def test_files_keep_them(device_type, tmp_path, capacity):
-    """Into the same geometry, and into one where the highest scores stay."""
+    """Loads into the same geometry, and into one that keeps the highest scores."""
     table = make(device_type, 300, eviction="customized")
     ids = torch.arange(-150, 150, device=device_type)
     table.insert_or_assign(ids, random_rows(table, 300), ids)
@@ -84,7 +84,7 @@ def test_negative_counts(device_type, policy):
 
 
 def test_a_group_of_several_policies(device_type):
-    """Each table has the order of its own policy."""
+    """Each table orders scores by its own policy."""
     specs = [
         TableSpec("counts", 64, 2, eviction="lfu"),
         TableSpec("given", 64, 2, eviction="customized"),

@@ -1,4 +1,4 @@
-"""A large call of one id, or of few, ends as one entry each."""
+"""A large call of one id or of few leaves one entry for each."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_sums(device_type):
 
 
 def test_refused(device_type):
-    """A new id that fills a call and finds no place is refused as a whole."""
+    """A new id that fills a call and gets no slot is refused at every position."""
     table = make(device_type, 64, dim=3, eviction="customized")
     old = torch.arange(64, device=device_type)
     table.find_or_insert(old, constant_scores(table, 64, score=10))

@@ -1,7 +1,7 @@
-"""Slot by slot, a CPU's calls go as in a Python model that places ids one by one.
+"""A CPU's calls agree, slot by slot, with a Python model that inserts ids one by one.
 
-Where a call misses at least as many ids as the table has buckets, who leaves a bucket next is kept
-for the call; otherwise it is looked up each time. Batches here are of both kinds.
+If a call misses at least as many ids as the table has buckets, it stores which entry leaves each
+bucket next; otherwise it searches each time. Batches are of both kinds.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ REFUSED = -1
 
 
 class Model:
-    """A table of full-width buckets, as docs/concepts/hash_table.md describes it."""
+    """A table of full-width buckets, as in docs/concepts/hash_table.md."""
 
     def __init__(self, policy: str, buckets: int, slots: int) -> None:
         self.policy, self.buckets, self.slots = policy, buckets, slots
@@ -26,7 +26,7 @@ class Model:
         self.where: dict[int, int] = {}
 
     def call(self, ids: Sequence[int], given: Sequence[int]) -> list[int]:
-        """Slots of one call's ids."""
+        """Slots of a call's ids."""
         self.now += 1
         missing = [id_ not in self.where for id_ in ids]
         for id_, score, misses in zip(ids, given, missing, strict=True):
@@ -60,7 +60,7 @@ class Model:
             may_go = [at for at in both if self.ranks[at][1] < self.now]
             if not may_go:
                 return
-            slot = min(may_go, key=self.ranks.__getitem__)  # the first of several
+            slot = min(may_go, key=self.ranks.__getitem__)  # the first one of equal rank
             if score < self.ranks[slot][0]:
                 return
             del self.where[self.ids[slot]]
@@ -86,7 +86,7 @@ def test_as_a_model_of_single_ids(set_threads, policy, buckets, slots, threads):
     for n in [capacity // 2, capacity, few, capacity, few, 3, capacity // 3, few, 2 * capacity]:
         ids = draw(3 * capacity, n) - capacity
         scores = None
-        if policy == "customized":  # one score an id: of several the highest would decide
+        if policy == "customized":  # one score an id: the highest of several would decide
             ids = ids.unique()[torch.randperm(len(ids.unique()), generator=generator)]
             scores = draw(8, len(ids))
         given = [1] * len(ids) if scores is None else scores.tolist()

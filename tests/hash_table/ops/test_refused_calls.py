@@ -1,4 +1,4 @@
-"""A refused call does not count: ages and LRU scores are as without it."""
+"""A refused call does not count: ages and LRU scores stay."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ids that come back get half of their counts back, where a table remembers counts."""
+"""Where a table remembers counts, ids that return get half of their counts back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UINT32_MAX = 2**32 - 1
 
 
 def counts(table: HashTable) -> dict[int, int]:
-    """By id; under "epoch_lfu" the low half of the score."""
+    """Counts by id; under "epoch_lfu" the low half of the score."""
     found = {}
     for part in table.export():
         low = part.scores & UINT32_MAX if table.eviction == "epoch_lfu" else part.scores
@@ -26,13 +26,13 @@ def counts(table: HashTable) -> dict[int, int]:
 
 
 def restoring(device: str, capacity: int = 64, eviction="lfu", **options) -> HashTable:
-    """A table that gives counts back."""
+    """A table that restores counts."""
     options = {"remember_evicted": PLENTY, "restore_counts": True} | options
     return make(device, capacity, eviction=eviction, **options)
 
 
 class Model:
-    """Counts by id, and halves of those that have left. Who leaves the table decides."""
+    """Counts by id, and half counts of ids that have left. The table decides which ids leave."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
@@ -40,7 +40,7 @@ class Model:
         self.returned = 0
 
     def call(self, ids: list[int], given: list[int], held: set[int]) -> None:
-        """Ids with the counts that they add, and the ids that are there afterwards."""
+        """Adds ``given`` to the counts of ``ids``; ``held`` are the ids in the table afterwards."""
         gone = {i: self.counts.pop(i) for i in set(self.counts) - held}
         for i, count in zip(ids, given, strict=True):
             if i not in held:
@@ -82,7 +82,7 @@ def test_a_large_count_is_cut(device_type):
 
 
 def test_training_lookups(device_type):
-    """In a group, only the tables that ask for it give counts back."""
+    """In a group, only tables with the option restore counts."""
     specs = [
         TableSpec("a", 64, 4, eviction="lfu", remember_evicted=PLENTY, restore_counts=True),
         TableSpec("b", 64, 4, eviction="lfu", remember_evicted=PLENTY),
@@ -127,7 +127,7 @@ def test_copies_remember(device_type):
     gone = ids[~table.contains(ids)]
     other = copy.deepcopy(table)
     for one in (table, other):
-        one.find_or_insert(gone, torch.full_like(gone, 5))  # fewer would be refused
+        one.find_or_insert(gone, torch.full_like(gone, 5))  # fewer lookups would be refused
         assert {counts(one)[i] for i in gone.tolist()} == {5 + 2}
     table.clear()
     table.find_or_insert(ids[:3])

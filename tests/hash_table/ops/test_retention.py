@@ -1,4 +1,4 @@
-"""A table that sees ever new ids keeps nearly all of the newest, or of the most frequent."""
+"""A table under a stream of new ids keeps nearly all of the newest or most frequent ids."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ BATCH = 1024
 
 @pytest.mark.parametrize("stream", ["sequential", "hashed", "stride 2^32"])
 def test_customized_over_twelve_rounds(device_type, stream):
-    """Scores rise with the ids; of the newest capacity-many at least 0.96 stay, round by round."""
+    """Scores rise with the ids. Each round keeps at least 0.96 of as many newest ids as the
+    capacity."""
     table = make(device_type, CAPACITY, dim=1, eviction="customized")
     ids = id_stream(stream, 12 * CAPACITY).to(device_type)
     scores = torch.arange(12 * CAPACITY, device=device_type)
@@ -26,7 +27,7 @@ def test_customized_over_twelve_rounds(device_type, stream):
 
 @pytest.mark.parametrize("stream", ["sequential", "hashed", "stride 2^32"])
 def test_lru(device_type, stream):
-    """Of the newest capacity-many at least 0.98 stay."""
+    """Keeps at least 0.98 of as many newest ids as the capacity."""
     table = make(device_type, CAPACITY, dim=1)
     ids = id_stream(stream, 4 * CAPACITY).to(device_type)
     for end in range(CAPACITY, 4 * CAPACITY + 1, CAPACITY):
@@ -37,7 +38,7 @@ def test_lru(device_type, stream):
 
 @pytest.mark.parametrize("batch", [BATCH, 10_007])
 def test_lfu(device_type, batch):
-    """Each id comes with its count, in random order: the most frequent stay."""
+    """Each id comes with its count, in random order; the most frequent ids stay."""
     table = make(device_type, CAPACITY, dim=1, eviction="lfu")
     ids = distinct_ids(4 * CAPACITY, device_type)
     counts = torch.randperm(4 * CAPACITY).to(device_type)

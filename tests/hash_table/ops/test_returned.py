@@ -1,4 +1,4 @@
-"""Ids that come back after they were evicted are counted, where a table remembers."""
+"""Where a table remembers evictions, it counts evicted ids that return."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def draws(seed, pool, n, device):
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "customized"])
 @pytest.mark.parametrize("how", ["find_or_insert", "insert_or_assign", "insert_and_evict"])
 def test_against_a_set(eviction, how, device_type):
-    """What came and what left is read from the table after each call; ids repeat within calls."""
+    """Reads which ids came and left from the table after each call; ids repeat within calls."""
     table = make(device_type, 128, eviction=eviction, remember_evicted=PLENTY)
     gone, returned, held = set(), 0, set()
     for step in range(30):
@@ -58,7 +58,7 @@ def test_tables_of_a_group_remember_by_themselves(device_type):
     evicted = [table["evicted"] for table in group.counters()]
     returned = [table["returned"] for table in group.counters()]
     assert evicted[0] == evicted[1] > 64
-    # Of the third table's first ids all have left.
+    # The third table has evicted all of its first ids.
     assert returned == [0, 0, 40]
 
 
@@ -82,12 +82,12 @@ def test_the_last_to_use_an_entry_is_remembered(device_type):
     assert returned_by(1) == 0
     assert returned_by(2) == 1
     assert returned_by(67) == 0  # 3 leaves
-    # A call looks before it remembers: 4 leaves for 3, and takes its entry.
+    # A call looks up returns before it records evictions: 4 leaves for 3 and takes its entry.
     assert returned_by(3) == 1
 
 
 def test_how_long_evictions_are_remembered(device_type):
-    """After as many evictions as there are entries, of 1/e of the ids."""
+    """After as many evictions as there are entries, 1/e of the ids are remembered."""
     entries = 8192
     table = make(device_type, 1024, remember_evicted=entries)
     first = torch.arange(512, device=device_type)
@@ -107,7 +107,7 @@ def test_how_long_evictions_are_remembered(device_type):
 
 
 def test_new_ids_seldom_seem_to_return(device_type):
-    """One of 65,535, where all entries are taken."""
+    """With all entries taken, one new id in 65,535 counts as returned."""
     table = make(device_type, 1024, dim=1, remember_evicted=512)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(-(1 << 63), (1 << 63) - 1, (2_000_000,), generator=generator)

@@ -1,4 +1,4 @@
-"""The ops below HashTable have schemas and fakes that PyTorch finds correct."""
+"""opcheck accepts the schemas and fakes of the ops below HashTable."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_insert(table, device_type):
 
 
 def test_insert_and_give_back(table, device_type):
-    """One id that is refused: outputs are filled, and the same however often the op runs."""
+    """One id is refused, so outputs are not empty, and equal however often the op runs."""
     group, ids = table._group, distinct_ids(65, device_type)
     table.find_or_insert(ids[:64], scores_tensor([5] * 64, device_type))
     one, row, score = ids[64:], random_rows(table, 1), scores_tensor([0], device_type)
@@ -33,7 +33,7 @@ def test_ops_on_slots(table, device_type):
     group, ids = table._group, distinct_ids(5, device_type)
     slots, _ = table.find_or_insert_slots(ids)
     rows = random_rows(table, 5)
-    scores = scores_tensor([0] * 5, device_type)  # the checks run an op several times
+    scores = scores_tensor([0] * 5, device_type)  # opcheck runs an op several times
     counters, handle = group.counter_tensor, group.handle
     torch.library.opcheck(ops.gather_rows, (handle, ids, slots))
     torch.library.opcheck(ops.write_rows, (counters, handle, slots, rows, False))
@@ -55,7 +55,7 @@ def test_what_happens_as_calls_go_by(device_type, admission):
 
 
 def test_an_insertion_that_admits_nothing(device_type):
-    """Rows of the id that comes back, and the same however often the op runs."""
+    """Returns rows of the refused id, equal however often the op runs."""
     table = make(device_type, eviction="lfu", admission=Probability(1e-12))
     group, ids = table._group, distinct_ids(1, device_type)
     rows = random_rows(table, 1)

@@ -127,7 +127,7 @@ def test_customized_duplicates_leave_one_of_their_scores(device_type, there):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_counts_of_many_duplicates(device_type, there):
-    """Also from several threads nothing is lost."""
+    """Several threads lose no count."""
     for policy in ("lfu", "epoch_lfu"):
         table = make(device_type, 400, eviction=policy)
         ids = distinct_ids(301, device_type)

@@ -1,4 +1,5 @@
-"""Several scores for one id in one call to a full table: the highest decides, all counts count."""
+"""If a call to a full table has several scores for one id, the highest decides admission, and all
+counts add up."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_refused_if_all_are_too_low(device_type):
     table, ids = full(device_type, "lfu", 5)
     three = ids[64:65].expand(3)
     slots, _ = table.find_or_insert_slots(three, scores_tensor([4, 4, 4], device_type))
-    assert (slots == -1).all()  # although they add up to more
+    assert (slots == -1).all()  # although their sum is higher
     back = table.insert_and_evict(
         three, random_rows(table, 3), scores_tensor([1, 4, 2], device_type)
     )

@@ -1,4 +1,4 @@
-"""Ids spread over buckets and over owner ranks as if at random, whatever their pattern."""
+"""Ids spread over buckets and owner ranks as random ones do, whatever their pattern."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ LEAST = 1e-5
 
 
 def probability(places: torch.Tensor, number: int) -> float:
-    """Of a chi-square against equal shares as large as this one, if places were random."""
+    """The probability of a chi-square against equal shares this large or larger, for random
+    placement."""
     counts = torch.bincount(places.cpu(), minlength=number).double()
     assert len(counts) == number
     expected = counts.sum() / number
@@ -22,7 +23,7 @@ def probability(places: torch.Tensor, number: int) -> float:
 
 
 def buckets(device: str, ids: torch.Tensor) -> torch.Tensor:
-    """Each id's bucket in a table so empty that all are in their first bucket."""
+    """Each id's bucket in a table so empty that all ids are in their first bucket."""
     table = make(device, CAPACITY, dim=1)
     slots, _ = table.find_or_insert_slots(ids.to(device))
     return slots // 64
@@ -30,7 +31,7 @@ def buckets(device: str, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_buckets(device_type, stream):
-    """A quarter of the table: 16 ids a bucket."""
+    """A quarter of the table is full: 16 ids a bucket."""
     assert probability(buckets(device_type, id_stream(stream, CAPACITY // 4)), 1024) > LEAST
 
 

@@ -1,4 +1,5 @@
-"""Hypothesis drives a table and the model through all operations, every policy, tiny capacities."""
+"""Hypothesis compares a table with the model under all operations and policies, at tiny
+capacities."""
 
 import os
 
@@ -80,7 +81,7 @@ def id_batches(draw: st.DrawFn, capacity: int) -> list[int]:
 
 
 class HashTableMachine(RuleBasedStateMachine):
-    """The operations of one table."""
+    """Operations on one table and its model."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
@@ -115,12 +116,12 @@ class HashTableMachine(RuleBasedStateMachine):
             initializer=initializer,
             admission=admission,
             expire_after=expire_after,
-            # The model can't tell what expires in the call in which the table grows.
+            # The model can't predict what expires in a call that grows the table.
             initial_capacity=(
                 None if initial is None or expire_after is not None else min(initial, capacity)
             ),
         )
-        # Sums of several rows don't depend on their order where all are small whole numbers.
+        # Sums of small whole numbers do not depend on their order.
         self.exact_sums = dtype == torch.float32 and isinstance(initializer, Constant)
 
     def draw_ids(self, data: st.DataObject) -> list[int]:
@@ -136,7 +137,7 @@ class HashTableMachine(RuleBasedStateMachine):
         return [scores[at % len(scores)] for at in range(n)]
 
     def new_rows(self, n: int) -> list[Row]:
-        """Small whole numbers, different for neighbours."""
+        """Small whole numbers; neighbours differ."""
         self.rows_made += 1
         return [
             tuple(float((7 * self.rows_made + 3 * at + c) % 101 - 50) for c in range(self.dim))
@@ -200,7 +201,7 @@ class HashTableMachine(RuleBasedStateMachine):
         self.checked.erase(self.draw_ids(data))
 
     def draw_conditions(self, data: st.DataObject) -> dict[str, int | None]:
-        """Bounds at and beside the scores that there are, and at the ends."""
+        """Bounds at and next to existing scores, and extreme ones."""
         signed = self.checked.table.eviction == "customized"
         most = 2**63 - 1 if signed else 2**64 - 1
         bounds = {0, 1, 2**32, 2**63 - 1, most, *([-1, -(2**63)] if signed else [2**63])}

@@ -1,4 +1,4 @@
-"""A strict table raises where it has no place for an id, and only there."""
+"""A strict table raises if an id gets no slot, and only then."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_raises_and_goes_on(device_type, policy, call):
     for first in (100, 200):
         with pytest.raises(RuntimeError, match=SENTENCE):
             overfill(table, call, ids[first : first + 100])
-        overfill(table, call, ids[:64])  # the next call doesn't raise again
+        overfill(table, call, ids[:64])  # the next call does not raise again
     counters = table.counters()
     assert counters["refused"] == 72
     assert counters["inserted"] == 64 * 5
@@ -89,7 +89,7 @@ def test_insert_and_evict_gives_back_instead(device_type):
 
 
 def test_repeated_ids(device_type):
-    """A refused id in several positions: the call raises, whatever the number it names."""
+    """A call raises for a refused id at several positions, whatever the number it names."""
     table = make(device_type, 64, strict=True)
     ids = distinct_ids(65, device_type)
     with pytest.raises(RuntimeError, match=r"had no place for \d+ of this call's new ids"):

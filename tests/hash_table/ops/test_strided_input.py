@@ -1,4 +1,5 @@
-"""Tensors that are not contiguous count like their contiguous copies, or are refused unchanged."""
+"""Non-contiguous tensors give the same as contiguous copies, or are refused, and nothing
+changes."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ OPERATIONS = {
 
 
 def strided(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the same values that skip, and by column."""
+    """Views of the same values: strided, and by column."""
     views = [tensor.repeat_interleave(2, 0)[::2]]
     if tensor.dim() == 2:
         views += [tensor.T.contiguous().T, torch.cat([tensor, tensor], 1)[:, tensor.shape[1] :]]

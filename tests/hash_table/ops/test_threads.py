@@ -1,4 +1,4 @@
-"""On a CPU the same calls give the same slots and the same leavers on any number of threads."""
+"""On a CPU, calls give the same slots and evict the same ids on any number of threads."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ THREADS = [1, 2, 3, 8]
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("capacity", [64, 1000, 20_000])
 def test_slots_and_leavers_do_not_depend_on_threads(set_threads, policy, capacity):
-    """Batches from empty to overfull, with repeated ids; order within the results counts too."""
+    """Batches from empty to overfull, with repeated ids; results must have the same order."""
     generator = torch.Generator().manual_seed(capacity)
     batches = [
         torch.randint(-3 * capacity, 3 * capacity, (n,), generator=generator)
@@ -29,7 +29,7 @@ def test_slots_and_leavers_do_not_depend_on_threads(set_threads, policy, capacit
             outcome += [slots, found, back.ids, back.scores, back.rows]
         entries = next(table.export(batch_size=1 << 30))
         outcomes.append([*outcome, entries.ids, entries.rows, entries.scores])
-    assert any(part.numel() for part in outcomes[0][2::5])  # something has left
+    assert any(part.numel() for part in outcomes[0][2::5])  # something was evicted
     for outcome in outcomes[1:]:
         for part, first in zip(outcome, outcomes[0], strict=True):
             assert torch.equal(part, first)

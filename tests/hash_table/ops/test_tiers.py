@@ -1,4 +1,5 @@
-"""Rows in HBM, in host memory or in both behave alike (on a CPU all are in host memory)."""
+"""Tables with rows in HBM, in host memory or in both behave the same (on a CPU, all are in host
+memory)."""
 
 import pytest
 import torch

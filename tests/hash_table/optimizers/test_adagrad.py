@@ -18,7 +18,7 @@ def test_equal_to_torch(device_type, dim, arguments):
 
 
 class _WithoutInitial(DenseReference):
-    """The state of a row holds its gradients only: it starts from zero."""
+    """A row's state sums only its gradients: it starts from zero."""
 
     def states(self):
         return super().states() - 0.3
@@ -34,7 +34,7 @@ def test_initial_accumulator(device_type):
 
 
 class _Decoupled(DenseReference):
-    """The row shrinks beside the step."""
+    """The row decays apart from the step."""
 
     def update(self, grads, touched, learning_rate):
         self.rows[touched] *= 1 - learning_rate * 0.2

@@ -10,7 +10,7 @@ STATES = ["exp_avg", "exp_avg_sq"]
 ARGUMENTS = [
     {},
     {"betas": (0.5, 0.9), "eps": 1e-3},
-    # With a small eps, the first step would magnify what rounding makes of g + 0.1 row.
+    # With a small eps, the first step would magnify the rounding error of g + 0.1 row.
     {"betas": (0.0, 0.99), "weight_decay": 0.1, "eps": 1e-2},
 ]
 
@@ -29,14 +29,14 @@ def test_equal_to_torch(device_type, dim, arguments):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_steps_by_row(device_type, dim, arguments):
-    """Each row is trained as if it were alone."""
+    """Each row counts its own steps."""
     reference = OneByOne(lambda: _reference(arguments))
     optimizer = Adam(**arguments, step_mode="row")
     assert_equal_to(reference, train_beside(optimizer, reference, device_type, dim))
 
 
 class _Sparse(DenseReference):
-    """PyTorch's own optimizer of touched rows."""
+    """PyTorch's optimizer of touched rows."""
 
     def update(self, grads, touched, learning_rate):
         rows = touched.nonzero().flatten()

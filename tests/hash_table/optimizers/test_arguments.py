@@ -1,4 +1,4 @@
-"""Impossible arguments of optimizers are refused with one sentence."""
+"""Optimizers refuse impossible arguments with one sentence."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A CUDA graph replays an update with a learning rate that changes, and counts its steps."""
+"""A CUDA graph replays an update, reads the changed learning rate, and counts its steps."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_replays_are_as_updates(optimizer):
 
     slots = [insert(group, bags) for group in groups]
     for group, at, learning_rate in zip(groups, slots, rates, strict=True):
-        update(group, at, learning_rate)  # warm
+        update(group, at, learning_rate)  # warm-up
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

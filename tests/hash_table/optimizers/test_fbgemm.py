@@ -1,4 +1,4 @@
-"""Rows are trained as FBGEMM's table-batched embeddings train them."""
+"""Rows train as FBGEMM's table-batched embeddings do."""
 
 import warnings
 
@@ -27,7 +27,7 @@ from torchrec_hkv.hash_table import (
 )
 
 ROWS, STEPS, DECAY = 60, 20, 0.1
-# With a small one, a gradient that is the rest of a cancellation is a step of any size.
+# With a small eps, a gradient that cancels to its rounding error would make a large step.
 EPS = 0.01
 
 ON_BOTH = {
@@ -40,7 +40,7 @@ ON_BOTH = {
     "adagrad": (Adagrad(EPS), EmbOptimType.EXACT_ADAGRAD, {}),
     "rowwise_adagrad": (RowWiseAdagrad(EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD, {}),
 }
-# The CPU kernels lack the optimizers, or ignore their weight decay and the bound on the rows' norm.
+# The CPU kernels lack these optimizers, or ignore their weight decay or the bound on row norms.
 ON_GPUS = {
     "rowwise_adagrad_max_norm": (
         RowWiseAdagrad(EPS, max_norm=0.5),
@@ -95,7 +95,7 @@ class Both:
         compute = ComputeDevice.CUDA if gpu else ComputeDevice.CPU
         self.device, self.mean, self.output = device, mean, output
         self.names = random_ids(ROWS)  # id of each row
-        with warnings.catch_warnings(action="ignore"):  # that some optimizers are experimental
+        with warnings.catch_warnings(action="ignore"):  # some optimizers are experimental
             self.tbe = SplitTableBatchedEmbeddingBagsCodegen(
                 [(ROWS, spec.dim, place, compute) for spec in specs],
                 feature_table_map=FEATURES,
@@ -124,7 +124,7 @@ class Both:
         return group.pooled_lookup(anchor, *where, rate(0.05, group), dtype=self.output)
 
     def step(self, weighted):
-        """One of both; outputs, and gradients of weights or None, ours first."""
+        """A step of both. Returns outputs, and gradients of weights or None, ours first."""
         rows = Bags.random(len(FEATURES), 30, torch.arange(ROWS)).to(self.device)
         weights = [None, None]
         if weighted:
@@ -147,7 +147,7 @@ class Both:
         if not weighted:
             return outputs, None
         own, theirs = (of.grad for of in weights)
-        if self.mean:  # FBGEMM's are those of a sum
+        if self.mean:  # FBGEMM's are gradients of a sum
             lengths = rows.offsets.diff()
             theirs = theirs / lengths.repeat_interleave(lengths)
         return outputs, (own, theirs)
@@ -181,7 +181,7 @@ def test_equal_to_fbgemm(device_type, case, mean, weighted):
 @pytest.mark.parametrize("rows", [torch.float32, torch.float16])
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(device_type, case, rows, output):
-    """After a few steps, as sums in another order may be rounded to another number."""
+    """A few steps only: sums in another order may round to another value."""
     if device_type == "cpu" and output == torch.bfloat16:
         pytest.skip("FBGEMM has such outputs on GPUs only")
     both = Both(case, device_type, False, rows, output)

@@ -10,7 +10,7 @@ from torchrec_hkv.hash_table import FTRL, Constant, TableGroup, TableSpec
 
 
 class _Reference:
-    """Every value minimises a sum of linear and quadratic terms."""
+    """Minimises, for every value, a sum of linear and quadratic terms."""
 
     def __init__(self, beta, l1, l2, initial):
         self.beta, self.l1, self.l2, self.initial = beta, l1, l2, initial

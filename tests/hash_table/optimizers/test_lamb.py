@@ -1,4 +1,4 @@
-"""LAMB against the published algorithm, a row at a time, in float64."""
+"""LAMB equals the published algorithm applied to each row, in float64."""
 
 import pytest
 import torch
@@ -54,6 +54,6 @@ def test_a_row_of_zeros_moves_and_a_zero_gradient_does_not_spoil_it(device_type)
     assert torch.equal(rows_by_id(group)[3], torch.zeros(4))
     lookup(group, bags, learning_rate=0.5).backward(torch.ones(1, 4, device=device_type))
     moved = rows_by_id(group)[3]
-    # The second step: means of 0 and 1, their bias corrected.
+    # The second step averages 0 and 1, with bias correction.
     expected = -0.5 * (0.1 / (1 - 0.9**2)) / (0.001 / (1 - 0.999**2)) ** 0.5
     torch.testing.assert_close(moved, torch.full((4,), expected))

@@ -1,4 +1,4 @@
-"""Updates of 16-bit and int8 rows give what float32 makes of the same rows and states, rounded."""
+"""Updates of 16-bit and int8 rows equal float32 updates of the same rows and states, rounded."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
 def assert_nearest(rows, before, exact, dtype):
-    """16-bit rows are rounded to the nearest value."""
+    """16-bit rows round to the nearest value."""
     least = (exact.to(dtype).double() - exact).abs()
     assert ((rows - exact).abs() <= least + 1e-6 * (1 + exact.abs())).all()
 
 
 def assert_within_a_unit(rows, before, exact, dtype):
-    """int8 rows are rounded to a neighbouring code, up as often as down."""
+    """int8 rows round to a neighbouring code, up as often as down."""
     unit = exact.abs().amax(1, keepdim=True) / 127
     assert ((rows - exact).abs() <= 1.001 * unit).all()
     units = ((rows - exact) / unit.clamp(min=1e-20))[(rows != before).any(1)]

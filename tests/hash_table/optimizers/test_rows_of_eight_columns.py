@@ -1,6 +1,5 @@
-"""SGD, Adagrad and row-wise Adagrad have a kernel of their own for rows of at most eight columns,
-if a group has no others. It gives the same bits as the kernel that serves them beside wider
-rows."""
+"""SGD, Adagrad and row-wise Adagrad have a kernel for groups whose rows all have at most eight
+columns. It gives the same bits as the kernel for groups that also have wider rows."""
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from torchrec_hkv.hash_table import (
 
 pytestmark = NEEDS_GPU
 BAGS, STEPS = 400, 3
-#: Names that are drawn as often as each of REPEATS says, and more, so that a warp lists the
-#: segments of several units.
+#: Ids drawn as often as each of REPEATS, and more: a warp then lists segments of several units.
 FEW, MANY = 20, 1000
 #: Lookups of an id in a batch: segments of one position, of several, of the most that one lane
 #: sums, and longer ones.

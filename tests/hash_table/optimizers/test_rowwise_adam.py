@@ -1,4 +1,4 @@
-"""Row-wise Adam against FBGEMM's formula of PARTIAL_ROWWISE_ADAM, in float64."""
+"""Row-wise Adam equals FBGEMM's formula of PARTIAL_ROWWISE_ADAM, in float64."""
 
 import pytest
 import torch

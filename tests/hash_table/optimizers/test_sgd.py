@@ -26,7 +26,7 @@ def test_equal_to_torch(device_type, dim, arguments):
 
 
 class _Decoupled(DenseReference):
-    """The row shrinks beside the step."""
+    """The row decays apart from the step."""
 
     def update(self, grads, touched, learning_rate):
         self.rows[touched] *= 1 - learning_rate * 0.1

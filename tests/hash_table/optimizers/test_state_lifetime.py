@@ -1,4 +1,4 @@
-"""Optimizer states live and die with their rows, and are saved with them."""
+"""Optimizer states are created, saved and removed with their rows."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def _equal(group, other, table):
 
 
 def _entries(state):
-    """What is in the occupied slots, in the order of the ids."""
+    """Entries of the occupied slots, ordered by id."""
     fields = {name: value.cpu() for name, value in vars(state).items()}
     step, occupied = fields.pop("optimizer_step"), fields.pop("occupied")
     by_slot = {name: value[occupied] for name, value in fields.items() if len(value)}
@@ -95,7 +95,7 @@ def test_training_goes_on_after_files_are_loaded(device_type, optimizer, tmp_pat
 
 
 def test_states_of_another_optimizer_are_refused(device_type, tmp_path):
-    """They are as wide, but mean something else."""
+    """The states are equally wide, but mean something else."""
     files.save(_group(SGD(0.9), device_type), 0, tmp_path)
     other = _group(Adagrad(), device_type)
     with pytest.raises(ValueError, match=r"has optimizer states of layout 2, but table 't' is tra"):

@@ -1,4 +1,4 @@
-"""Updates are counted on the device, by the updates themselves."""
+"""The updates themselves count steps, on the device."""
 
 import torch
 
@@ -14,7 +14,7 @@ def test_each_update_counts_once_for_every_table(device_type):
     specs = [TableSpec("a", 70, 4), TableSpec("b", 70, 3)]
     group = TableGroup(specs, [0, 1], SGD(), device=device_type)
     assert group.optimizer_steps.tolist() == [0, 0]
-    bags = Bags(torch.tensor([1, 2]), torch.tensor([0, 2, 2]), 1).to(device_type)  # none for b
+    bags = Bags(torch.tensor([1, 2]), torch.tensor([0, 2, 2]), 1).to(device_type)  # no id for b
     out = lookup(group, bags)
     insert(group, bags)  # trains nothing
     assert group.optimizer_steps.tolist() == [0, 0]
@@ -27,8 +27,8 @@ def test_each_update_counts_once_for_every_table(device_type):
 
 
 def test_a_global_step_corrects_new_rows_as_old_ones(device_type):
-    """Adam's first step of a row is as long as the learning rate only if its bias is corrected by
-    the row's own step."""
+    """Adam's first step of a row has the length of the learning rate only if the bias correction
+    uses the row's own step."""
     moved = {}
     for mode in ("global", "row"):
         spec = TableSpec("t", 70, 4, initializer=Uniform(-1, 1))

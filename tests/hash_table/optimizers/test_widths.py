@@ -1,7 +1,7 @@
-"""Rows of every width are updated as a float64 reference updates them.
+"""Updates of rows of every width equal a float64 reference.
 
-GPU kernels differ by width, by dtype and by how often an id occurs, so each is tried with ids that
-occur once, some times and in most of the batch.
+GPU kernels depend on width, dtype and the frequency of ids, so the batch has ids that occur once,
+several times, and in most positions.
 """
 
 import pytest
@@ -12,14 +12,15 @@ from tests.support.pairwise import pairwise
 from tests.support.row_training import exact_gradients, make_group, read_rows
 from torchrec_hkv.hash_table import Adagrad
 
-#: On both sides of what a kernel's tile of lanes covers, and widths that are no multiple of four.
+#: Widths below and above a kernel's tile of lanes, and widths that are no multiple of four.
 WIDTHS = (1, 4, 33, 36, 64, 68, 100, 128, 132, 256, 260, 512, 515, 516, 1024, 1028, 2048)
 EPS, LEARNING_RATE = 1e-3, 0.1
 STEPS = 3
 
 
 def skewed_batch(names: torch.Tensor) -> torch.Tensor:
-    """Rows of the positions, shuffled: one id at 1500, one at 300, and all others at one or two."""
+    """Rows of the positions, shuffled: one id at 1500 positions, one at 300, all others at one or
+    two."""
     rows = torch.cat(
         [
             torch.zeros(1500, dtype=torch.long),
@@ -56,5 +57,5 @@ def test_equal_to_float64(device_type, dim, dtype, decay):
         nearest = (exact.to(dtype).double() - exact).abs()
         assert ((trained - exact).abs() <= nearest + 1e-6 * (1 + exact.abs())).all()
         torch.testing.assert_close(states, squares, rtol=1e-5, atol=1e-6)
-        # Rows of 16 bits may be nearer to where they were than to any other value.
+        # The old 16-bit value may be the nearest to the new one.
         assert float((trained != before).double().mean()) > 0.5

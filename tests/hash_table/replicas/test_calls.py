@@ -1,4 +1,4 @@
-"""A sync of many tables makes as many calls as that of one."""
+"""A sync of many tables makes as many calls as a sync of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec_hkv.hash_table.replicas import GroupSync
 
 
 class _CountingWire(ThreadWire):
-    """Counts calls that send something."""
+    """Counts calls that send data."""
 
     calls = 0
     largest = 0
@@ -42,7 +42,7 @@ def _synced(tables: int, eviction: str, batch_bytes: int, swaps: bool) -> list[_
 
 
 def _train_and_sync(groups: list[TableGroup], syncs: list[GroupSync], each: int) -> None:
-    """Each replica looks up so many ids of each table, half of which the other looks up, too."""
+    """Each replica looks up this many ids of each table; the other looks up half of them, too."""
     tables = len(groups[0].tables)
     for first, group in enumerate(groups):
         ids = torch.arange(each).repeat(tables) + each // 2 * first
@@ -61,7 +61,7 @@ def _calls(tables: int, eviction: str, batch_bytes: int, swaps: bool = False) ->
 @pytest.mark.parametrize(("eviction", "reductions"), [("lru", 2), ("lfu", 3)])
 def test_calls_do_not_grow_with_tables(eviction, reductions):
     for tables in (1, 5):
-        # Clocks and sizes; ids; rows, maxima and, where they add up, counts.
+        # Calls: clocks and sizes; ids; rows, maxima and, where counts add up, counts.
         assert _calls(tables, eviction, 64 << 20) == [2 + reductions] * 2
 
 
@@ -73,13 +73,13 @@ def test_rows_travel_in_rounds_that_fit():
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_messages_do_not_grow_with_tables(eviction):
     for tables in (1, 5):
-        # Clocks and sizes; ids; all the rest.
+        # Calls: clocks and sizes; ids; all other data.
         assert _calls(tables, eviction, 64 << 20, swaps=True) == [3] * 2
 
 
 def test_messages_fit():
-    # 150 ids of each table, of 28 to 44 bytes: 27,000 bytes in all, in messages of at most 3200, of
-    # which three and what two of them are exchanged for are there at a time.
+    # 150 ids of each table, of 28 to 44 bytes: 27,000 bytes, in messages of at most 3200. Memory
+    # holds three of them, and what two are exchanged for.
     for wire in _synced(5, "lru", 16 * 2000, swaps=True):
         assert 2000 < wire.largest <= 3200
         assert 9 + 2 <= wire.calls <= 15 + 2
@@ -92,7 +92,7 @@ def test_ids_travel_with_their_numbers(swaps, rows):
         TableGroup([TableSpec("t", 5000, 4, "lru")], [0], RowWiseAdagrad(), "cpu") for _ in wires
     ]
     syncs = [GroupSync(g, [0], w) for g, w in zip(groups, wires, strict=True)]
-    # The first message has room for what came the last time and an eighth more.
+    # The first message has room for the previous sync's data and an eighth more.
     for each, calls in ((100, 2), (112, 1), (100, 1), (40, 1), (46, 2), (0, 1), (2, 2), (2, 1)):
         before = [wire.calls for wire in wires]
         _train_and_sync(groups, syncs, each)

@@ -1,4 +1,4 @@
-"""Entries that leave without a lookup are noticed by the next sync, however they leave."""
+"""The next sync notices entries that left without a lookup, however they left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the ids of all replicas are to one: the op and the path for GPUs against Python's dicts."""
+"""Compares the ids of all replicas with one replica's: the op and the GPU path agree with Python
+dicts."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
         own = generator.randrange(replicas)
         kinds = []
         for replica in range(replicas):
-            # Few ids in all, so that many are in several replicas.
+            # The pool is small, so that replicas share many ids.
             pool = held[: 2 * n + 2] + (foreign if replica != own else [])
             some = generator.sample(pool, n)
             cuts = sorted(generator.randrange(n + 1) for _ in range(2))
@@ -58,7 +59,7 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
         joined = [torch.tensor([id_ for ids in its for id_ in ids]).long() for its in kinds]
         sizes = [[len(ids) for ids in its] for its in kinds]
         for path in (0, 1):
-            if path:  # that of GPUs, and of very many ids
+            if path:  # the path for GPUs and for very many ids
                 monkeypatch.setattr(ids_of_replicas, "_MOST_HASHED", -1)
             met = ids_of_replicas.meet_ids(table._group, 0, look, joined, sizes, own)
             monkeypatch.undo()

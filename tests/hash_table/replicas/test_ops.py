@@ -1,4 +1,4 @@
-"""The ops of a sync against reads of all slots, slot by slot; their schemas and fakes are right."""
+"""The ops of a sync agree with reads of all slots, slot by slot; schemas and fakes are correct."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def random_marks(table, n):
 
 
 def expected_changes(state, first, was, marked, since, moved):
-    """Bits of the slots that may have changed, slot by slot from an export."""
+    """Bits of slots that may have changed, computed slot by slot from an export."""
     there, steps = state.occupied.tolist(), (state.last_steps.long() & 0xFFFFFFFF).tolist()
     changes = {}
     for i, had in enumerate(was.tolist()):
@@ -93,7 +93,7 @@ def test_values_written(table, states):
     slots = group.select_slots(0)[::2].clone()
     ids, _, steps, scores, _ = ops.read_slots(group.handle, 0, slots)
     named = ids.clone()
-    named[::5] ^= 1  # not what stands there
+    named[::5] ^= 1  # differ from the ids in the slots
     slots[1::5] = -1
     dim = group.tables[0].dim
     values = torch.randn(len(slots), dim + 5, device=table.device)
@@ -130,7 +130,7 @@ def test_exchanged_contents(device_type, n):
     held_occupied = torch.empty(1000, dtype=torch.bool, pin_memory=pin).copy_(occupied)
     given = [tensor.to(device_type) for tensor in (slots, now, is_there)]
     previous = ops.exchange_contents(held, held_occupied, *given)
-    assert torch.equal(previous.cpu(), ids[slots])  # and waits for the GPU
+    assert torch.equal(previous.cpu(), ids[slots])  # the comparison waits for the GPU
     ids[slots], occupied[slots] = now, is_there
     assert torch.equal(held, ids)
     assert torch.equal(held_occupied, occupied)
@@ -164,7 +164,7 @@ def test_schemas(table):
     ids, _, steps, scores, _ = ops.read_slots(group.handle, 0, slots)
     args = (*place(table), slots, ids, values, steps, scores, True)
     torch.library.opcheck(ops.write_values, args)
-    if table.device.type == "cpu":  # opcheck copies the snapshot, to memory that is not pinned
+    if table.device.type == "cpu":  # opcheck copies the snapshot to memory that is not pinned
         held = torch.zeros(table.num_slots, dtype=torch.int64), torch.zeros(table.num_slots) > 0
         torch.library.opcheck(ops.exchange_contents, (*held, slots, ids, ids > 0))
 

@@ -1,4 +1,4 @@
-"""The ops of swaps and comparisons of slots against reads of all slots, entry by entry."""
+"""The ops that swap and compare slots agree with reads of all slots, entry by entry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def marks(n: int) -> torch.Tensor:
 
 
 def numbers(table, slots: torch.Tensor) -> torch.Tensor:
-    """Rows as float32, from an export."""
+    """Rows of an export as float32."""
     stored = table._group.export_table(0).rows[slots]
     if stored.dtype != torch.int8:
         return stored.float()
@@ -80,7 +80,7 @@ def test_compare_slots(table, first, n, marked, moved):
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_where_no_slot_was_freed(table, marked):
-    """Slots are as at an earlier time, but ids came and others took their place since."""
+    """No slot was freed since the snapshot, but ids were inserted and replaced."""
     group = table._group
     table.erase(ops.read_slots(group.handle, 0, group.select_slots(0))[0][::7])
     state = group.export_table(0)
@@ -104,7 +104,7 @@ def test_where_no_slot_was_freed(table, marked):
 
 
 def message_for(n: int, width: int) -> torch.Tensor:
-    """With room for n records from word ``BEGIN`` on, and three words more."""
+    """A message with room for n records from word ``BEGIN`` on, and three words more."""
     return torch.full((BEGIN + (n * (width + 2) + 1) // 2 + 3,), 77, dtype=torch.int64)
 
 
@@ -177,7 +177,7 @@ def test_merged(typed_table, states, highest):
         wanted[i] /= holders if old else 2
     if highest:
         wanted[:, column] = torch.maximum(own[:, column], theirs[:, column])
-    # The elements around them belong to other parts.
+    # The surrounding elements belong to other parts.
     slots, ids, known = (torch.cat([part[-3:], part, part[:2]]) for part in (slots, ids, known))
     args = (slots, ids, known, 3, 3 + n, *messages, BEGIN, scores, states, column)
     ops.merge_records(*place(typed_table), *args)
@@ -198,7 +198,7 @@ def test_merged(typed_table, states, highest):
     torch.testing.assert_close(own_states, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(after.last_steps[at].int(), steps[there])
     assert torch.equal(after.scores[at], scores[there])
-    # What is not here is left to be inserted.
+    # Entries that this table lacks stay in the message, to be inserted later.
     kept = records[0][~there]
     torch.testing.assert_close(kept[:, :width].double(), wanted[~there], rtol=1e-6, atol=1e-6)
     assert torch.equal(kept[:, width].view(torch.int32), steps[~there])

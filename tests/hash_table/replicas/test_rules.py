@@ -1,4 +1,4 @@
-"""Syncs of tables that train, lose ids and grow at random follow the rules, replica by replica."""
+"""Syncs of tables that train, lose ids and grow at random follow the rules on every replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrec_hkv.hash_table.replicas import GroupSync, id_sync_bytes
 from torchrec_hkv.hash_table.stored_rows import numbers_of
 
 POLICIES = ("lru", "lfu", AgedLFU(0.7), "epoch_lru", "epoch_lfu", "customized")
-#: By name: optimizer, and which state counts the updates of a row.
+#: By name: optimizer, and which state counts a row's updates.
 OPTIMIZERS = {
     "sgd": (SGD(), None),
     "rowwise_adagrad": (RowWiseAdagrad(), None),
@@ -45,7 +45,7 @@ class _Case:
     initial: int | None
     expire_after: int | None
     dtype: torch.dtype = torch.float32
-    swaps: bool = False  # whether two replicas on a CPU send each other messages
+    swaps: bool = False  # whether two replicas on a CPU exchange messages directly
 
 
 CASES = st.builds(
@@ -62,7 +62,7 @@ CASES = st.builds(
 
 
 class _Replicas:
-    """Replicas of two tables, of which the model follows both."""
+    """Replicas of two tables, beside a model of both tables."""
 
     def __init__(self, case: _Case, pool: list[int], device: str) -> None:
         self.case, self.device = case, device
@@ -155,7 +155,7 @@ class _Replicas:
                 lost[r] += len(set(wanted) - set(own))
                 for id_, kept in own.items():
                     _check_equal(kept, wanted[id_], self.case.dtype)
-            for id_ in set().union(*after):  # to the bit
+            for id_ in set().union(*after):  # bit for bit
                 assert len({own[id_] for own in after if id_ in own}) == 1
             model.synced(now[table], after, agreed[table])
         assert [one.lost for one in done] == lost

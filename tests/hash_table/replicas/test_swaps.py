@@ -1,4 +1,5 @@
-"""Two replicas that send each other messages get, to the bit, what collective calls give."""
+"""Two replicas that exchange messages directly get, bit for bit, the results of collective
+calls."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ POLICIES = ("lru", "lfu", AgedLFU(0.7), "epoch_lru", "epoch_lfu", "customized")
 
 
 class _Pair:
-    """Two replicas of tables of different sizes, widths and types of rows."""
+    """Two replicas of tables of different sizes, widths and dtypes."""
 
     def __init__(self, policy, optimizer, dtype, swaps: bool, device: str) -> None:
         self.policy, self.device = policy, device
@@ -53,7 +54,7 @@ class _Pair:
         return in_threads([lambda sync=sync: sync.sync(states) for sync in self.syncs])
 
     def contents(self) -> list[dict]:
-        """By id, of each table of each replica."""
+        """Entries by id, for each table of each replica."""
         return [_by_id(group.export_table(t)) for group in self.groups for t in self.tables]
 
 
@@ -71,7 +72,7 @@ def _by_id(state) -> dict[int, bytes]:
 
 def _check(policy, optimizer, dtype) -> None:
     pairs = [_Pair(policy, optimizer, dtype, swaps, "cpu") for swaps in (False, True)]
-    most = (30, 400, 900, 150)  # distinct ids; no table is so full that an id finds no place
+    most = (30, 400, 900, 150)  # distinct ids; tables have room for all of them
     for round_ in range(3):
         for replica in (0, 1, 1):
             ids = [torch.randint(n, (int(torch.randint(2 * n, ())),)) for n in most]

@@ -1,4 +1,5 @@
-"""Groups that are synced together share their calls, and hold what they would hold apart."""
+"""Groups that are synced together share calls, and get the same content as when synced
+separately."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class _CountingWire(ThreadWire):
 
 
 def _made(swaps, replicas=2):
-    """Wires, and of each replica its groups with their syncs."""
+    """Wires, and the groups of each replica with their syncs."""
     wires = _CountingWire.make(replicas, swaps)
     groups = [
         [

@@ -1,4 +1,4 @@
-"""Calls of several threads on one table come out as if made one after the other."""
+"""Calls of several threads on one table give the results of sequential calls."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def run_threads(run: Callable[[int], None]) -> None:
     def guarded(index: int) -> None:
         try:
             run(index)
-        except BaseException as error:  # shown by the thread of the test
+        except BaseException as error:  # the test's thread raises it
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(index,)) for index in range(THREADS)]
@@ -31,7 +31,7 @@ def run_threads(run: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize("initial_capacity", [None, 64])
 def test_insertions(device_type, initial_capacity):
-    """All ids arrive once, with their rows, though the threads insert the same ones."""
+    """All ids arrive once, with their rows, although threads insert the same ids."""
     table = make(device_type, 100_000, dim=5, initial_capacity=initial_capacity)
     ids = torch.randperm(60_000, device=device_type).split(60_000 // ROUNDS)
 
@@ -61,7 +61,7 @@ def test_counts_add_up(device_type):
 
 
 def test_sums(device_type):
-    """accum_or_assign takes several launches; no other thread's call comes between them."""
+    """accum_or_assign takes several launches; other threads' calls do not come between."""
     table = make(device_type, 1000, dim=4, initial_capacity=64)
     ids = torch.arange(300, device=device_type)
     table.insert_or_assign(ids, torch.zeros(300, 4, device=device_type))
@@ -76,7 +76,7 @@ def test_sums(device_type):
 
 
 def test_finds_beside_evictions(device_type):
-    """What is found has its own row, never that of an id that took its slot."""
+    """A found id has its own row, never that of an id that took its slot."""
     table = make(device_type, 640, dim=4)
 
     def use(index: int) -> None:

@@ -1,4 +1,4 @@
-"""An export gives the entries of its beginning, or raises where one of them has gone."""
+"""An export yields the entries of its beginning, or raises if one of them has left."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def table(device_type):
 def test_an_entry_to_come_is_erased(table):
     parts = table.export(batch_size=10)
     given = next(parts).ids
-    table.erase(given)  # what has been given may go
+    table.erase(given)  # entries already yielded may leave
     given = next(parts).ids
     ids = torch.arange(100, device=table.device)
     left = ids[table.contains(ids)]
@@ -28,7 +28,7 @@ def test_an_entry_to_come_is_erased(table):
 
 
 def test_an_entry_to_come_is_replaced(table):
-    """Another id has its slot: neither is given."""
+    """If another id takes the slot of an entry that is still to come, neither is yielded."""
     parts = table.export(batch_size=10)
     next(parts)
     table.insert_or_assign(torch.arange(1000, 1120, device=table.device), random_rows(table, 120))

@@ -1,4 +1,4 @@
-"""What is saved or read as a whole while another thread changes the table is of one moment."""
+"""Saves and whole reads see one moment of a table that another thread changes."""
 
 import copy
 
@@ -23,7 +23,7 @@ def test_a_save_is_of_one_moment(device_type, tmp_path):
             table.save(tmp_path / "table", batch_bytes=1 << 17)
             versions.append(version_held(HashTable.from_file(tmp_path / "table")))
     assert versions == sorted(versions)
-    assert versions[-1] > 0  # it did change
+    assert versions[-1] > 0  # the table did change
 
 
 def test_a_copy_is_of_one_moment(device_type):
@@ -56,7 +56,7 @@ def test_within_unchanged_all_is_of_one_moment(device_type):
 
 
 def test_a_digest_is_of_one_moment(device_type):
-    """The digest of a version is that of a table which was given it in peace."""
+    """The digest of a version equals that of a table with the same content and no other thread."""
     table = make_versioned(device_type)
     with changing(table):
         for _ in range(10):

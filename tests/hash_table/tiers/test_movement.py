@@ -1,4 +1,4 @@
-"""Which rows come into HBM, and which are written back."""
+"""Which rows are fetched into HBM, and which are written back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def moved(group, ids: torch.Tensor) -> tuple[int, int]:
 
 
 def test_hot_rows_stay():
-    """Of ids as many as half of the frames nearly all are in HBM after two lookups."""
+    """After two lookups, nearly all of a set of ids half as large as the frames are in HBM."""
     group = tiered_group(0.1, CAPACITY)
     ids = distinct_ids(CAPACITY // 2, "cuda")
     for part in ids.split(4000):
@@ -43,7 +43,7 @@ def test_only_what_has_changed_is_written_back():
     ids = distinct_ids(CAPACITY // 2, "cuda")
     for part in ids.split(4000):
         insert(group, Bags.flat(part))
-    # Touches evict all new, changed rows from HBM.
+    # These lookups replace all new, changed rows in HBM.
     for _ in range(3):
         for part in ids.split(4000):
             insert(group, Bags.flat(part))
@@ -76,14 +76,14 @@ def test_rows_touched_again_outlast_rows_touched_once():
     hot, cold = ids[:2000], ids[2000:]
     for _ in range(3):
         insert(group, Bags.flat(hot))
-    # Five times as many rows as there are frames; a call has less than one for each set.
+    # Five times as many rows as frames; a call has fewer than one for each set.
     for part in cold.split(500):
         insert(group, Bags.flat(part))
     assert moved(group, hot)[0] < 100
 
 
 def test_a_loaded_table_has_its_hottest_rows_in_hbm(tmp_path):
-    """Nothing has to come for the ids that were looked up last."""
+    """After a load, the ids that were looked up last need no fetch."""
     dim = 8
     table = HashTable(dim, CAPACITY, device="cuda")
     ids = distinct_ids(40_000, "cuda")
@@ -102,7 +102,7 @@ def test_a_loaded_table_has_its_hottest_rows_in_hbm(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_half_floats_of_odd_dims(share):
-    """Rows of 3 x 2 bytes: copied in pieces of two bytes."""
+    """Rows of 3 x 2 bytes are copied in pieces of two bytes."""
     tables = [
         HashTable(
             3,
@@ -134,7 +134,7 @@ def test_a_table_without_frames():
 
 
 def test_hits_by_memory():
-    """A row that had to come is a hit in host memory, once; then it is one in HBM."""
+    """A row that was fetched counts as a hit in host memory once, and then in HBM."""
     group = tiered_group(0.1, CAPACITY)
     ids = distinct_ids(CAPACITY // 2, "cuda")
     for part in ids.split(4000):
@@ -154,6 +154,6 @@ def test_hits_by_memory():
     for _ in range(3):
         hits, on_host, fetched = counted()
         assert hits == 3200
-        # Sets of seven frames serve 3.5 of the rows on average, but some more than seven: of
-        # Poisson numbers one in a hundred rows are too many.
+        # Sets of seven frames serve 3.5 rows on average, but some need more. By a Poisson
+        # distribution, one row in a hundred is in excess.
         assert fetched <= on_host < 320

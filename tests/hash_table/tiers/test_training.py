@@ -1,4 +1,4 @@
-"""Training a table with few rows in HBM gives what training one in HBM gives."""
+"""Training a table with few rows in HBM equals training one with all rows in HBM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = NEEDS_GPU
 
 
 def skewed(n: int, pool: torch.Tensor) -> torch.Tensor:
-    """Ids of a pool, some of them often."""
+    """Ids from a pool, some of them frequent."""
     ranks = torch.rand(n).pow(3).mul(len(pool)).long()
     return pool[ranks]
 
@@ -58,7 +58,7 @@ def test_steps(share, optimizer, dim):
         assert torch.equal(*outs)
         for out in outs:
             out.backward(grad)
-    if share != 0.9:  # where all of the pool fits
+    if share != 0.9:  # where the whole pool fits
         assert (groups[0].counters()[0]["written_back"] > 0) == (share > 0)
     same_rows(groups)
 
@@ -66,7 +66,7 @@ def test_steps(share, optimizer, dim):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_evictions(share, eviction):
-    """A row is its initial one, less what it was trained since its id came in."""
+    """A row is its initial row, less its training since its id was inserted."""
     group = tiered_group(share, eviction=eviction)
     pool = random_ids(9000).to("cuda")
     initial = initial_rows(pool, 16, table="t", initializer=Uniform(-1, 1)).double()
@@ -90,7 +90,7 @@ def test_evictions(share, eviction):
 @pytest.mark.parametrize("share", [0.01, 0.1])
 @pytest.mark.parametrize("eviction", ["lru", "lfu", AgedLFU(1.0), "adaptive", "epoch_lfu"])
 def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
-    """Rows of three batches wait for their backwards, more than there are frames."""
+    """Rows of three batches await their backwards, more than there are frames."""
     groups = [
         tiered_group(s, capacity=20_000, optimizer=RowWiseAdagrad(), eviction=eviction)
         for s in (share, None)
@@ -115,9 +115,9 @@ def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
 @pytest.mark.parametrize("share", [0.02, 0.2])
 @pytest.mark.parametrize("finding", [1, 2])
 def test_backwards_on_another_stream(share, finding):
-    """A batch is found while the one before is looked up and its backward runs.
+    """A batch is found while the previous one is looked up and runs its backward.
 
-    With two streams for it also while the rows of the one before come.
+    If two streams find batches, also while the previous batch's rows are fetched.
     """
     groups = [
         tiered_group(s, capacity=60_000, dim=64, optimizer=RowWiseAdagrad()) for s in (share, None)
@@ -173,7 +173,7 @@ def test_evaluation_moves_nothing():
 
 
 def test_a_captured_step():
-    """A graph that is replayed moves rows as eager steps do."""
+    """A replayed graph moves rows like eager steps."""
     groups = [tiered_group(0.05, optimizer=RowWiseAdagrad()) for _ in range(2)]
     pool = random_ids(6000).to("cuda")
     ids = torch.empty(800, dtype=torch.int64, device="cuda")
@@ -197,9 +197,10 @@ def test_a_captured_step():
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2])
-@pytest.mark.parametrize("dim", [16, 128])  # rows that lanes move, and bulk copies
+@pytest.mark.parametrize("dim", [16, 128])  # rows copied by lanes, and in bulk
 def test_lookups_that_are_dropped(share, dim):
-    """New ids, two streams in turn, and every third lookup gets no backward, nor is it pooled."""
+    """New ids, two streams in turn; every third lookup is neither pooled nor followed by a
+    backward."""
     groups = [
         tiered_group(s, capacity=40_000, dim=dim, optimizer=RowWiseAdagrad()) for s in (share, None)
     ]
@@ -237,7 +238,7 @@ def test_lookups_that_are_dropped(share, dim):
     "dims", [(64, 128, 100), (128, 5, 16), (512,)], ids=["in_bulk", "by_lanes", "long"]
 )
 def test_tables_of_several_widths(dims):
-    """Rows come to the frames of all tables in one order; the last table is in HBM."""
+    """Frames of all tables are filled in one order; the last table is in HBM."""
     capacities = [40_000, 9000, 20_000, 6400]
     shares = [0.05, 0.3, 0.1]
     groups = []

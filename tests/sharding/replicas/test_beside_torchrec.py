@@ -1,4 +1,4 @@
-"""Tables that are averaged whole, tables of all ranks, and what sync() refuses."""
+"""Stock tables that are averaged whole, tables over all ranks, and what sync() refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _train(model, rank, device, steps, first=0):
 
 
 def _stock(model):
-    """Rows and states of the stock table, not copied."""
+    """Rows and states of the stock table, without a copy."""
     weights = [
         tensor for context in model._ctxs for tensor in context.weights_by_dtype[torch.float32]
     ]

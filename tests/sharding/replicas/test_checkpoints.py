@@ -1,4 +1,4 @@
-"""A checkpoint of a DMPCollection has one replica, and loads at any number of groups."""
+"""A checkpoint of a DMPCollection has one replica, and loads with any number of groups."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _save(rank, world_size, device, folder, group_size, chain):
 
 def _load(rank, world_size, device, folder, group_size):
     model = _make(world_size, device, group_size)
-    _train(model, rank, device, 1, first=50)  # what is there before goes
+    _train(model, rank, device, 1, first=50)  # the load replaces the content
     checkpoint.load(folder, model, model.fused_optimizer)
     rows = evaluated(model, device)
     digest = checkpoint.digest(model)
     if group_size is not None:
-        _train(model, rank, device, 2, first=20)  # it goes on
+        _train(model, rank, device, 2, first=20)  # training continues
         of_ranks = [None] * world_size
         torch.distributed.all_gather_object(of_ranks, evaluated(model, device))
         for other in of_ranks:

@@ -1,4 +1,4 @@
-"""Groups that sync after each step of SGD train as one group with the batches of all does."""
+"""Groups that sync after each step of SGD equal one group that trains on the batches of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compat
 
 
 def evaluated(model, device):
-    """Rows of all ids, bag by bag, through the model."""
+    """Outputs of the model for twelve batches, in evaluation mode."""
     model.eval()
     with torch.no_grad():
         rows = [model(random_batch(0, step).to(device)).cpu() for step in range(12)]
@@ -44,7 +44,7 @@ def _train(rank, world_size, device, group_size, sharding_type, inter_host):
 
 
 def _copy_stock(one, groups):
-    """Equal rows in the stock tables of both."""
+    """Sets the stock tables of both models to equal rows."""
     for model in (one, groups):
         for name, parameter in model.named_parameters():
             if name.endswith("stock.weight"):

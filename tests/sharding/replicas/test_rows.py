@@ -1,4 +1,5 @@
-"""Rows by id of a DMPCollection: a group has those of its replica; all take what they are given."""
+"""Rows by id of a DMPCollection: a group exports its replica's rows, and imports reach all
+groups."""
 
 from __future__ import annotations
 

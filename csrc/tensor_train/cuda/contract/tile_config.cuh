@@ -1,9 +1,9 @@
-// The layout of a block of threads for a tile, which is a number of prefixes of one middle slice.
+// The layout of a thread block that processes a tile: several prefixes of one middle slice.
 //
-// The columns of a row are cut into blocks of 4 x 4 x 4, of head, middle and last columns; a block
-// of threads has one block of head and middle columns and all of the last ones. A prefix is then a
+// The columns of a row are split into blocks of 4 head x 4 middle x 4 last columns. A thread block
+// processes one block of head and middle columns, and all last columns. For it, a prefix is a
 // matrix of 16 rows, (head column, middle column), and last_r columns. Ranks are padded to kRank; a
-// large last_r is cut into slices of kSlice.
+// large last_r is split into slices of kSlice.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,15 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Assumptions of a kernel. kAny: none. kVectors: cores are float32 and ranks are multiples of 4, at
-// most kRank, so that cores are read 4 values at a time. kQuads: as kVectors, and all q are 4.
-// kRanks: as kVectors, and head_r = last_r = kRank. kLasts: as kRanks, and the last q is a multiple
-// of 4. kNarrow: as kLasts, and q = 4, 2, 4, which 32 columns have. kWhole: as kLasts, but all q
-// are multiples of 4 and cores are of type kType, so that there are no bounds to check. kFours: as
-// kWhole, and all q are 4. Known shapes save registers and tests.
+// What a kernel assumes of shapes; known shapes save registers and bounds checks.
+// kAny: nothing.
+// kVectors: float32 cores, and ranks that are multiples of 4, at most kRank. Reads 4 at a time.
+// kQuads: kVectors, and all q are 4.
+// kRanks: kVectors, and head_r = last_r = kRank.
+// kLasts: kRanks, and the last q is a multiple of 4.
+// kNarrow: kLasts, and q = 4, 2, 4 (32 columns).
+// kWhole: head_r = last_r = kRank, all q are multiples of 4, cores are of type kType. No bounds.
+// kFours: kWhole, and all q are 4.
 enum class Fit { kAny, kVectors, kQuads, kRanks, kLasts, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
@@ -29,39 +32,39 @@ template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, 
 struct TileConfig {
   static constexpr int kRank = kRank_;
   static constexpr int kSlice = kSlice_;
-  static constexpr int kPrefixes = kPrefixes_;  // of a tile
+  static constexpr int kPrefixes = kPrefixes_;  // per tile
   static constexpr int kWarps = kWarps_;
-  static constexpr int kProducts = kProducts_;  // of a multiply-add, see tensor_core.cuh
+  static constexpr int kProducts = kProducts_;  // per multiply-add, see tensor_core.cuh
   static constexpr bool kVectors = kFit_ != Fit::kAny;
   static constexpr bool kFours = kFit_ == Fit::kFours;
   static constexpr bool kNarrow = kFit_ == Fit::kNarrow;
   static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
   static constexpr bool kKnownRanks =
       kExact || kNarrow || kFit_ == Fit::kLasts || kFit_ == Fit::kRanks;
-  static constexpr bool kKnownQ = kFours || kNarrow || kFit_ == Fit::kQuads;  // 4, kMiddleQ, 4
+  static constexpr bool kKnownQ = kFours || kNarrow || kFit_ == Fit::kQuads;  // q = 4, kMiddleQ, 4
   // Whether the last q is a multiple of 4.
   static constexpr bool kWholeLasts = kExact || kKnownQ || kFit_ == Fit::kLasts;
   static constexpr int kMiddleQ = kNarrow ? 2 : 4;
   static constexpr RowType kType = kType_;
-  static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
-  // Gradients are summed as integers, which gives the same bits in any order: see FixedPoint.
+  static constexpr int kMinBlocks = kMinBlocks_;  // per multiprocessor
+  // Sums gradients as integers, which gives the same bits in any order; see FixedPoint.
   static constexpr bool kFixedPoint = kFixedPoint_;
 
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSlices = kRank / kSlice;
   static constexpr int kRows = kPrefixes * 4;  // (prefix, head column)
   static constexpr int kColumns = 4 * kSlice;  // (middle column, r) of a slice
-  // Strides in shared memory, in values, such that fragments touch different banks.
-  static constexpr int kMiddleStep = kColumns + 4;  // of r_1 in the middle
-  static constexpr int kHeadStep = kRank + 4;       // of a row of heads
-  static constexpr int kColumnStep = kSlice + 4;    // of a middle column
-  static constexpr int kRowStep = 4 * kColumnStep + (kSlice == 32 ? 4 : 20);  // of a row
+  // Strides in shared memory, in values. The padding avoids bank conflicts of fragments.
+  static constexpr int kMiddleStep = kColumns + 4;  // between r_1 of the middle
+  static constexpr int kHeadStep = kRank + 4;       // between rows of heads
+  static constexpr int kColumnStep = kSlice + 4;    // between middle columns
+  static constexpr int kRowStep = 4 * kColumnStep + (kSlice == 32 ? 4 : 20);  // between rows
   static constexpr int kPrefixStep = 4 * kRowStep;
-  static constexpr int kSliceStep = kRows * kRowStep;  // of a slice of the prefixes
+  static constexpr int kSliceStep = kRows * kRowStep;  // between slices of the prefixes
 
   static constexpr int kMiddleValues = kRank * kMiddleStep;
   static constexpr int kHeadValues = kRows * kHeadStep;
-  // A lookup keeps all slices of its prefixes, gradients one at a time.
+  // A lookup keeps all slices of its prefixes; gradients keep one at a time.
   static constexpr size_t shared_bytes(bool backward) {
     return sizeof(float) * (kMiddleValues + kHeadValues + kSliceStep * (backward ? 1 : kSlices));
   }
@@ -70,47 +73,47 @@ struct TileConfig {
   static_assert(kPrefixes % 4 == 0 && kPrefixes <= 16);
 };
 
-// Gradients in deterministic mode: an element at grads + i is sums[i] over its scale.
+// Gradients in deterministic mode: the gradient at grads + i is sums[i] / scale.
 struct FixedPoint {
   const float* grads;
   unsigned long long* sums;  // as int64
-  const double* scales;      // [tables][3] of heads, middles and lasts; null: floats are added
+  const double* scales;      // [tables][3]: head, middle, last; null: adds floats
 };
 enum Part { kHeadPart, kMiddlePart, kLastPart };
 
 struct TileInput {
   const TableView* tables;
   bool one_table;
-  int32_t kernel;  // class whose tables are run
+  int32_t kernel;  // only tables of this class are processed
   const Counts* counts;
   const int4* prefixes;
-  int64_t most_prefixes;  // with room for one more
+  int64_t most_prefixes;  // `prefixes` has room for one more
   const int32_t* lasts;
   const uint32_t* sources;
   const float* factors;  // null: all 1
   int32_t unit;
-  int32_t widest;    // step of slots
-  bool store;        // store rows in the output instead of adding them; it has one row for each id
-  float* out;        // of a lookup: output,
-  float* slot_rows;  // and rows of slots, or of distinct ids
-  bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
-  bool early;               // the index is complete before the previous kernel has ended
-  bool leaves_dense;        // leaves batches with many ids a prefix to a resident kernel
-  const float* grad;        // of gradients: of the output,
-  const float* slot_grads;  // and of slots
+  int32_t widest;           // stride of slot rows
+  bool store;               // stores rows, one for each id, instead of adding them to the output
+  float* out;               // lookup: the output,
+  float* slot_rows;         // and rows by slot, or by distinct id
+  bool always_gather;       // stores rows by number of the distinct id, for bags to gather
+  bool early;               // the previous kernel does not write the index
+  bool leaves_dense;        // skips batches with many ids per prefix: a resident kernel runs
+  const float* grad;        // gradients: of the output,
+  const float* slot_grads;  // and by slot
   FixedPoint fixed_point;
 };
 
-// The table and the block of columns that threads work on.
+// The table and the block of columns that a thread block processes.
 template <typename Config>
 struct Piece {
   const TableView* table;
-  const FixedPoint* fixed_point;  // for fixed-point configurations,
-  int32_t number;                 // with the table's number
+  const FixedPoint* fixed_point;  // only with kFixedPoint
+  int32_t number;                 // of the table; only with kFixedPoint
   int32_t middle;
-  int32_t first_head_column;    // of 4
-  int32_t first_middle_column;  // likewise
-  // The number of neighbouring values of a row that are aligned to their size: 4, 2 or 1.
+  int32_t first_head_column;    // of four
+  int32_t first_middle_column;  // of four
+  // How many neighbouring values of a row can be accessed as one aligned vector: 4, 2 or 1.
   int32_t row_width;
 
   // rows_unit: TileInput::unit.
@@ -129,7 +132,7 @@ struct Piece {
   __device__ __forceinline__ int32_t last_r() const {
     return Config::kKnownRanks ? Config::kRank : table->last_r;
   }
-  // Ranks up to the next multiple of 8; beyond them, heads and the middle are not read.
+  // head_r rounded up to a multiple of 8; heads and the middle are not read beyond.
   __device__ __forceinline__ int32_t head_depth() const {
     return Config::kKnownRanks ? Config::kRank : (table->head_r + 7) / 8 * 8;
   }
@@ -139,7 +142,7 @@ struct Piece {
   __device__ __forceinline__ int32_t middle_column() const {
     return Config::kKnownQ ? 0 : first_middle_column;
   }
-  // Values between neighbouring head columns, and middle columns, in a row of the table.
+  // Strides of head columns and of middle columns in a row of the table, in values.
   __device__ __forceinline__ int32_t head_step() const { return middle_q() * last_q(); }
   __device__ __forceinline__ int32_t middle_step() const { return last_q(); }
   __device__ __forceinline__ bool has_head(int32_t column) const {

@@ -1,4 +1,4 @@
-// Lookup and gradients of tiles. Prefix products are recomputed here and do not go through memory.
+// Lookup and gradients of tiles. Both compute prefix products and keep them out of global memory.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// Copies a table's view to shared memory, in whole words.
+// Copies a table's view to shared memory, word by word.
 __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) {
   static_assert(sizeof(TableView) % 4 == 0);
   constexpr int kWords = sizeof(TableView) / 4;
@@ -21,10 +21,10 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
   }
 }
 
-// Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes. Their middle slices may differ
-// and are processed one after the other. Block y is the block of head and middle columns. Block z
-// has an equal part of the ids of each prefix. kFew: a batch of few ids, most of which have a
-// prefix of their own.
+// blockIdx.x processes tiles x, x + gridDim.x, ... of Config::kPrefixes prefixes. A tile may have
+// several middle slices, which are processed one after the other. blockIdx.y is the block of head
+// and middle columns. blockIdx.z processes an equal part of each prefix's ids. kFew: the batch has
+// few ids, and most prefixes have one.
 template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
   constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
@@ -33,15 +33,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   __shared__ int2 staged_ids[kMostStaged];
   __shared__ std::conditional_t<kFew, UnstagedIds, StagedIds> ids;
   __shared__ TableView table;
-  __shared__ int next;  // prefix of the tile that no warp has taken yet
+  __shared__ int next;  // the next prefix of the tile that a warp takes
   float* middle = reinterpret_cast<float*>(memory);
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
 
-  copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
-  bool waits = in.early;            // as late as possible
+  copy_view(in.tables[0], &table);  // kernels do not write views: no wait
+  bool waits = in.early;            // then waits as late as possible
   if (!waits) wait_for_kernel_before();
-  let_next_kernel_start();  // which may read the index
+  let_next_kernel_start();  // it may read the index
   const int thread = threadIdx.x;
   auto read_prefix = [&](int first) {
     int4 prefix = make_int4(0, -1, -1, -1);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     }
     return prefix;
   };
-  // Loaded together with the counts; values after these are not used.
+  // Loaded together with the counts; values beyond them are not used.
   int4 prefix = read_prefix(blockIdx.x * Config::kPrefixes);
   const Counts counts = *in.counts;
   const bool gather = in.always_gather || counts.gather != 0;
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   if (waits) wait_for_kernel_before();
 }
 
-// The number of parts of a prefix's ids: several where prefixes are too few to occupy the GPU and
-// have many ids, so that computing their products again costs little.
+// The number of parts of each prefix's ids. It is above 1 if there are too few prefixes to occupy
+// the GPU, and so many ids per prefix that recomputing products in each part costs little.
 template <typename Config>
 unsigned parts_of_ids(const TileRun& run, int64_t blocks) {
   constexpr int64_t kMost = 8, kLeastIds = 64;
@@ -173,7 +173,7 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
   int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
-  // If all blocks may be idle, there are fewer blocks, with several tiles each.
+  // All blocks may turn out to be idle, so launch fewer of them, with several tiles each.
   const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
   if (in.leaves_dense && tiles > most) tiles = most;
   const unsigned parts =
@@ -182,7 +182,7 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
 }
 
-// Gradients that are equal bit for bit in every run, for any shape.
+// Deterministic gradients, for any shape.
 template <template <int> typename Config>
 void run_fixed_point(const TileRun& run, const TileInput& in) {
   if (run.precision == Precision::kTf32) {
@@ -192,9 +192,9 @@ void run_fixed_point(const TileRun& run, const TileInput& in) {
   }
 }
 
-// Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and
-// FewBackward and ManyBackward. Without Few, the kernels of many ids run all batches: those of
-// large ranks take so long for a prefix that reading its ids counts for nothing.
+// Shapes<kProducts, kFit, kType> has the configurations of a rank: Few and Many for lookups of few
+// and many ids, FewBackward and ManyBackward for gradients. Large ranks have no Few: a prefix takes
+// so long that the time to read its ids does not matter.
 template <typename Shapes>
 void run_shapes(const TileRun& run, const TileInput& in) {
   if constexpr (!requires { typename Shapes::Few; }) {

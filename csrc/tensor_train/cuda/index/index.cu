@@ -50,7 +50,7 @@ KernelClass class_of(const TableView& table) {
   return kernel;
 }
 
-// See quotient in index.cuh.
+// For quotient in index.cuh.
 uint32_t inverse_of(int64_t slices) {
   const uint64_t inverse = (uint64_t{1} << 32) / static_cast<uint64_t>(max(slices, int64_t{1}));
   return static_cast<uint32_t>(min(inverse, uint64_t{0xffffffff}));
