@@ -49,7 +49,7 @@ class RowUpdater {
         limits_(config.clip_value < kUnbounded || clips_by_norm(config)),
         learning_rate_(learning_rate),
         stride_((widest + kRoundedTogether - 1) / kRoundedTogether * kRoundedTogether),
-        buffers_(kBuffers * int64_t{stride_}, 1.0f) {}
+        buffers_(kBuffers * int64_t{stride_}) {}
 
   // grad: the row's gradient, [dim].
   void update(const TableView& table, int64_t slot, const float* grad) {
@@ -195,8 +195,8 @@ class RowUpdater {
   RowTerms of_table_{};               // of its rows, unless they count their own steps
   uint64_t rounding_step_ = 0;
   TermsOfSteps terms_;
-  const int32_t stride_;        // of a buffer
-  std::vector<float> buffers_;  // ones at first: zeros behind a row are rounded with it, slowly
+  const int32_t stride_;  // of a buffer
+  std::vector<float> buffers_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu
