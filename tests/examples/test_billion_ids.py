@@ -51,4 +51,4 @@ def test_too_many_ids_get_one_sentence():
 def test_help():
     done = run_example("billion_ids.py", "--help")
     assert done.returncode == 0
-    assert "A billion ids in one embedding" in done.stdout
+    assert "a billion ids in one embedding" in done.stdout
