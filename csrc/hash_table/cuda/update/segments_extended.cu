@@ -1,5 +1,5 @@
-// Updates rows of 32 and 16 bits as segments.cu does, with what most updates do without: clipped
-// gradients, coupled weight decay, a bound on the norm of the row, stochastic rounding.
+// Updates rows of 32 and 16 bits as segments.cu does, with features that most updates do not use:
+// clipped gradients, coupled weight decay, bounded norms of rows, and stochastic rounding.
 #include "hash_table/cuda/update/segment_kernel.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
