@@ -47,9 +47,9 @@ HKV_HOST_DEVICE uint16_t to_bfloat16_by_chance(float x, uint32_t draw) {
 }
 
 // A neighbour of x in float16. The magnitude is rounded down after 13 random bits are added to the
-// bits of the fraction that float16 does not have. Below 2^-14 float16 has multiples of 2^-24:
-// 2^-14 is added there meanwhile, so that the fraction has the same bits. This rounds to a multiple
-// of 2^-37 first.
+// bits of the fraction that float16 does not have. Below 2^-14 float16 has multiples of 2^-24. Such
+// a value is rounded after 2^-14 is added, and 2^-14 is subtracted again: the sum drops the same 13
+// bits. The addition rounds the value to a multiple of 2^-37.
 HKV_HOST_DEVICE float float16_by_chance(float x, uint32_t draw) {
   constexpr uint32_t kDropped = 0x1fffu;
   const uint32_t bits = float_bits(x);

@@ -54,8 +54,8 @@ struct Eight {
   Words draws;
 };
 
-// Most columns take few operations. A rounding has their result, and says which columns it is wrong
-// for: large, infinite and NaN.
+// Rounds eight columns in few operations. `others` marks the columns for which `rounded` is wrong:
+// those with large or infinite values, or NaN.
 template <RowType kType>
 struct Rounding;
 
@@ -108,7 +108,7 @@ inline void round_block(const float* from, const Draws& draws, uint16_t* to) {
   store_halves(rounding.rounded, more.rounded, to);
 }
 
-// Draws from a column on that is no multiple of four.
+// The draws of a row from a column on that is not a multiple of four.
 class ShiftedDraws {
  public:
   ShiftedDraws(uint64_t key, int32_t column) : draws_(key, column >> 2), skipped_(column & 3) {
@@ -144,7 +144,7 @@ inline void round_row(const float* from, int32_t n, Source source, uint16_t* to)
     round_block<kType, false>(from + c, draws, rest);
   }
   const uint16_t* at = rest;
-  // By sizes that the compiler knows: a call of memcpy would take longer than the rounding.
+  // Copies of constant size. A call of memcpy would take longer than the rounding.
   const auto copy = [&]<int kColumns>() {
     if (!((n - c) & kColumns)) return;
     std::memcpy(to + c + (at - rest), at, kColumns * sizeof(uint16_t));

@@ -1,5 +1,5 @@
-"""A load refuses a checkpoint of other tables, and says what it has and what is needed; nothing
-changes."""
+"""Loading a checkpoint of other tables is refused, and changes nothing. The error names what the
+checkpoint has and what the model needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-// Loops over a row's columns that compilers vectorise. GCC makes no vectors of a choice whose
-// alternatives it may skip: here both are computed, and bits are selected. Values are those of
-// common/optimizers.h, bit for bit.
+// Loops over a row's columns that compilers vectorise. GCC does not vectorise a conditional
+// expression whose alternatives it may skip, so these loops compute both alternatives and select
+// one by its bits. The results equal those of common/optimizers.h bit for bit.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// `condition ? then : otherwise`, of which both are computed.
+// `condition ? then : otherwise`, with both alternatives computed.
 inline float either(bool condition, float then, float otherwise) {
   const uint32_t bits = float_bits(otherwise);
   return bits_float(bits ^ ((float_bits(then) ^ bits) & -static_cast<uint32_t>(condition)));

@@ -167,10 +167,9 @@ struct RowUpdater {
     return own;
   }
 
-  // active: whether the tile has a row to update. sum: the row's gradient,
-  // which this may change if the tile is active. values, state: the row and its column states in
-  // memory. arrived_*: their copies, states `of_state` bytes apart. Returns row-wise Adagrad's new
-  // mean of squares.
+  // active: whether the tile has a row to update. sum: the row's gradient; an active tile may
+  // change it. values, state: the row and its column states in memory. arrived_*: their copies,
+  // states `of_state` bytes apart. Returns row-wise Adagrad's new mean of squares.
   __device__ __forceinline__ float update(bool active, const OptimizerConfig& config, Own& sum,
                                           const char* arrived_row, const char* arrived_states,
                                           int32_t of_state, char* values, float* state,
