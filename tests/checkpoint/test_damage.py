@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.checkpointed import held, make_tables, train
+from tests.support.damage import cut
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
 
@@ -30,7 +31,7 @@ def _damaged(path, way, choice):
         bit = choice.randrange(8 * len(good) - 8)  # the last byte of JSON is a newline
         bad[bit // 8] ^= 1 << bit % 8
         return bytes(bad)
-    return good[: choice.randrange(len(good))] if way == "cut" else None
+    return cut(good, choice) if way == "cut" else None
 
 
 def _refusals(rank, world_size, device, folder):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from tests.support.damage import cut
 from torchrec_hkv.checkpoint.chain import Chain
 from torchrec_hkv.checkpoint.layers import read_saved, saved_shards
 from torchrec_hkv.checkpoint.record import TENSORS
@@ -92,10 +93,7 @@ def spoil(root: Path, key: str, what: str, random: Random) -> bool:
     elif not data:
         return False
     elif what == "cut":
-        left = data[: random.randrange(len(data))]
-        if left == data.rstrip():
-            return False  # only the newline at the end of a JSON file
-        data = left
+        data = cut(data, random)
     else:
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
     path.write_bytes(data)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpointed import held, make_tables, train
+from tests.support.damage import cut
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
 
@@ -187,7 +188,7 @@ def _damage_all(rank, world_size, device, chain):
         if way == "gone":
             path.unlink()
         elif way == "cut":
-            path.write_bytes(good[: choice.randrange(len(good))] if good else b"more")
+            path.write_bytes(cut(good, choice) if good else b"more")
         else:
             bad = bytearray(good or b"more")
             bit = choice.randrange(8 * len(bad) - 8)
