@@ -78,7 +78,8 @@ def test_tables_at_once():
     _assert_equal(at_once, expected)
 
 
-def test_no_fresh_pages():
+def test_no_fresh_pages(set_threads):
+    set_threads(2)  # each thread has buffers of its own besides
     table = _Trained(FOUR_CORES, 5, 20_000)
     table.run()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
