@@ -7,7 +7,7 @@ import torch
 
 from tests.support.served import BAGS, SEEDS, SEQUENCE, batch_of, exported
 from torchrec_hkv import serving
-from torchrec_hkv.serving.manifest import Manifest
+from torchrec_hkv.serving.manifest import ServingManifest
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_row_formats(rows, run_ranks, tmp_path):
         got = model(*batch_of(seed, 2 + seed))["made_of"]
         assert not torch.equal(got, outputs["made_of"])
         torch.testing.assert_close(got, outputs["made_of"], rtol=near, atol=near)
-    formats = {table.rows.row_format for table in Manifest.read(tmp_path / "model").tables}
+    formats = {table.rows.row_format for table in ServingManifest.read(tmp_path / "model").tables}
     assert formats == {rows}
 
 
@@ -39,7 +39,7 @@ def test_tables_by_name(run_ranks, tmp_path):
             "unknown": {"user": default, "likes": "zero"},
         },
     )[0]
-    manifest = Manifest.read(tmp_path / "model")
+    manifest = ServingManifest.read(tmp_path / "model")
     formats = {table.name: table.rows.row_format for table in manifest.tables}
     assert formats["ebc.embedding_bags.user"] == "int8"
     assert formats["ebc.embedding_bags.pages"] == "fp32"

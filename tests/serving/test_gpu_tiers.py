@@ -17,7 +17,7 @@ from tests.support.served import batch_of, make_served, outputs_of, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.lookup_counts import counts_of, read_codes
-from torchrec_hkv.serving.manifest import Manifest
+from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.placement import Placement, chosen_again
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -272,7 +272,7 @@ def test_counts_of_training(run_ranks, tmp_path, device_type):
     """The rows looked up most in training are hot from the start."""
     run_ranks(1, trained, tmp_path / "model")
     model = serving.load(tmp_path / "model", "cuda", hbm_bytes={"item": 320, "country": 800})
-    records = {its.name: its for its in Manifest.read(tmp_path / "model").tables}
+    records = {its.name: its for its in ServingManifest.read(tmp_path / "model").tables}
     for its in model._version.tables.tables:
         if its.hot is None:
             continue

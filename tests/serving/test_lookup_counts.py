@@ -14,7 +14,7 @@ import torch
 from tests.support.served import ServedModel, batch_of, make_served, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving.lookup_counts import CountsWriter, codes_of, counts_of, read_codes
-from torchrec_hkv.serving.manifest import FileRecord, Manifest
+from torchrec_hkv.serving.manifest import ServingFileRecord, ServingManifest
 from torchrec_hkv.serving.placement import numbered_ids
 from torchrec_hkv.serving.table_builder import build_table
 
@@ -61,7 +61,7 @@ def test_file(n, tmp_path):
 
 def test_damaged(tmp_path):
     (tmp_path / "counts").write_bytes(bytes(5))
-    record = FileRecord.of(tmp_path / "counts")
+    record = ServingFileRecord.of(tmp_path / "counts")
     with pytest.raises(ValueError, match="counts has 5 bytes, but its table has 6 rows"):
         read_codes(tmp_path, record, 6)
     (tmp_path / "counts").write_bytes(b"01234")
@@ -99,7 +99,7 @@ def trained(rank, world_size, device, folder, sharding) -> None:
 
 
 def codes_by_id(folder: Path, table: str) -> dict[int, int] | None:
-    record = next(its for its in Manifest.read(folder).tables if its.name == table)
+    record = next(its for its in ServingManifest.read(folder).tables if its.name == table)
     if record.counts is None:
         return None
     codes = read_codes(folder, record.counts, record.rows.entries)

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from torchrec_hkv.checkpoint.conversion.convert import Options, convert
-from torchrec_hkv.checkpoint.opened import Saved
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 
 #: Small, so that tables are written in several parts.
 MEMORY = 24 << 10
 
 
-def converted(source: Path, into: Path, **options: Any) -> Saved:
+def converted(source: Path, into: Path, **options: Any) -> SavedCheckpoint:
     """Converts to a checkpoint with little memory; returns its contents."""
     convert(source, into, Options(**{"batch_bytes": MEMORY, **options}))
-    return Saved.open(into)
+    return SavedCheckpoint.open(into)
 
 
-def entries_of(saved: Saved, table: str) -> dict[str, torch.Tensor]:
+def entries_of(saved: SavedCheckpoint, table: str) -> dict[str, torch.Tensor]:
     """Returns all entries of a saved table, sorted by id."""
     names = ["rows", "states", "scores", "last_steps"]
     batches = [

@@ -269,7 +269,7 @@ class Chain:
                 continue
             if found[4] == "saving":
                 place = AtomicFolder(self._root / found[1])
-                place.check_ours()
+                place.check_only_saved()
                 place.discard()
             else:
                 shutil.rmtree(self._root / name, ignore_errors=True)

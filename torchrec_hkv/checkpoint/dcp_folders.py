@@ -20,14 +20,14 @@ from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
-from torchrec_hkv.checkpoint.moving import put_entries
 from torchrec_hkv.checkpoint.optimizers import initialise, load_optimizer_state, optimizer_state
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.checkpoint.table_transfer import put_entries
 from torchrec_hkv.checkpoint.tensors import check_match, flat
 from torchrec_hkv.collective import on_every_rank, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.warn import warn
 
 
@@ -61,7 +61,7 @@ def load_dcp_folder(
     path: Path,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
     *,
     strict: bool,
@@ -99,7 +99,7 @@ class _Load:
         path: Path,
         model: nn.Module,
         optimizer: KeyedOptimizer | None,
-        tables: Mapping[str, FoundTable],
+        tables: Mapping[str, ShardedTable],
         options: FileOptions,
         *,
         strict: bool,
@@ -156,7 +156,7 @@ class _Load:
                 self._check_source(found[name], self._tables[name])
                 self._sources[name] = found[name]
 
-    def _check_source(self, source: SourceTable, table: FoundTable) -> None:
+    def _check_source(self, source: SourceTable, table: ShardedTable) -> None:
         shard = table.state.shards[0]
         for what, saved, own in (
             ("dim", source.dim, shard.embedding_dim),
@@ -183,7 +183,7 @@ class _Load:
 
     def _take_model(self, alike: list[str]) -> None:
         # The state of a hash table is a copy of the table, which is made only if needed.
-        aside = contextlib.nullcontext() if alike else tables_with_files_aside()
+        aside = contextlib.nullcontext() if alike else skip_file_tables()
         with aside:
             state = self._model.state_dict()
         others = tuple(f"{name}." for name in self._tables if name not in alike)
@@ -191,7 +191,7 @@ class _Load:
         self._is_partial = not self._strict or bool(others)
         key = self._keys.model.removesuffix(".")
         self._state = {key: self._model_state} if key else dict(self._model_state)
-        self._aside = not alike
+        self._skips_file_tables = not alike
 
     def _take_optimizer(self, optimizer: KeyedOptimizer, undo: contextlib.ExitStack) -> None:
         if self._keys.optimizer is None:
@@ -204,7 +204,7 @@ class _Load:
         planner = CheckedPlanner(allow_partial_load=not self._strict)
         if self._wanted or self._strict:
             dcp.load(self._state, storage_reader=self._reader, planner=planner)
-        with tables_with_files_aside() if self._aside else contextlib.nullcontext():
+        with skip_file_tables() if self._skips_file_tables else contextlib.nullcontext():
             key = self._keys.model.removesuffix(".")
             state = self._state[key] if key else {k: self._state[k] for k in self._model_state}
             self._model.load_state_dict(state, strict=not self._is_partial)

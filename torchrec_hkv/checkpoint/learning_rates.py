@@ -15,8 +15,8 @@ import torch
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_hkv.checkpoint.learning_rate_schema import RATES, SCHEDULED
 from torchrec_hkv.checkpoint.optimizers import leaves
-from torchrec_hkv.checkpoint.rates import RATES, SCHEDULED
 from torchrec_hkv.json_schema import Place
 
 

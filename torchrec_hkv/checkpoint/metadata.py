@@ -198,7 +198,7 @@ def _metadata(content: object, place: Place, files: _Files) -> Metadata:
         if index in stored:
             raise at.refuse(_shown(index), "named once")
         stored[index] = _storage(value, at.of(_shown(index)), files)
-    _check_apart(stored, at)
+    _check_disjoint(stored, at)
     for key, entry in tensors.items():
         offsets: Sequence[torch.Size | None] = [None]
         if isinstance(entry, TensorStorageMetadata):
@@ -320,7 +320,7 @@ def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
     return _StorageInfo(name, offset, length)
 
 
-def _check_apart(stored: Mapping[MetadataIndex, _StorageInfo], place: Place) -> None:
+def _check_disjoint(stored: Mapping[MetadataIndex, _StorageInfo], place: Place) -> None:
     """Checks that no two entries overlap in a file."""
     order = sorted(stored, key=lambda index: (stored[index].relative_path, stored[index].offset))
     end, file = 0, None

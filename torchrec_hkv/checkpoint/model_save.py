@@ -29,7 +29,7 @@ from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, thi
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.manifest import new_save_id
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
@@ -139,7 +139,7 @@ def saving(place: AtomicFolder, handle: SaveHandle | None = None) -> Iterator[Sa
     try:
         group = None if handle is None else thread_group()
         save = Saving(handle)
-        on_every_rank(lambda: place.check_seen(token))
+        on_every_rank(lambda: place.check_visible(token))
         on_leader(lambda: place.remove_token(token))
         yield save
         if handle is None:
@@ -169,7 +169,7 @@ def save_to(
     place: AtomicFolder,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    tables: dict[str, FoundTable],
+    tables: dict[str, ShardedTable],
     options: FileOptions,
     save: Saving,
     trackers: Trackers | None = None,
@@ -190,7 +190,7 @@ def save_to(
     save_id = on_leader(new_save_id)
     options = dataclasses.replace(options, save=save_id, handle=save.handle)
     state: dict[str, Any] = {}
-    with tables_with_files_aside():
+    with skip_file_tables():
         state["model"] = model.state_dict()
     if optimizer is not None:
         state.update(optimizer_state(optimizer))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchrec_hkv.checkpoint.rates import RATES
+from torchrec_hkv.checkpoint.learning_rate_schema import RATES
 from torchrec_hkv.hash_table.files.manifest import CRC32, OWNERS, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, Place, Plain, Text
@@ -183,7 +183,7 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
             if begin >= end:
                 raise at.of(name).refuse([begin, end], "two numbers that ascend")
     for (i, one), (j, other) in itertools.combinations(enumerate(shards), 2):
-        if _meet(one.owners, other.owners) and _meet(one.columns, other.columns):
+        if _overlap(one.owners, other.owners) and _overlap(one.columns, other.columns):
             raise (
                 place.at(j)
                 .of("owners")
@@ -199,5 +199,5 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
         )
 
 
-def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
+def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
     return max(one[0], other[0]) < min(one[1], other[1])

@@ -17,7 +17,7 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank, this_rank
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.table_names import find_name
 
@@ -185,7 +185,7 @@ def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _
 
 def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
     ours = named_tables(model)
-    with tables_with_files_aside():
+    with skip_file_tables():
         state = model.state_dict()
     stock = {
         key.removesuffix(".weight"): value
@@ -217,7 +217,7 @@ def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
     return list(rows.values())
 
 
-def _of_backend(found: FoundTable) -> _Part:
+def _of_backend(found: ShardedTable) -> _Part:
     lookups, state = found.collection.group_lookups(), found.state
     shards = zip(state.shards, state.ranks, strict=True)
     routes_by_hash = registry.get(found.planned.backend).routes_by_hash(state.shards[0].options)

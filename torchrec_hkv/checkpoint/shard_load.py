@@ -9,11 +9,11 @@ from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions, Placed, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.layers import Layers, saved_shards
 from torchrec_hkv.collective import this_rank
-from torchrec_hkv.sharding.modules.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import ShardedTable
 from torchrec_hkv.warn import warn
 
 
-def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
+def are_untouched(tables: Mapping[str, ShardedTable]) -> bool:
     """Whether this rank's shards of all tables with files are empty and have not been used."""
     rank = this_rank()
     return all(
@@ -27,7 +27,7 @@ def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
 
 def open_tables(
     layers: Layers,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
 ) -> list[GroupLoad]:
     """Opens the saved tables for each group of tables on this rank.

@@ -8,10 +8,10 @@ from pathlib import Path
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import SavedFolder
 from torchrec_hkv.checkpoint.record import TableRecord, TableShardRecord, shard_folder
-from torchrec_hkv.sharding.modules.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import ShardedTable
 
 
-def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
+def _record_of(table: ShardedTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
     """The entry of a table in a checkpoint's record; the same on every rank."""
     backend = registry.get(table.planned.backend)
     first = table.state.shards[0]
@@ -20,7 +20,7 @@ def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> 
 
 
 def records_of(
-    tables: Mapping[str, FoundTable], saved: Mapping[str, SavedFolder]
+    tables: Mapping[str, ShardedTable], saved: Mapping[str, SavedFolder]
 ) -> dict[str, TableRecord]:
     """The entries of tables in a checkpoint's record.
 
@@ -47,7 +47,7 @@ def records_of(
 
 
 def check_tables(
-    folder: Path, records: Mapping[str, TableRecord], tables: Mapping[str, FoundTable]
+    folder: Path, records: Mapping[str, TableRecord], tables: Mapping[str, ShardedTable]
 ) -> None:
     """Checks that the tables of a model match those of a checkpoint.
 

@@ -11,15 +11,15 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify
 from torchrec_hkv.checkpoint.metadata import read_metadata
-from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import Record
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 
 #: A file, its size in bytes, and the function that verifies it.
 Job = tuple[Path, int, Callable[[], None]]
 
 
-def verify(saved: Saved, options: FileOptions) -> list[str]:
+def verify(saved: SavedCheckpoint, options: FileOptions) -> list[str]:
     """Reads all files of a folder. Verifies sizes and checksums, that each id occurs once, and that
     it is in one of its own buckets.
 
@@ -49,7 +49,7 @@ def verify(saved: Saved, options: FileOptions) -> list[str]:
     return sorted(damage)
 
 
-def _jobs(saved: Saved, options: FileOptions) -> list[Job]:
+def _jobs(saved: SavedCheckpoint, options: FileOptions) -> list[Job]:
     jobs: list[Job] = []
     for folder, record in saved.layers:
         jobs += _tensor_jobs(folder, record)

@@ -17,7 +17,7 @@ from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
-    from torchrec_hkv.checkpoint.opened import OpenedTable, Saved
+    from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable, SavedCheckpoint
 
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Inspects a folder."""
-    from torchrec_hkv.checkpoint.inspection import bytes_to_look_at, find, look
+    from torchrec_hkv.checkpoint.inspection import bytes_to_inspect, find, inspect_table
     from torchrec_hkv.progress import reported
 
     batch_bytes = memory(arguments)
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         code = 0 if any(entry is not None for entry in found.values()) else 1
         return Answer(_id_text(content), content, code)
     content = _folder(saved)
-    with reported("Inspecting", sum(map(bytes_to_look_at, ours))):
+    with reported("Inspecting", sum(map(bytes_to_inspect, ours))):
         content["tables"] = [
-            look(table, batch_bytes) if table.parts is not None else _by_number(table)
+            inspect_table(table, batch_bytes) if table.parts is not None else _by_number(table)
             for table in tables
         ]
     return Answer(_text(content), content)
 
 
-def _folder(saved: Saved) -> dict[str, Any]:
+def _folder(saved: SavedCheckpoint) -> dict[str, Any]:
     content: dict[str, Any] = {"folder": str(saved.path), "kind": saved.kind}
     if saved.layers:
         folder, record = saved.layers[0]

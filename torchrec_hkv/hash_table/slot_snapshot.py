@@ -21,24 +21,24 @@ _IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class SnapshotDifference:
     """The differences in a range of slots; tensors are on the table's device.
 
     Attributes:
         slots: int64, ascending: slots whose entries changed or are new.
         ids: int64, the ids in these slots.
         touched: bool, whether the entry was looked up or changed, and did not just move.
-        stayed: bool, whether the slot held the same id before.
-        gone_slots: int64, ascending: slots that held another id before.
-        gone_ids: int64, the ids that they held. An id may be in another slot now.
+        same_id: bool, whether the slot held the same id before.
+        vacated_slots: int64, ascending: slots that held another id before.
+        previous_ids: int64, the ids that they held. An id may be in another slot now.
     """
 
     slots: Tensor
     ids: Tensor
     touched: Tensor
-    stayed: Tensor
-    gone_slots: Tensor
-    gone_ids: Tensor
+    same_id: Tensor
+    vacated_slots: Tensor
+    previous_ids: Tensor
 
 
 class SlotSnapshot:
@@ -93,15 +93,15 @@ class SlotSnapshot:
             there, _, _ = self._changes(own.start, was, None, 0, moved=False)
             self.occupied[own] = False
             self.occupied[there.cpu()] = True
-        self.know_moves()
+        self.acknowledge_moves()
 
-    def know_moves(self) -> None:
+    def acknowledge_moves(self) -> None:
         """Marks all moves and removals of entries so far as included in the snapshot."""
         self._moves, self._removals = self._group.moves, self._group.removals
 
     def compare(
         self, since: int, batch: int, changed: Tensor | None = None
-    ) -> Iterator[Difference]:
+    ) -> Iterator[SnapshotDifference]:
         """Compares the snapshot with the current contents, and stores these.
 
         One pass reads last steps, and digests only if slots may have been freed. Ids are compared
@@ -131,12 +131,14 @@ class SlotSnapshot:
 
     def _difference(
         self, own: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
-    ) -> Difference:
+    ) -> SnapshotDifference:
         group, device = self._group, self._group.device
         if device.type == "cpu":
             place = (group.counter_tensor, group.handle, self._table, own.start)
             held = (self.ids[own], self.occupied[own])
-            return Difference(*_ops.compare_slots(*place, *held, marked, since, moved, freed))
+            return SnapshotDifference(
+                *_ops.compare_slots(*place, *held, marked, since, moved, freed)
+            )
         was = self.occupied[own].to(device, non_blocking=True)
         if marked is not None:
             marked = marked.to(device)
@@ -147,9 +149,9 @@ class SlotSnapshot:
         other = (is_there != was_there) | (ids != before)
         if not moved and not other.any():  # listed entries were looked up
             nothing = slots[:0]
-            return Difference(slots, ids, touched, touched, nothing, nothing)
+            return SnapshotDifference(slots, ids, touched, touched, nothing, nothing)
         now, gone = is_there & (touched | other), was_there & other
-        return Difference(
+        return SnapshotDifference(
             slots[now], ids[now], touched[now], ~other[now], slots[gone], before[gone]
         )
 
@@ -160,7 +162,7 @@ class SlotSnapshot:
         place = (group.counter_tensor, group.handle, self._table, first)
         return _ops.slot_changes(*place, was, marked, since, moved)
 
-    def note(self, slots: Tensor, ids: Tensor | None) -> None:
+    def update(self, slots: Tensor, ids: Tensor | None) -> None:
         """Stores new contents of some slots.
 
         Args:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, slots_at_present
+from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, current_slots
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    round: PendingGradient
+class _BufferedGradient:
+    pending: PendingGradient
     sizes: tuple[int, ...]  # ids of each table
     task: int | None  # id of the autograd graph task; None for a sum of several
 
     @property
     def bytes(self) -> int:
-        held = self.round
+        held = self.pending
         return sum(t.nbytes for t in (held.grad, held.ids, held.offsets, held.slots))
 
 
@@ -41,7 +41,7 @@ class GradientBuffer:
         self.limit = limit
         self._group = group
         self._dim = dim
-        self._held: list[_Held] = []
+        self._held: list[_BufferedGradient] = []
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -63,9 +63,9 @@ class GradientBuffer:
         Raises:
             RuntimeError: the buffer is full. The gradients stored before are kept.
         """
-        held = [*self._held, _Held(backward, sizes, task)]
+        held = [*self._held, _BufferedGradient(backward, sizes, task)]
         if sum(each.bytes for each in held) > self.limit:
-            held = [self._added_up(held)]
+            held = [self._summed(held)]
             if held[0].bytes > self.limit:
                 raise RuntimeError(
                     f"The gradients since the last step take {held[0].bytes / 2**30:.3g} GiB, but "
@@ -77,16 +77,16 @@ class GradientBuffer:
     def scale(self, factor: Tensor) -> None:
         """Multiplies all stored gradients by a factor."""
         for held in self._held:
-            held.round.grad.mul_(factor)
+            held.pending.grad.mul_(factor)
 
     def finite(self) -> Tensor:
         """Whether all stored values are finite, bool ``[]`` on the device."""
-        return torch.stack([held.round.grad.isfinite().all() for held in self._held]).all()
+        return torch.stack([held.pending.grad.isfinite().all() for held in self._held]).all()
 
     def take(self) -> list[PendingGradient]:
         """Removes and returns all stored gradients, with current slots."""
         held, self._held = self._held, []
-        return [self._present(each.round) for each in held]
+        return [self._present(each.pending) for each in held]
 
     def drop_tasks(self, tasks: set[int]) -> None:
         """Drops gradients of some autograd graph tasks, unless they are part of a sum."""
@@ -98,14 +98,14 @@ class GradientBuffer:
 
     def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
-        slots, growths = slots_at_present(self._group, *args)
+        slots, growths = current_slots(self._group, *args)
         return dataclasses.replace(held, slots=slots, growths=growths)
 
-    def _added_up(self, all_held: Sequence[_Held]) -> _Held:
+    def _summed(self, all_buffered: Sequence[_BufferedGradient]) -> _BufferedGradient:
         """Sums several gradients into one."""
-        rounds = [self._present(held.round) for held in all_held]
-        tables = torch.cat([_tables(held) for held in all_held])
-        grads = torch.cat([self._by_id(held) for held in all_held])
+        rounds = [self._present(held.pending) for held in all_buffered]
+        tables = torch.cat([_tables(held) for held in all_buffered])
+        grads = torch.cat([self._by_id(held) for held in all_buffered])
         ids, slots = (torch.cat([getattr(r, name) for r in rounds]) for name in ("ids", "slots"))
         kept = slots >= 0
         ids, slots, tables, grads = (t[kept] for t in (ids, slots, tables, grads))
@@ -131,18 +131,18 @@ class GradientBuffer:
             mean=False,
             pin=tuple(held.pin for held in rounds),
         )
-        return _Held(summed, sizes, None)
+        return _BufferedGradient(summed, sizes, None)
 
-    def _by_id(self, held: _Held) -> Tensor:
+    def _by_id(self, held: _BufferedGradient) -> Tensor:
         """Gradients in the order of the ids, ``[n, dim]``."""
-        grad = held.round.grad.view(-1, len(held.sizes), self._dim)
+        grad = held.pending.grad.view(-1, len(held.sizes), self._dim)
         return torch.cat([grad[:size, table] for table, size in enumerate(held.sizes)])
 
 
-def _tables(held: _Held) -> Tensor:
+def _tables(held: _BufferedGradient) -> Tensor:
     """The table of each id."""
     sizes = torch.tensor(held.sizes)
-    return torch.arange(len(sizes)).repeat_interleave(sizes).to(held.round.ids.device)
+    return torch.arange(len(sizes)).repeat_interleave(sizes).to(held.pending.ids.device)
 
 
 def bag_offsets(sizes: Sequence[int], device: torch.device) -> Tensor:

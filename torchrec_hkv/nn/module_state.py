@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, name_of
 from torchrec_hkv.nn.arguments import check_tensor
 from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.table_plan import Plan
-from torchrec_hkv.nn.tables import Progress, Tables
+from torchrec_hkv.nn.tables import EvictionState, Tables
 
 # Fields of a table's contents in a module's state_dict. States are in the optimizer's state_dict.
 _SAVED = ("ids", "rows", "last_steps", "scores")
@@ -41,7 +41,7 @@ def saved_names(plan: Plan, prefixes: Sequence[str]) -> list[str]:
 
 def saved_state(tables: Tables, prefixes: Sequence[str]) -> dict[str, Tensor]:
     """The tensors of a ``state_dict``, by the names that :func:`saved_names` returns."""
-    progress = Progress.of(tables.group)
+    progress = EvictionState.read(tables.group)
     state = {"seed": torch.tensor(tables.plan.seed), "clock": torch.tensor(progress.clock)}
     if _has_epochs(tables.plan):
         state["epoch"] = torch.tensor(progress.epoch)
@@ -78,7 +78,7 @@ def load_state(tables: Tables, prefixes: Sequence[str], saved: Mapping[str, Tens
             check_tensor(of + "aging", saved[of + "aging"], torch.float64, (3,))
         aging.append(tuple(saved[of + "aging"].tolist()) if _ages(plan) else None)
     epoch = int(saved["epoch"]) if _has_epochs(plan) else 0
-    progress = Progress(int(saved["clock"]), epoch, tuple(aging))
+    progress = EvictionState(int(saved["clock"]), epoch, tuple(aging))
     tables.replace(dataclasses.replace(plan, seed=int(saved["seed"])), loaded, progress)
 
 

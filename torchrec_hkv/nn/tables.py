@@ -21,13 +21,13 @@ from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
 # Number of batch shapes whose offsets are cached.
-_KEPT_OFFSETS = 4
+_CACHED_OFFSETS = 4
 # Number of growths that marks slots as outdated: they are found again when they are needed.
-_LOOK_AGAIN = -1
+_OUTDATED = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class EvictionState:
     """Clock, epoch and aging of tables.
 
     Attributes:
@@ -41,12 +41,12 @@ class Progress:
     aging: tuple[tuple[float, float, float] | None, ...]
 
     @classmethod
-    def of(cls, group: TableGroup) -> Progress:
+    def read(cls, group: TableGroup) -> EvictionState:
         """Reads the progress of a group. Synchronizes with the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
 
-    def give(self, group: TableGroup) -> None:
+    def restore(self, group: TableGroup) -> None:
         """Sets the progress of a group."""
         group.set_clock(self.clock)
         group.set_epoch(self.epoch)
@@ -156,7 +156,7 @@ class Tables:
         if offsets is None:
             offsets = bag_offsets(sizes, self.group.device)
         self._offsets[sizes] = offsets  # the last used comes last
-        if len(self._offsets) > _KEPT_OFFSETS:
+        if len(self._offsets) > _CACHED_OFFSETS:
             del self._offsets[next(iter(self._offsets))]
         return offsets
 
@@ -187,7 +187,7 @@ class Tables:
             return
         growths = found.growths
         if found.interval is None:  # a second backward of a graph, whose pin may be released
-            growths = _LOOK_AGAIN
+            growths = _OUTDATED
         backward = PendingGradient(
             # A copy, because autograd may reuse the memory of the gradient.
             grad.clone(memory_format=torch.contiguous_format),
@@ -280,7 +280,7 @@ class Tables:
         self,
         plan: Plan,
         loaded: Sequence[Contents] | None = None,
-        progress: Progress | None = None,
+        eviction_state: EvictionState | None = None,
         steps: Tensor | None = None,
     ) -> None:
         """Rebuilds the tables, with their own or with loaded contents.
@@ -291,7 +291,7 @@ class Tables:
         Args:
             plan: properties of the new tables.
             loaded: new contents of each table; None to keep the contents.
-            progress: clock, epoch and aging of ``loaded``; None to keep the current ones.
+            eviction_state: clock, epoch and aging of ``loaded``; None to keep the current ones.
             steps: number of updates of each table, if the optimizer stays; None to keep it.
 
         Raises:
@@ -302,34 +302,34 @@ class Tables:
         before, was_empty = self.plan, not any(self.group.sizes())
         held = self.contents() if loaded is None else loaded
         progress_before, steps_before = (
-            Progress.of(self.group),
+            EvictionState.read(self.group),
             self.group.optimizer_steps.clone(),
         )
         if was_empty:  # frees the old tables first, because their memory may be needed
             del self.group, self._gradients
         try:
-            made = self._made_anew(
+            made = self._rebuilt(
                 plan,
                 held,
-                progress_before if progress is None else progress,
+                progress_before if eviction_state is None else eviction_state,
                 steps_before if steps is None else steps,
             )
         except BaseException:
             if was_empty:
                 made = make_group(before)
-                progress_before.give(made[0])
+                progress_before.restore(made[0])
                 made[0].optimizer_steps.copy_(steps_before)
                 self._set(before, *made)
             raise
         self._set(plan, *made)
 
-    def _made_anew(
-        self, plan: Plan, held: Sequence[Contents], progress: Progress, steps: Tensor
+    def _rebuilt(
+        self, plan: Plan, stored: Sequence[Contents], eviction_state: EvictionState, steps: Tensor
     ) -> tuple[TableGroup, int]:
         group, capacity = make_group(plan)
-        progress.give(group)
+        eviction_state.restore(group)
         keeps_states = plan.optimizer == self.plan.optimizer
-        for table, of_table in enumerate(held):
+        for table, of_table in enumerate(stored):
             if not keeps_states:
                 of_table = dataclasses.replace(of_table, states=of_table.states[:, :0])
             contents.put(group, table, of_table)

@@ -32,7 +32,7 @@ _TRAINED_AS: dict[torch.dtype, RowFormat] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class ExportArguments:
     """Arguments of an export, unchecked.
 
     Attributes:
@@ -63,7 +63,7 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class ExportSettings:
     """The checked choices of an export, by full name of a table.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choices:
     memory_bytes: int
 
     @classmethod
-    def of(cls, given: Arguments, tables: Sequence[ModelTable]) -> Choices:
+    def of(cls, given: ExportArguments, tables: Sequence[ModelTable]) -> ExportSettings:
         """Checks arguments.
 
         Raises:
@@ -124,7 +124,7 @@ class Choices:
         return table.name not in self.rows
 
 
-def _source(given: Arguments, tables: Sequence[ModelTable]) -> Source:
+def _source(given: ExportArguments, tables: Sequence[ModelTable]) -> Source:
     if given.checkpoint is not None:
         if given.deltas is not None:
             raise ValueError(

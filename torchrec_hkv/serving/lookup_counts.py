@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import ops
-from torchrec_hkv.serving.manifest import FileRecord
+from torchrec_hkv.serving.manifest import ServingFileRecord
 from torchrec_hkv.serving.table_file import TableFile
 
 __all__ = ["CountsWriter", "codes_of", "counts_of", "ops", "read_codes"]
@@ -41,7 +41,7 @@ def counts_of(codes: Tensor) -> Tensor:
     return counts
 
 
-def read_codes(folder: Path, record: FileRecord, entries: int) -> Tensor:
+def read_codes(folder: Path, record: ServingFileRecord, entries: int) -> Tensor:
     """Codes of a table with ``entries`` rows, mapped.
 
     Raises:
@@ -86,7 +86,7 @@ class CountsWriter:
             self._given.write(part.contiguous().numpy())
             self._given.write(codes_of(its).numpy())
 
-    def finish(self, path: Path, table: TableFile) -> FileRecord | None:
+    def finish(self, path: Path, table: TableFile) -> ServingFileRecord | None:
         """Writes the counts of a table's rows; None if none were added.
 
         Args:
@@ -113,4 +113,4 @@ class CountsWriter:
         del codes
         with open(path, "r+b") as file:
             os.fsync(file.fileno())
-        return FileRecord.of(path)
+        return ServingFileRecord.of(path)

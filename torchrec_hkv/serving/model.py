@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
-from torchrec_hkv.serving.manifest import Manifest
+from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
 from torchrec_hkv.serving.opening import open_group, open_tables
 from torchrec_hkv.serving.placement import HbmBytes, Placement, chosen_again
@@ -98,7 +98,7 @@ class ServingModel:
     def __init__(
         self,
         folder: Path,
-        manifest: Manifest,
+        manifest: ServingManifest,
         version: Version,
         placement: Placement,
     ) -> None:
@@ -312,7 +312,7 @@ def load(
         raise ValueError(f"device is {str(device)!r}, but this process has no CUDA GPU.")
     resident = not mapped and device.type == "cpu"
     for _ in range(_ATTEMPTS):
-        manifest = Manifest.read(path)
+        manifest = ServingManifest.read(path)
         try:
             names = [record.name for record in manifest.tables]
             placement = Placement.checked(device, resident, hbm_bytes, names)
@@ -326,7 +326,7 @@ def load(
     raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
 
 
-def _open(path: Path, manifest: Manifest, placement: Placement, verify: bool) -> Version:
+def _open(path: Path, manifest: ServingManifest, placement: Placement, verify: bool) -> Version:
     device = placement.device
     manifest.program.check(path)
     tables = open_tables(path, manifest, placement, verify)
@@ -342,7 +342,7 @@ def _open(path: Path, manifest: Manifest, placement: Placement, verify: bool) ->
     return Version(opened, groups, program, manifest.checkpoint)
 
 
-def _leaf_names(manifest: Manifest) -> list[str]:
+def _leaf_names(manifest: ServingManifest) -> list[str]:
     """Names of the arguments' leaves in messages, such as ``args[0]``."""
     tree = pytree.treespec_loads(manifest.tree)
     numbers = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
@@ -352,7 +352,7 @@ def _leaf_names(manifest: Manifest) -> list[str]:
     return names
 
 
-def _names_of(manifest: Manifest) -> list[str]:
+def _names_of(manifest: ServingManifest) -> list[str]:
     """Names of the program's tensors in messages."""
     names: list[str] = []
     for record, name in zip(manifest.inputs, _leaf_names(manifest), strict=True):
@@ -366,9 +366,9 @@ def _names_of(manifest: Manifest) -> list[str]:
     return names
 
 
-def _is_replaced(path: Path, manifest: Manifest) -> bool:
+def _is_replaced(path: Path, manifest: ServingManifest) -> bool:
     """Whether another export has replaced the folder, so that the opened files may be mixed."""
     try:
-        return Manifest.read(path).save != manifest.save
+        return ServingManifest.read(path).save != manifest.save
     except ValueError:
         return False

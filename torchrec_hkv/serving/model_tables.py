@@ -16,7 +16,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.tracing import Output
-from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable
 from torchrec_hkv.sharding.state.names import joined, named_modules
 from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
@@ -44,7 +44,7 @@ class ModelTable:
     name: str
     collection: nn.Module
     config: Any
-    found: FoundTable | None
+    found: ShardedTable | None
     sharding_type: str | None
 
     @property
@@ -93,7 +93,7 @@ def find_tables(model: nn.Module) -> list[ModelTable]:
         if not isinstance(module, _COLLECTIONS):
             continue
         attribute = "embedding_bags" if has_bags(module) else "embeddings"
-        found = module.found_tables() if isinstance(module, BackendCollection) else {}
+        found = module.sharded_tables() if isinstance(module, BackendCollection) else {}
         plan = getattr(module, "module_sharding_plan", {})
         for config in _configs(module):
             sharding = plan.get(config.name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving.lookup_counts import read_codes
-from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.manifest import ServingManifest, ServingTableRecord, TTGroupRecord
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.tables import ReadOnlyTable
@@ -19,7 +19,7 @@ from torchrec_hkv.tensor_train import TTGroup, TTShape
 
 def open_tables(
     folder: Path,
-    manifest: Manifest,
+    manifest: ServingManifest,
     placement: Placement,
     verify: bool = False,
     before: Sequence[ReadOnlyTable] = (),
@@ -49,7 +49,7 @@ def open_tables(
 
 
 def _open_table(
-    folder: Path, record: TableRecord, placement: Placement, verify: bool
+    folder: Path, record: ServingTableRecord, placement: Placement, verify: bool
 ) -> ReadOnlyTable:
     """A table with index and rows in host memory."""
     if verify:

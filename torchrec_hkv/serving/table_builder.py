@@ -104,7 +104,7 @@ class TableBuilder:
         self._writer: TableWriter | None = None
 
     @property
-    def again(self) -> float | None:
+    def largest_if_void(self) -> float | None:
         """None, or the largest value of the rows if all rows must be given again, to a new builder
         that gets this value."""
         return self._largest if self._is_void else None
@@ -147,7 +147,7 @@ class TableBuilder:
             path: path of the file, which must not exist.
 
         Raises:
-            ValueError: an id was added twice, or all rows must be given :attr:`again`.
+            ValueError: an id was added twice, or all rows must be given :attr:`largest_if_void`.
             OSError: the file can't be written.
         """
         if self._is_void:
@@ -361,6 +361,6 @@ def build_table(
         with TableBuilder(dim, row_format, path.parent, memory_bytes, largest, order) as builder:
             for ids, rows in entries():
                 builder.add(ids, rows)
-            if builder.again is None:
+            if builder.largest_if_void is None:
                 return builder.finish(path)
-            largest = builder.again
+            largest = builder.largest_if_void

@@ -20,11 +20,11 @@ from torchrec_hkv.tensor_train.write_back import write_back
 #: Bound on the number of counted ids, more than any memory holds.
 _MOST_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
-#: Tensors of :meth:`HotRows.sized_state` besides the counts.
+#: Tensors of :meth:`HotRowCache.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
-class HotRows(nn.Module):
+class HotRowCache(nn.Module):
     """A cache of rows of one table.
 
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
@@ -94,7 +94,7 @@ class HotRows(nn.Module):
         #: The ranks that hold replicas of this cache; None for no replicas.
         self.replicas: Replicas | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRowCache:
         return super()._apply(keeping_float32(fn), recurse)
 
     @property
@@ -182,7 +182,7 @@ class HotRows(nn.Module):
         rows[:used][~stays] = rows_of(self.shape, cores, chosen[~stays]).to(rows.dtype)
         leaving, leaving_rows = self.ids[leaves], self.rows[leaves]
         if leaving.numel():
-            kept, kept_counts = self._kept(chosen, leaving, counted, counts, total)
+            kept, kept_counts = self._write_back_ids(chosen, leaving, counted, counts, total)
             leaving_counts = self._counts_of(leaving, counted, counts)
             if self.replicas is None or self.replicas.is_first:
                 write_back(
@@ -229,7 +229,7 @@ class HotRows(nn.Module):
         sums = torch.zeros_like(distinct).index_add_(0, of, all_counts)
         return distinct, sums, self.replicas.sum(self.total)
 
-    def _kept(
+    def _write_back_ids(
         self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Ids whose rows the cores compute, and their number of occurrences: all counted ids, and a

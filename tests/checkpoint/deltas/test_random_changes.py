@@ -9,7 +9,7 @@ import torch
 
 from tests.support.changing_tables import Changing, Held, Written, held
 from torchrec_hkv.hash_table import files
-from torchrec_hkv.hash_table.files.changes import read_left
+from torchrec_hkv.hash_table.files.changes import read_removed_ids
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts_load import PartsLoad
@@ -88,7 +88,7 @@ def _check_delta(written: Written, last: int, since: int) -> None:
         assert before.get(id_) != now[id_] or now[id_][1] >= since, id_
     left = {
         slot: id_
-        for slots, ids in read_left(folder, manifest.changes, 7)
+        for slots, ids in read_removed_ids(folder, manifest.changes, 7)
         for slot, id_ in zip(slots.tolist(), ids.tolist(), strict=True)
     }
     were = {entry[0]: id_ for id_, entry in before.items()}

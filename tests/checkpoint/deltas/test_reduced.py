@@ -13,7 +13,7 @@ from tests.support.checkpointed import DIMS, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.comparison import compare
 from torchrec_hkv.checkpoint.export_files import export_files
-from torchrec_hkv.checkpoint.opened import Saved
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 
 
 def _write(rank, world_size, device, folder, sharding_type, options):
@@ -150,7 +150,7 @@ def _bf16(rank, world_size, device, folder):
     for id_, row in rows.items():
         assert loaded[id_] == pytest.approx(row, abs=max(map(abs, row)) * (1 / 253 + 1 / 250))
     # Commands and exports read the rows as floats.
-    table = Saved.open(folder / "chain").table("lru")
+    table = SavedCheckpoint.open(folder / "chain").table("lru")
     for batch in table.batches(["rows"], 1 << 20):
         assert "scales" not in batch
         for id_, row in zip(batch["ids"].tolist(), batch["rows"].bfloat16().tolist(), strict=True):

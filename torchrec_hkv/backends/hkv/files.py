@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
-from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_left
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_removed_ids
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
@@ -148,7 +148,7 @@ def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
         verify_counts(folder, manifest.counts, batch_bytes)
     if manifest.changes is not None and file == manifest.changes.left_file:
         slots = manifest.buckets * manifest.bucket_slots
-        verify_left(folder, manifest.changes, slots, batch_bytes)
+        verify_removed_ids(folder, manifest.changes, slots, batch_bytes)
     for shard in manifest.shards:
         if file == shard.file:
             verify_shard(folder, manifest, shard, batch_bytes, saved.owners)

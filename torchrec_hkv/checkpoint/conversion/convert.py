@@ -18,8 +18,8 @@ from torchrec_hkv.checkpoint.conversion.to_checkpoint import write_checkpoint
 from torchrec_hkv.checkpoint.conversion.to_dcp import write_dcp
 from torchrec_hkv.checkpoint.export_files import export_files
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
-from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 from torchrec_hkv.progress import reported
 
 _THREADS = 4
@@ -101,13 +101,13 @@ def convert(
     if not target.absolute().parent.is_dir():
         raise ValueError(f"There is no folder {target.absolute().parent} to write to.")
     if (path / RECORD).is_file() or _is_saved(path):
-        return _from_ours(path, target, options)
+        return _from_checkpoint(path, target, options)
     if target.suffix in _ROW_SUFFIXES:
         raise ValueError(
             f"{path} is not a checkpoint of this package, and only these become files of ids and "
             "rows: convert it to a checkpoint first."
         )
-    return _to_ours(path, target, options)
+    return _to_checkpoint(path, target, options)
 
 
 def _is_saved(path: Path) -> bool:
@@ -115,13 +115,13 @@ def _is_saved(path: Path) -> bool:
     if not path.is_dir() or (path / DCP_METADATA).is_file():
         return False
     try:
-        Saved.open(path)
+        SavedCheckpoint.open(path)
     except ValueError:
         return False
     return True
 
 
-def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
+def _to_checkpoint(path: Path, target: Path, options: Options) -> dict[str, Any]:
     tensors: tuple[DcpFolder, Mapping[str, str]] | None = None
     has_optimizer = False
     if (path / DCP_METADATA).is_file():
@@ -131,7 +131,7 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
         found = dcp_tables(folder, keys, options.optimizer, options.without)
         tables = _chosen(found.tables, options.tables, path)
         left_out = {key for table in tables for key in found.entries[table.name]}
-        names = _kept_names(folder, keys, left_out, options)
+        names = _copied_names(folder, keys, left_out, options)
         has_optimizer = keys.optimizer is not None
         tensors = folder, names
     elif (file := open_row_file(path)) is not None:
@@ -202,13 +202,13 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"Two tables would be called {twice[0]!r}: rename one by --rename.")
 
 
-def _kept_names(
-    folder: DcpFolder, keys: Keys, left_out: set[str], options: Options
+def _copied_names(
+    folder: DcpFolder, keys: Keys, excluded: set[str], options: Options
 ) -> dict[str, str]:
     """New names of the model's and the optimizer's entries that are copied as tensors."""
     names = {}
     for key in folder.entries:
-        if key in left_out:
+        if key in excluded:
             continue
         if keys.optimizer is not None and key.startswith(keys.optimizer):
             begin, rest = "optimizer.", key.removeprefix(keys.optimizer)
@@ -220,8 +220,8 @@ def _kept_names(
     return names
 
 
-def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
-    saved = Saved.open(path)
+def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, Any]:
+    saved = SavedCheckpoint.open(path)
     names = options.tables
     if not names:
         tables = [table for table in saved.tables.values() if table.parts is not None]
@@ -247,7 +247,7 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
     tensors = None
     if saved.layers:
         folder = DcpFolder(saved.layers[0][0] / TENSORS)
-        kept = _kept_names(folder, Keys("model.", "optimizer."), set(), options)
+        kept = _copied_names(folder, Keys("model.", "optimizer."), set(), options)
         tensors = (
             folder,
             {

@@ -111,13 +111,13 @@ def dcp_tables(
         weight, states = key, _stock_states(folder, keys, match["table"], match["own"])
         remapping = remapped.get(weight)
         if remapping is not None:
-            table = _Remapped(folder, weight, states, remapping, given, without)
+            table = _ZchTable(folder, weight, states, remapping, given, without)
             found.entries[table.name] = [weight, *states.values(), *remapping.entries]
         elif folder.is_tensor(f"{keys.model}{match['table']}.occupied"):
-            table = _ById(folder, keys, match["table"], given, without)
+            table = _HashTable(folder, keys, match["table"], given, without)
             found.entries[table.name] = table.all_entries
         else:
-            table = _ByNumber(folder, weight, match["table"], states, given, without)
+            table = _RowNumberTable(folder, weight, match["table"], states, given, without)
             found.entries[table.name] = [weight, *states.values()]
         found.tables.append(table.source())
     return found
@@ -131,7 +131,7 @@ def _stock_states(folder: DcpFolder, keys: Keys, table: str, own: str) -> dict[s
     return {key.removeprefix(begin): key for key in folder.entries if key.startswith(begin)}
 
 
-class _ByNumber:
+class _RowNumberTable:
     """A stock table, whose ids are row numbers."""
 
     def __init__(
@@ -211,7 +211,7 @@ class _ByNumber:
         return batch
 
 
-class _Remapped(_ByNumber):
+class _ZchTable(_RowNumberTable):
     """A stock table behind a managed collision module, which maps ids to its rows."""
 
     def __init__(
@@ -249,7 +249,7 @@ class _Remapped(_ByNumber):
                 yield {**batch, "ids": ids[first + at]}
 
 
-class _ById:
+class _HashTable:
     """A hash table in a ``state_dict``."""
 
     def __init__(

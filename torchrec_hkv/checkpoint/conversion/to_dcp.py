@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
 from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
-from torchrec_hkv.checkpoint.opened import OpenedTable, initial_rows_of
+from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable, initial_rows_of
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.stored_rows import number_dtype
@@ -64,7 +64,7 @@ def write_dcp(
         ids = {}
         with DcpWriter(saving) as writer:
             for table in tables:
-                made = _Table(table, rows.get(table.name), with_states, batch_bytes)
+                made = _DcpTable(table, rows.get(table.name), with_states, batch_bytes)
                 ids[table.name] = made.write(writer, model, names[table.name], saving / _SPILL)
             if tensors is not None:
                 source, kept = tensors
@@ -79,7 +79,7 @@ def write_dcp(
     return ids
 
 
-class _Table:
+class _DcpTable:
     def __init__(
         self, table: OpenedTable, rows: int | None, with_states: bool, batch_bytes: int
     ) -> None:

@@ -12,8 +12,8 @@ from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.file_names import (
     COUNTS_NAME,
-    LEFT_NAME,
     MANIFEST,
+    REMOVED_IDS_NAME,
     SHARD_NAME,
     UNFINISHED,
 )
@@ -202,7 +202,9 @@ _COUNTS = Fields(
 _CHANGES = Fields(
     {
         "entries": Integer(0, _MOST_SLOTS),
-        "left_file": Text(LEFT_NAME, "the name of a file of what left, as left-0123abcd.bin"),
+        "left_file": Text(
+            REMOVED_IDS_NAME, "the name of a file of what left, as left-0123abcd.bin"
+        ),
         "left": Integer(0, _MOST_SLOTS),
         "left_crc32": CRC32,
     },

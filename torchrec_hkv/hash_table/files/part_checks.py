@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
-from torchrec_hkv.hash_table.files.state_columns import Columns
+from torchrec_hkv.hash_table.files.state_columns import ColumnRange
 from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
@@ -57,9 +57,9 @@ def _check_optimizer(group: TableGroup, name: str, part: SavedPart) -> None:
 
 def check_covered(
     name: str,
-    columns: Columns,
+    columns: ColumnRange,
     owners: tuple[int, int],
-    by_columns: Sequence[tuple[Columns, Sequence[SavedPart]]],
+    by_columns: Sequence[tuple[ColumnRange, Sequence[SavedPart]]],
 ) -> None:
     """Checks that saved shards cover every column and owner bucket of a table.
 

@@ -27,12 +27,12 @@ _COPIES = 3
 Read = tuple[dict[str, Tensor], BatchCheck | None]
 
 
-def read_and_look(
+def read_and_check(
     reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
 ) -> Read:
     """Reads entries, and looks at them if there is a check."""
     batch = reader.read(first, n, staging)
-    return batch, None if check is None else check.look(batch)
+    return batch, None if check is None else check.check_batch(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PartReader:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
-                    future = pool.submit(read_and_look, reader, first, n, staging, check)
+                    future = pool.submit(read_and_check, reader, first, n, staging, check)
                     ahead.append((future, staging, layer, has_others, check))
             while ahead:
                 yield from take()

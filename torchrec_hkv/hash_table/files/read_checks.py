@@ -92,7 +92,7 @@ class ShardCheck:
         self._entries = 0
         self._is_sound = True
 
-    def look(self, batch: Mapping[str, Tensor]) -> BatchCheck:
+    def check_batch(self, batch: Mapping[str, Tensor]) -> BatchCheck:
         """Looks at a batch; several threads may do so at the same time."""
         crc32 = {}
         for name, tensor in batch.items():
@@ -103,16 +103,16 @@ class ShardCheck:
         is_sound = _ops.are_placed(ids, slots, *geometry, *self._owners)
         return BatchCheck(crc32, int(slots[0]), int(slots[-1]), is_sound)
 
-    def add(self, look: BatchCheck, entries: int) -> None:
+    def add(self, result: BatchCheck, entries: int) -> None:
         """Adds the result of a batch. Call it in the order of the file.
 
         Raises:
             ValueError: this was the last batch, and the shard is damaged or inconsistent.
         """
-        for name, (crc32, size) in look.crc32.items():
+        for name, (crc32, size) in result.crc32.items():
             self._crc32[name] = combined_crc32(self._crc32[name], crc32, size)
-        self._is_sound = self._is_sound and look.is_sound and look.first_slot > self._last_slot
-        self._last_slot = look.last_slot
+        self._is_sound = self._is_sound and result.is_sound and result.first_slot > self._last_slot
+        self._last_slot = result.last_slot
         self._entries += entries
         if self._entries < self._shard.entries:
             return

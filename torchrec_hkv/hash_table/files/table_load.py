@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_hkv.hash_table.eviction import reads_files_of
-from torchrec_hkv.hash_table.files.changes import verify_left
+from torchrec_hkv.hash_table.files.changes import verify_removed_ids
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts, verify_counts
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.layers import check_layers
@@ -161,7 +161,7 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
         verify_counts(folder, manifest.counts, batch_bytes)
     if manifest.changes is not None:
         slots = manifest.buckets * manifest.bucket_slots
-        verify_left(folder, manifest.changes, slots, batch_bytes)
+        verify_removed_ids(folder, manifest.changes, slots, batch_bytes)
 
 
 def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torchrec_hkv.file_sync import sync_folder
-from torchrec_hkv.hash_table.files.changes import ChangeTracker, FoundChanges
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, TableChanges
 from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
 from torchrec_hkv.hash_table.files.file_source import FileSource
@@ -168,9 +168,9 @@ def _write_files(
     manifest, after the deferred work.
     """
     save_name = os.urandom(4).hex()
-    found = FoundChanges()
+    found = TableChanges()
     if tracker is not None:
-        found = tracker.look(folder, save_name, batch_bytes, written, handle)
+        found = tracker.find_changes(folder, save_name, batch_bytes, written, handle)
     # In a non-blocking save one thread copies, and all ranges are written in parallel.
     share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
     source = FileSource(group, table, share, found.slots, reduced)
@@ -212,7 +212,7 @@ def _write_files(
             known,
             shards=tuple(shard for writer in writers for shard in writer.shards),
             counts=unadmitted(),
-            changes=found.changes(),
+            changes=found.delta_content(),
         )
 
     return finish

@@ -75,7 +75,7 @@ class Accumulator:
             weights: float32 ``[n]`` or None.
             args: ids, offsets, slots, batch_size, mean, pin, learning_rate, bags, dtype.
         """
-        return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
+        return _AccumulatingLookup.apply(anchor, weights, self, self._holds, *args)
 
     def add(self, backward: PendingGradient) -> None:
         """Stores a backward."""
@@ -93,10 +93,10 @@ class Accumulator:
 
     def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size, held.bags)
-        return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
+        return dataclasses.replace(held, slots=current_slots(self.group, *args)[0])
 
 
-def slots_at_present(
+def current_slots(
     group: Any,
     slots: Tensor,
     growths: int,
@@ -128,7 +128,7 @@ def slots_at_present(
     return torch.where(slots < 0, slots, found), now
 
 
-class _HeldLookup(torch.autograd.Function):
+class _AccumulatingLookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -149,7 +149,7 @@ class _HeldLookup(torch.autograd.Function):
         group = accumulator.group
         ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
         where = (slots, pin.growths, ids, offsets, batch_size, bags)
-        slots, ctx.growths = slots_at_present(group, *where)
+        slots, ctx.growths = current_slots(group, *where)
         ctx.save_for_backward(ids, offsets, slots, weights)
         ctx.batch_size, ctx.mean, ctx.bags = batch_size, mean, bags
         ctx.pin = pin
@@ -166,7 +166,7 @@ class _HeldLookup(torch.autograd.Function):
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator
         where = (slots, ctx.growths, ids, offsets, ctx.batch_size, ctx.bags)
-        slots, growths = slots_at_present(accumulator.group, *where)
+        slots, growths = current_slots(accumulator.group, *where)
         optimizer = accumulator.optimizer
         # A copy, because autograd may reuse the memory of the gradient.
         bound = None if optimizer is None else optimizer.clip_output

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_scores
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
-from torchrec_hkv.hash_table.replicas.ids import MetIds, meet_ids
+from torchrec_hkv.hash_table.replicas.changes import ChangedIds, ReplicaChanges
+from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
 from torchrec_hkv.hash_table.replicas.swap import swap_rows
 from torchrec_hkv.hash_table.replicas.sync_part import exchange, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync
@@ -112,9 +112,9 @@ class GroupSync:
             gc.collect()  # a lookup pins its rows until its graph is freed; it may be garbage
         return group.first_open_step <= group.clock
 
-    def _look(self) -> list[Changed]:
+    def _look(self) -> list[ChangedIds]:
         """Finds what changed in each table."""
-        return [self._changes[table].look() for table in self._tables]
+        return [self._changes[table].find_changes() for table in self._tables]
 
     def _head(self) -> Tensor:
         """The number of updates of each table, and the clock."""
@@ -136,7 +136,7 @@ class GroupSync:
             self._group.advance_clock(clock)
 
     def _table_syncs(
-        self, looks: Sequence[Changed], met: Sequence[MetIds], states: bool
+        self, looks: Sequence[ChangedIds], met: Sequence[MergedIds], states: bool
     ) -> list[TableSync]:
         size = self._wire.size
         return [
@@ -146,7 +146,7 @@ class GroupSync:
 
     def _end(self) -> None:
         for changes in self._changes.values():
-            changes.synced()
+            changes.on_sync()
 
 
 def check_together(syncs: Sequence[GroupSync]) -> None:
@@ -208,21 +208,21 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
 
 
 def _gather_ids(
-    syncs: Sequence[GroupSync], looks: Sequence[Sequence[Changed]], wire: Wire
-) -> list[list[MetIds]]:
+    syncs: Sequence[GroupSync], looks: Sequence[Sequence[ChangedIds]], wire: Wire
+) -> list[list[MergedIds]]:
     """Merges the ids of each table. Sets clocks and numbers of updates to their maxima."""
     changed = list(itertools.chain.from_iterable(looks))
     kinds = [
         n
         for look in changed
-        for n in (look.num_new, look.touched.numel() - look.num_new, look.left.numel())
+        for n in (look.num_new, look.touched.numel() - look.num_new, look.removed.numel())
     ]
     heads = [sync._head() for sync in syncs]
     widths = [head.numel() for head in heads]
     begin, room = sum(widths) + len(kinds), syncs[0]._room  # of ids
     number = sum(kinds)
     parts = [*heads, heads[0].new_tensor(kinds)]
-    parts += [ids for look in changed for ids in (look.touched, look.left) if ids.numel()]
+    parts += [ids for look in changed for ids in (look.touched, look.removed) if ids.numel()]
     if number < room:
         parts.append(heads[0].new_zeros(room - number))
     own = torch.cat(parts)
@@ -251,7 +251,7 @@ def _gather_ids(
             of_replica[begin:end]
             for of_replica, begin, end in zip(of_replicas, begins, ends, strict=True)
         ]
-        met.append(meet_ids(*place, look, ids, sizes, wire.rank))
+        met.append(merge_ids(*place, look, ids, sizes, wire.rank))
         begins = ends
     of_tables = iter(met)
     return [list(itertools.islice(of_tables, len(of_sync))) for of_sync in looks]

@@ -11,8 +11,8 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS, StateColumns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges, find_slots
-from torchrec_hkv.hash_table.replicas.ids import MetIds
+from torchrec_hkv.hash_table.replicas.changes import ChangedIds, ReplicaChanges, find_slots
+from torchrec_hkv.hash_table.replicas.ids import MergedIds
 from torchrec_hkv.hash_table.replicas.merging import ScoreMerge
 
 _ops = torch.ops.torchrec_hkv
@@ -66,8 +66,8 @@ class TableSync:
         changes: ReplicaChanges,
         replicas: int,
         states: bool,
-        look: Changed,
-        met: MetIds,
+        look: ChangedIds,
+        met: MergedIds,
     ) -> None:
         self.group, self.table, self.changes = group, table, changes
         self.replicas, self.ids, self.states = replicas, met.ids, states
@@ -88,15 +88,15 @@ class TableSync:
         self.record_columns = self.columns
         self.numbers = int(self.scored) + self.merge.adds
         self.row_bytes = 4 * self.columns + 8 * (1 + 2 * self.scored) + 8
-        self.known, self.is_touched, self.is_new = met.known, met.touched, met.is_new
-        self.slots, self.all_here = met.slots, not met.absent.numel()
+        self.known, self.is_touched, self.is_new = met.in_last_sync, met.touched, met.is_new
+        self.slots, self.all_here = met.slots, not met.missing.numel()
         self.no_scores = met.ids[:0]
         self._absent: list[dict[str, Tensor]] = []
-        self._erased = self._erase(met.left)
+        self._erased = self._erase(met.removed)
         self.before: Tensor | None = None
         if look.old_scores is not None:
             self.before = torch.zeros_like(self.ids)
-            self.before[met.places[look.num_new :]] = look.old_scores
+            self.before[met.touched_positions[look.num_new :]] = look.old_scores
 
     def _erase(self, left: Tensor) -> int:
         """Erases ids that left another replica; returns how many were in this replica."""
@@ -107,7 +107,7 @@ class TableSync:
         slots = slots[slots >= 0]
         first = sum(group.full_slots(t) for t in range(table))
         _ops.erase_slots(group.counter_tensor, group.handle, slots + first)
-        self.changes.erased(slots)
+        self.changes.on_erase(slots)
         return slots.numel()
 
     def keep(self, entries: dict[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ class TableSync:
         """Ends the sync after all parts are merged and written."""
         here = self.slots if self.all_here else self.slots[self.slots >= 0]
         if here.numel():
-            self.changes.wrote(here)
+            self.changes.on_write(here)
         return Synced(self.ids.numel(), self._erased, self._insert())
 
     def _insert(self) -> int:
@@ -132,9 +132,9 @@ class TableSync:
             group, table = self.group, self.table
             target = FileTarget(group, table, _TARGET_BYTES)
             group.reserve(table, min(group.sizes()[table] + number, target.capacity))
-            self.changes.grew()
+            self.changes.on_growth()
             target = FileTarget(group, table, _TARGET_BYTES)
             for batch in self._absent:
                 if batch["ids"].numel():
                     target.restore(batch, exact=False)
-        return self.changes.inserted(torch.cat(ids) if ids else self.ids[:0])
+        return self.changes.on_insert(torch.cat(ids) if ids else self.ids[:0])

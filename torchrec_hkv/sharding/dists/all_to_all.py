@@ -23,13 +23,13 @@ from torchrec.distributed.dist_data import (
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
+from torchrec_hkv.sharding.dists.awaitables import ReadyAwaitable, UnloggedAwaitable
 
 _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class Outgoing:
+class OutgoingBatch:
     """A batch with the features of all ranks, in the order of the ranks.
 
     Attributes:
@@ -97,11 +97,11 @@ class CountedAllToAll(KJTAllToAll):
             input: bags of the features of all ranks, in the order of the ranks.
         """
         if self._plan is None:
-            return Ready(Stayed(input, self._needs_counts))
+            return ReadyAwaitable(LocalBatchAwaitable(input, self._needs_counts))
         if input.variable_stride_per_key():
             return super().forward(input)
         return self.send(
-            Outgoing(
+            OutgoingBatch(
                 self._plan.local_keys(input.keys()),
                 input.stride(),
                 input.lengths(),
@@ -110,13 +110,13 @@ class CountedAllToAll(KJTAllToAll):
             )
         )
 
-    def send(self, batch: Outgoing) -> Awaitable[KJTAllToAllTensorsAwaitable]:
+    def send(self, batch: OutgoingBatch) -> Awaitable[KJTAllToAllTensorsAwaitable]:
         """Starts the exchange of a batch with equal batch sizes, between several ranks."""
         with torch.no_grad():
             return _Counts(self._plan, batch)
 
 
-class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
+class LocalBatchAwaitable(UnloggedAwaitable, KJTAllToAllTensorsAwaitable):
     """A batch that stays on its rank, with the interface of an exchanged batch."""
 
     def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
@@ -169,7 +169,7 @@ class _Plan:
         """The features that this rank looks up."""
         return keys[self._local_features]
 
-    def counts(self, batch: Outgoing) -> Tensor:
+    def counts(self, batch: OutgoingBatch) -> Tensor:
         """The counts to send, int64 ``[num_sent + num_received]``; the second part is not set."""
         places = (self._of_counts, self._of_samples)
         return _ops.count_ids(
@@ -177,10 +177,10 @@ class _Plan:
         )
 
 
-class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
+class _Counts(UnloggedAwaitable, Awaitable[KJTAllToAllTensorsAwaitable]):
     """The exchange of the numbers of ids and samples."""
 
-    def __init__(self, plan: _Plan, batch: Outgoing) -> None:
+    def __init__(self, plan: _Plan, batch: OutgoingBatch) -> None:
         super().__init__()
         self._plan, self._batch = plan, batch
         self._counts = plan.counts(batch)
@@ -209,13 +209,13 @@ class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
             return _uneven(plan, batch, sent, received, samples)
 
 
-class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
+class _Ids(UnloggedAwaitable, KJTAllToAllTensorsAwaitable):
     """The exchange of lengths, ids and weights if all ranks have the same number of samples."""
 
     def __init__(
         self,
         plan: _Plan,
-        batch: Outgoing,
+        batch: OutgoingBatch,
         counts: Tensor,
         sent: list[int],
         received: list[int],
@@ -301,7 +301,7 @@ def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Te
 
 
 def _uneven(
-    plan: _Plan, batch: Outgoing, sent: list[int], received: list[int], samples: Sequence[int]
+    plan: _Plan, batch: OutgoingBatch, sent: list[int], received: list[int], samples: Sequence[int]
 ) -> KJTAllToAllTensorsAwaitable:
     """TorchRec's exchange with known counts, for ranks with different numbers of samples."""
     stride, values = batch.stride, batch.values

@@ -21,7 +21,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from torchrec_hkv.once_differentiable import once_differentiable
-from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
+from torchrec_hkv.sharding.dists.awaitables import ReadyAwaitable, UnloggedAwaitable
 
 _MESSAGE = (
     "Gradients of sharded embeddings can't be differentiated again, because the exchange between "
@@ -52,7 +52,7 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     ) -> Awaitable[Tensor]:
         """Starts the exchange, see TorchRec's class."""
         if self._is_alone:
-            return Ready(local_embs)
+            return ReadyAwaitable(local_embs)
         if self._codecs is None and _is_even(sharding_ctx):
             return _SumExchange(self._pg, local_embs)
         return super().forward(local_embs, sharding_ctx)
@@ -82,7 +82,7 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
         if not self._is_plain or not _is_even(sharding_ctx):
             return self._theirs(local_embs, sharding_ctx)
         exchange: Awaitable[Tensor] = (
-            Ready(local_embs)
+            ReadyAwaitable(local_embs)
             if self._is_alone
             else _ColumnExchange(self._pg, local_embs, self._dims)
         )
@@ -99,7 +99,7 @@ def _is_even(context: EmbeddingShardingContext | None) -> bool:
     return not context.variable_batch_per_feature and len(set(context.batch_size_per_rank)) <= 1
 
 
-class _Exchange(Unlogged, Awaitable[Tensor]):
+class _Exchange(UnloggedAwaitable, Awaitable[Tensor]):
     """The exchange of pooled rows, and in the backward of their gradients."""
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:

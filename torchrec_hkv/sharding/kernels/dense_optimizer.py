@@ -30,7 +30,7 @@ def sharded_state(
             ``[rows]`` is stacked in the order of columns, then rows.
     """
     order = sorted(table.shards_metadata, key=lambda shard: tuple(reversed(shard.shard_offsets)))
-    places = _stacked(order) if local[0].dim() == 1 else _beside(order, local[0])
+    places = _stacked(order) if local[0].dim() == 1 else _concatenated(order, local[0])
     states = [
         ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=shard.placement)
         for shard, (offsets, sizes) in zip(order, places, strict=True)
@@ -71,7 +71,7 @@ def _stacked(order: Sequence[ShardMetadata]) -> list[_Place]:
     return places
 
 
-def _beside(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
+def _concatenated(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
     """Places of states that are distributed like the weight. All shards of a table have the same
     width, and so do their states."""
     columns = sorted({shard.shard_offsets[1] for shard in order})

@@ -229,7 +229,7 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
         Args:
             features: int64 ids of the group's features, feature-major, with weights if the
                 collection is weighted.
-            vbe_output: unused; :class:`PooledLookup` merges the outputs of groups.
+            vbe_output: unused; :class:`BackendPooledLookup` merges the outputs of groups.
             vbe_output_offsets: unused.
 
         Returns:

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from torchrec_hkv.hash_table.files.part_reader import PartReader, Read, read_and_look
+from torchrec_hkv.hash_table.files.part_reader import PartReader, Read, read_and_check
 from torchrec_hkv.hash_table.files.read_checks import ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import Field, ShardReader, Staging, entry_bytes
@@ -34,7 +34,7 @@ _FILES, PIECE_BYTES = 16, 1 << 20
 _SHORT = 4
 
 
-def can_read_side_by_side(reader: PartReader, part: SavedPart) -> bool:
+def can_read_in_parallel(reader: PartReader, part: SavedPart) -> bool:
     """Whether a load takes all entries of the shard's files."""
     return len(part.layers) == 1 and not any(others for *_, others in reader.shards(part))
 
@@ -42,7 +42,7 @@ def can_read_side_by_side(reader: PartReader, part: SavedPart) -> bool:
 def rounds(
     reader: PartReader, part: SavedPart, least_bytes: int
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """The entries in a shard for which :func:`can_read_side_by_side` holds. Yields one batch of
+    """The entries in a shard for which :func:`can_read_in_parallel` holds. Yields one batch of
     each of several files at a time, from about the same slots on. Batches are valid until the next.
 
     Args:
@@ -90,7 +90,7 @@ class _File:
         begin, end = (self._entries * mark // whole for mark in part)
         if begin == end:
             return None
-        return pool.submit(read_and_look, self._reader, begin, end - begin, staging, self._check)
+        return pool.submit(read_and_check, self._reader, begin, end - begin, staging, self._check)
 
     def take(self, future: Future[Read]) -> dict[str, Tensor]:
         """The entries of a round. Call it in the order of rounds."""

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.sharding.dists.exchange_groups import ExchangePart
 from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist
 from torchrec_hkv.sharding.dists.variable_batch import merged_groups
-from torchrec_hkv.sharding.kernels.lookups import PooledLookup
+from torchrec_hkv.sharding.kernels.lookups import BackendPooledLookup
 
 
 def groups_of_parts(
@@ -50,7 +50,7 @@ def groups_of_parts(
     ]
 
 
-class PartsOnTheirWay(Awaitable[Tensor]):
+class PartsAwaitable(Awaitable[Tensor]):
     """Concatenates the pooled rows of all parts when they have arrived."""
 
     def __init__(self, parts: Sequence[Awaitable[Tensor]]) -> None:
@@ -66,8 +66,8 @@ class PartsOnTheirWay(Awaitable[Tensor]):
         return torch.cat([part.wait() for part in self._parts], dim=-1)
 
 
-class PartedOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor]):
-    """The output distribution after a :class:`PartedLookup`, which has already started it."""
+class MultiPartOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor]):
+    """The output distribution after a :class:`MultiPartLookup`, which has already started it."""
 
     def __init__(self, dists: Iterable[RowWiseOutputDist]) -> None:
         """
@@ -78,13 +78,13 @@ class PartedOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor])
         self._dists = nn.ModuleList(dists)
 
     def forward(
-        self, local_embs: PartsOnTheirWay, sharding_ctx: EmbeddingShardingContext | None = None
+        self, local_embs: PartsAwaitable, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Returns the exchange that the lookup has started."""
         return local_embs
 
 
-class PartedLookup(PooledLookup):
+class MultiPartLookup(BackendPooledLookup):
     """A lookup that starts the exchange of each part as soon as the part is looked up."""
 
     def __init__(
@@ -100,7 +100,7 @@ class PartedLookup(PooledLookup):
         super().__init__(*args, **kwargs)
         self._sender = _Sender(parts, self._feature_splits, dists)
         for kernel in self._emb_modules:
-            kernel.register_forward_hook(self._sender.looked_up)
+            kernel.register_forward_hook(self._sender.after_lookup)
 
     def expect(self, context: EmbeddingShardingContext) -> None:
         """Sets the context of the batch that is looked up next."""
@@ -148,7 +148,7 @@ class _Sender:
         finally:
             self._is_looking_up = False
 
-    def looked_up(self, kernel: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def after_lookup(self, kernel: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         """A forward hook of kernels, which are called group by group. Calls outside of
         :meth:`batch` are ignored."""
         if not self._is_looking_up:
@@ -159,17 +159,17 @@ class _Sender:
             of_part = slice(begin, end)
             self._sent.append(
                 self._dists[len(self._sent)](
-                    self._side_by_side(of_part),
+                    self._concatenated(of_part),
                     self._context_of(self._first_feature[begin], self._first_feature[end]),
                 )
             )
 
-    def sent(self) -> PartsOnTheirWay:
+    def sent(self) -> PartsAwaitable:
         """The exchange of all parts."""
         sent, self._sent, self._outputs, self.context = self._sent, [], [], None
-        return PartsOnTheirWay(sent)
+        return PartsAwaitable(sent)
 
-    def _side_by_side(self, groups: slice) -> Tensor:
+    def _concatenated(self, groups: slice) -> Tensor:
         outputs = self._outputs[groups]
         if len(outputs) == 1:
             return outputs[0]

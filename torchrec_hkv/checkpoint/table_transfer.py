@@ -15,7 +15,7 @@ from torchrec_hkv.backends.protocol import GroupLookup, TableShard
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance
-from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 
 #: Number of entries, or of bytes of counts, that are sent at a time.
@@ -80,14 +80,14 @@ def put_entries(load: EntriesLoad, shard: TableShard, entries: Mapping[str, Tens
     )
 
 
-def _held(table: FoundTable, rank: int) -> list[TableShard]:
+def _shards_on_rank(table: ShardedTable, rank: int) -> list[TableShard]:
     pairs = zip(table.state.shards, table.state.ranks, strict=True)
     return [shard for shard, holder in pairs if holder == rank]
 
 
 def move_entries(
-    old: FoundTable,
-    new: FoundTable,
+    old: ShardedTable,
+    new: ShardedTable,
     wire: RankTransfer,
     heads: dict[GroupLookup, dict[str, Tensor]],
     *,
@@ -110,7 +110,7 @@ def move_entries(
     """
     rows = _by_rows(old)
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
-    mine = _held(new, wire.rank)
+    mine = _shards_on_rank(new, wire.rank)
     loads = {s.key: taken[s.key].open_entries(s.key, new.state.owners(s)) for s in mine}
     first = rows[0][0]
     rest = given[first[0].key].without_entries(first[0].key) if first[1] == wire.rank else None
@@ -131,7 +131,7 @@ def move_entries(
     return sum(on_every_rank(finish, wire.pg))
 
 
-def _by_rows(table: FoundTable) -> list[list[tuple[TableShard, int]]]:
+def _by_rows(table: ShardedTable) -> list[list[tuple[TableShard, int]]]:
     """Shards with their ranks, grouped by row offsets and ordered by column offsets."""
     rows: dict[int, list[tuple[TableShard, int]]] = {}
     pairs = zip(table.state.shards, table.state.ranks, strict=True)
@@ -200,7 +200,7 @@ def _move_counts(
                 load.put_counts(name, first, sent)
 
 
-def move_state(old: FoundTable, new: FoundTable, wire: RankTransfer) -> None:
+def move_state(old: ShardedTable, new: ShardedTable, wire: RankTransfer) -> None:
     """Copies the states of a table's shards to equal shards of another table; a collective call."""
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
     everywhere = isinstance(new.state, ReplicatedState)

@@ -155,7 +155,7 @@ def initial_rows_of(part: SavedPart, ids: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """The contents of a folder.
 
     Attributes:
@@ -171,7 +171,7 @@ class Saved:
     tables: dict[str, OpenedTable]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Saved:
+    def open(cls, path: str | os.PathLike[str]) -> SavedCheckpoint:
         """Opens a folder.
 
         Raises:
@@ -201,7 +201,7 @@ class Saved:
         return cls(path, "chain" if is_chain else "checkpoint", layers, tables)
 
     @classmethod
-    def _table(cls, path: Path) -> Saved:
+    def _table(cls, path: Path) -> SavedCheckpoint:
         manifest = Manifest.read(path)
         part = SavedPart(path, (0, OWNERS), manifest)
         name = manifest.table["name"]

@@ -12,7 +12,7 @@ from tests.support.saved_tables import filled
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec
 from torchrec_hkv.hash_table.files.file_table import FileTable
-from torchrec_hkv.hash_table.files.page_ahead import pages_ahead
+from torchrec_hkv.hash_table.files.prefault import prefault_pages
 
 
 def resident_bytes() -> int:
@@ -29,7 +29,7 @@ def new_table(rows: int, dim: int) -> FileTable:
 def test_pages_are_there():
     table = new_table(600_000, 64)
     before = resident_bytes()
-    with pages_ahead(table, table.slots):
+    with prefault_pages(table, table.slots):
         for thread in threading.enumerate():
             if thread.name == "pages ahead":
                 thread.join()
@@ -41,12 +41,12 @@ def test_pages_are_there():
 
 @pytest.mark.parametrize(("rows", "entries"), [(1000, 1000), (600_000, 50_000)])
 def test_small_or_sparse_table(rows, entries):
-    with pages_ahead(new_table(rows, 64), entries):
+    with prefault_pages(new_table(rows, 64), entries):
         assert all(thread.name != "pages ahead" for thread in threading.enumerate())
 
 
 def test_ends_early():
-    with pytest.raises(KeyError), pages_ahead(new_table(600_000, 64), 600_000):
+    with pytest.raises(KeyError), prefault_pages(new_table(600_000, 64), 600_000):
         raise KeyError
     assert all(thread.name != "pages ahead" for thread in threading.enumerate())
 

@@ -23,7 +23,7 @@ _MOST_SLOTS = 8
 
 
 @contextlib.contextmanager
-def pages_ahead(table: FileTable, entries: int) -> Iterator[None]:
+def prefault_pages(table: FileTable, entries: int) -> Iterator[None]:
     """A context in which a thread maps the pages of a table in the order of its slots.
 
     Args:

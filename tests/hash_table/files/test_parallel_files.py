@@ -8,13 +8,13 @@ import pytest
 
 from tests.hash_table.files.test_verified_while_loading import load
 from tests.support.saved_tables import entries, filled, like, shard_files
-from torchrec_hkv.hash_table.files import save, side_by_side
+from torchrec_hkv.hash_table.files import parallel_files, save
 
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
     """Shortens pieces, because the files of these tests are short."""
-    monkeypatch.setattr(side_by_side, "PIECE_BYTES", 64)
+    monkeypatch.setattr(parallel_files, "PIECE_BYTES", 64)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "customized"])
@@ -22,7 +22,7 @@ def short_pieces(monkeypatch):
 def test_all_entries_come_back(tmp_path, eviction, batch_bytes):
     table = filled("cpu", 5000, 6000, eviction=eviction, state_dim=3)
     save(table._group, 0, tmp_path, shard_bytes=9_000)
-    assert len(shard_files(tmp_path)) > side_by_side._FILES
+    assert len(shard_files(tmp_path)) > parallel_files._FILES
     loaded = like(table)
     load(loaded, tmp_path, batch_bytes=batch_bytes)
     assert entries(loaded) == entries(table)
@@ -44,12 +44,12 @@ def test_a_short_file_does_not_make_rounds_long(tmp_path, monkeypatch):
     save(table._group, 0, tmp_path, shard_bytes=entry_bytes_of(table) * 4990)
     reserved = []
 
-    class Recorded(side_by_side.Staging):
+    class Recorded(parallel_files.Staging):
         def __init__(self, fields, entries, pin):
-            reserved.append(entries * side_by_side.entry_bytes(fields))
+            reserved.append(entries * parallel_files.entry_bytes(fields))
             super().__init__(fields, entries, pin)
 
-    monkeypatch.setattr(side_by_side, "Staging", Recorded)
+    monkeypatch.setattr(parallel_files, "Staging", Recorded)
     limit = 4_000
     load(like(table), tmp_path, batch_bytes=limit)
     assert 0 < sum(reserved) <= limit

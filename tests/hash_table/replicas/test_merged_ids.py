@@ -10,7 +10,7 @@ import torch
 
 from tests.support.saved_tables import filled
 from torchrec_hkv.hash_table.replicas import ids as ids_of_replicas
-from torchrec_hkv.hash_table.replicas.changes import Changed, find_slots
+from torchrec_hkv.hash_table.replicas.changes import ChangedIds, find_slots
 
 ops = torch.ops.torchrec_hkv
 
@@ -55,25 +55,27 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
         known = {id_ for _, old, gone in kinds for id_ in old + gone}
         new, mine = kinds[own][0], [*kinds[own][0], *kinds[own][1]]
         slots = find_slots(table._group, 0, torch.tensor(mine, dtype=torch.int64))
-        look = Changed(torch.tensor(mine).long(), slots, len(new), torch.tensor([]).long(), None)
+        look = ChangedIds(torch.tensor(mine).long(), slots, len(new), torch.tensor([]).long(), None)
         joined = [torch.tensor([id_ for ids in its for id_ in ids]).long() for its in kinds]
         sizes = [[len(ids) for ids in its] for its in kinds]
         for path in (0, 1):
             if path:  # the path for GPUs and for very many ids
                 monkeypatch.setattr(ids_of_replicas, "_MOST_HASHED", -1)
-            met = ids_of_replicas.meet_ids(table._group, 0, look, joined, sizes, own)
+            met = ids_of_replicas.merge_ids(table._group, 0, look, joined, sizes, own)
             monkeypatch.undo()
             ids = met.ids.tolist()
             wanted = [id_ for id_ in order if id_ in touched]
             assert ids == (sorted(wanted) if path else wanted)
-            assert met.known.tolist() == [id_ in known for id_ in ids]
+            assert met.in_last_sync.tolist() == [id_ in known for id_ in ids]
             assert met.touched.tolist() == [id_ in mine for id_ in ids]
             assert met.is_new.tolist() == [id_ in new for id_ in ids]
-            assert sorted(met.left.tolist()) == sorted(id_ for id_ in order if id_ not in touched)
-            assert [ids[place] for place in met.places] == mine
+            assert sorted(met.removed.tolist()) == sorted(
+                id_ for id_ in order if id_ not in touched
+            )
+            assert [ids[place] for place in met.touched_positions] == mine
             there = find_slots(table._group, 0, met.ids)
             assert torch.equal(met.slots, there)
-            assert torch.equal(met.absent, (there < 0).nonzero().flatten())
+            assert torch.equal(met.missing, (there < 0).nonzero().flatten())
 
 
 def test_schema(table):
