@@ -152,13 +152,13 @@ def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rat
     """Returns the higher rates of those without and with the page cache."""
     folder.mkdir()
     found = []
-    for direct, most in ((True, size), (False, min(size, 4_000_000_000))):
+    for direct, maximum in ((True, size), (False, min(size, 4_000_000_000))):
         rates = sequential_rates(
-            folder, most, threads, direct=direct, seconds=progress.limit / (8 if direct else 32)
+            folder, maximum, threads, direct=direct, seconds=progress.limit / (8 if direct else 32)
         )
         way = "past" if direct else "through"
         progress.say(
-            f"disk, {most / 1e9:.3f} GB {way} the page cache by {threads} threads: writes "
+            f"disk, {maximum / 1e9:.3f} GB {way} the page cache by {threads} threads: writes "
             f"{rates.write / 1e9:.3f} GB/s, reads {rates.read / 1e9:.3f} GB/s"
         )
         found.append(rates)

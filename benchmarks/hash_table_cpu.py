@@ -113,8 +113,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         ids.fill(load)
         entries = table.size
         growth = round((args.calls + WARM_UP) * args.ids * (1 - args.present))
-        most = entries + growth
-        maps = UnorderedMaps(args.threads, most, most, args.dim, NAME, INITIALIZER)
+        maximum = entries + growth
+        maps = UnorderedMaps(args.threads, maximum, maximum, args.dim, NAME, INITIALIZER)
         for part in ids.all().split(1 << 20):
             maps.find_or_insert(part)
         if len(maps) != entries:

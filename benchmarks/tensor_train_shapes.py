@@ -42,7 +42,7 @@ class Case:
     def shape(self, divisor: int) -> TTShape:
         """Returns the shape with row factors divided by ``divisor``."""
         p = tuple(max(2, factor // divisor) for factor in P[len(self.q)])
-        ranks = tuple(min(self.rank, most) for most in max_ranks(p, self.q))
+        ranks = tuple(min(self.rank, maximum) for maximum in max_ranks(p, self.q))
         return TTShape(math.prod(p), math.prod(self.q), p, self.q, ranks)
 
 

@@ -243,10 +243,10 @@ def failures(
     if taken.hbm > stated.hbm + (64 << 20) or taken.host > stated.host + (64 << 20):
         found.append(f"The table took {taken}, but {stated} were stated.")
     if embedding.device.type == "cuda":
-        peak, most = torch.cuda.max_memory_reserved(), stated.hbm + (GRADIENTS_GB << 30)
-        print(f"all took at most {peak:,} bytes of HBM; {most:,} were stated")
-        if peak > most:
-            found.append(f"{peak:,} bytes of HBM were taken, but {most:,} were stated.")
+        peak, maximum = torch.cuda.max_memory_reserved(), stated.hbm + (GRADIENTS_GB << 30)
+        print(f"all took at most {peak:,} bytes of HBM; {maximum:,} were stated")
+        if peak > maximum:
+            found.append(f"{peak:,} bytes of HBM were taken, but {maximum:,} were stated.")
     return found
 
 

@@ -78,12 +78,12 @@ class Schema(abc.ABC):
 class Integer(Schema):
     """An integer in a range; not ``true`` or ``5.0``."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.least, self.most = least, most
-        self.allowed = f"an integer from {_number(least)} to {_number(most)}"
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self.minimum, self.maximum = minimum, maximum
+        self.allowed = f"an integer from {_number(minimum)} to {_number(maximum)}"
 
     def read(self, value: object, place: Place) -> int:
-        if type(value) is not int or not self.least <= value <= self.most:
+        if type(value) is not int or not self.minimum <= value <= self.maximum:
             raise place.refuse(value, self.allowed)
         return value
 
@@ -91,13 +91,13 @@ class Integer(Schema):
 class Number(Schema):
     """A finite integer or fraction."""
 
-    def __init__(self, least: float = -math.inf) -> None:
-        self.least = least
-        at_least = "" if least == -math.inf else f" of at least {least:g}"
+    def __init__(self, minimum: float = -math.inf) -> None:
+        self.minimum = minimum
+        at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         self.allowed = f"a finite number{at_least}"
 
     def read(self, value: object, place: Place) -> int | float:
-        if type(value) not in (int, float) or not abs(value) < 1e308 or value < self.least:
+        if type(value) not in (int, float) or not abs(value) < 1e308 or value < self.minimum:
             raise place.refuse(value, self.allowed)
         return value
 

@@ -50,8 +50,8 @@ def check_staging(staging_bytes: int, device_staging_bytes: int | None = None) -
         )
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def wait_for_saves() -> None:
@@ -90,8 +90,8 @@ class SaveHandle:
         self._jobs: collections.deque[_Job] = collections.deque()
         self._busy: set[Hashable] = set()  # lanes of jobs that are being done
         self._changed = threading.Condition()
-        self._staged = self._most = 0  # bytes of host memory that wait now, and at most so far
-        self._on_device = self._most_on_device = 0  # the same for a GPU's memory
+        self._staged = self._maximum = 0  # bytes of host memory that wait now, and at most so far
+        self._on_device = self._max_on_device = 0  # the same for a GPU's memory
         self._queued = self._written = 0  # total bytes
         self._waited = 0.0
         self._hurries = False  # whether copies are written before all have been made
@@ -124,12 +124,12 @@ class SaveHandle:
     @property
     def staged_bytes(self) -> int:
         """Maximal host memory that copies took so far, in bytes."""
-        return self._most
+        return self._maximum
 
     @property
     def device_staged_bytes(self) -> int:
         """Maximal GPU memory that copies took so far, in bytes."""
-        return self._most_on_device
+        return self._max_on_device
 
     @property
     def blocked_seconds(self) -> float:
@@ -225,7 +225,7 @@ class SaveHandle:
                 )
                 self._waited += time.monotonic() - began
             self._staged += size
-            self._most = max(self._most, self._staged)
+            self._maximum = max(self._maximum, self._staged)
 
     def reserve_on_device(self, size: int, device: torch.device) -> bool:
         """Takes GPU memory for a copy. Returns False if there is no room.
@@ -241,7 +241,7 @@ class SaveHandle:
                 self._hurry()
                 return False
             self._on_device += size
-            self._most_on_device = max(self._most_on_device, self._on_device)
+            self._max_on_device = max(self._max_on_device, self._on_device)
             return True
 
     @property

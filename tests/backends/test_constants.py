@@ -63,14 +63,14 @@ def test_no_constant_is_negative_and_none_is_better():
             for s in samples
         )
 
-    least = error(fit.forward)
+    minimum = error(fit.forward)
     for _ in range(2000):
         steps = torch.randn(3, generator=generator).tolist()
         other = {
             name: max(value + 0.01 * step, 0.0)
             for (name, value), step in zip(fit.forward.items(), steps, strict=True)
         }
-        assert error(other) >= least * (1 - 1e-9)
+        assert error(other) >= minimum * (1 - 1e-9)
 
 
 def test_between_two_sizes_the_logarithm_counts():

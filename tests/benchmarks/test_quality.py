@@ -20,14 +20,14 @@ USERS, ITEMS = 60, 40
 
 
 def test_streams_replace_their_ids():
-    for how, least, most in ((TURNOVER, 0.6, 0.95), (REPLACED, 0.0, 0.0)):
+    for how, minimum, maximum in ((TURNOVER, 0.6, 0.95), (REPLACED, 0.0, 0.0)):
         stream = made(how, seed=1)
         assert len(stream) == 120_000
         assert 0.3 < float(stream.labels.mean()) < 0.7
         for ids in stream.ids.values():
             first, second = ids[:12_000], ids[12_000:24_000]
             seen = float(torch.isin(second, first).double().mean())
-            assert least <= seen <= most
+            assert minimum <= seen <= maximum
     again = made(TURNOVER, seed=1)
     assert torch.equal(again.ids["user"], made(TURNOVER, seed=1).ids["user"])
     assert not torch.equal(again.labels, made(TURNOVER, seed=2).labels)

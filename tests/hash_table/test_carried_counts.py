@@ -9,7 +9,7 @@ from torchrec_hkv.hash_table import AgedLFU
 POLICIES = ["lfu", AgedLFU(2.0)]
 #: Counts that a lookup adds: small ones carry after many lookups, large ones each time.
 GIVEN = [1, 2, 126, 127, 128, 129, 2**14, 2**15 - 1, 2**15, 2**40, 2**61]
-MOST = 2**63 - 1
+MAX = 2**63 - 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -21,7 +21,7 @@ def test_sums_of_lookups(device_type, policy):
         given = torch.tensor(GIVEN)[drawn]
         table.find_or_insert(ids.to(device_type), given.to(device_type))
         for id_, more in zip(ids.tolist(), given.tolist(), strict=True):
-            expected[id_] = min(expected[id_] + more, MOST)
+            expected[id_] = min(expected[id_] + more, MAX)
     assert scores_of(table) == {id_: count for id_, count in expected.items() if count}
 
 
@@ -43,7 +43,7 @@ def test_many_positions_of_few_ids(device_type, policy, given):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_export_and_load(device_type, policy, tmp_path):
     ids = torch.arange(8, device=device_type)
-    counts = torch.tensor([1, 127, 128, 2**16, 2**31, 2**32 + 7, 2**47, MOST])
+    counts = torch.tensor([1, 127, 128, 2**16, 2**31, 2**32 + 7, 2**47, MAX])
     table = make(device_type, 64, dim=1, eviction=policy)
     table.find_or_insert(ids, counts.to(device_type))
     expected = dict(zip(range(8), counts.tolist(), strict=True))
@@ -53,7 +53,7 @@ def test_export_and_load(device_type, policy, tmp_path):
     loaded.load(tmp_path)
     assert scores_of(loaded) == expected
     loaded.find_or_insert(ids)
-    assert scores_of(loaded) == {id_: min(count + 1, MOST) for id_, count in expected.items()}
+    assert scores_of(loaded) == {id_: min(count + 1, MAX) for id_, count in expected.items()}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

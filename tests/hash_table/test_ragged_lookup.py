@@ -175,9 +175,9 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
     bags = [(7 * index) % 5 for index in range(features)]
     pool = random_ids(800)
     batches = [Batch(bags, pool, "cuda") for _ in range(6)]
-    most = max(len(batch.ids) for batch in batches)
+    maximum = max(len(batch.ids) for batch in batches)
     static = Batch(bags, pool, "cuda")
-    static.ids = torch.zeros(most, dtype=torch.int64, device="cuda")
+    static.ids = torch.zeros(maximum, dtype=torch.int64, device="cuda")
 
     def step(group, ids, offsets):
         out = look_up(group, ids, offsets, None, False, bags, dtype=dtype)
@@ -189,7 +189,7 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
         static.ids[: len(batch.ids)].copy_(batch.ids)
         static.ids[len(batch.ids) :] = batch.ids[0]
         static.offsets.copy_(batch.offsets)
-        static.offsets[-1] = most
+        static.offsets[-1] = maximum
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

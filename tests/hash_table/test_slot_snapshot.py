@@ -89,7 +89,7 @@ class _Followed:
         slots = torch.cat([part.slots for part in found]).tolist()
         values = [
             torch.cat([getattr(part, name) for part in found]).tolist()
-            for name in ("ids", "touched", "stayed")
+            for name in ("ids", "touched", "same_id")
         ]
         assert slots == sorted(expected)
         assert list(zip(*values, strict=True)) == [expected[slot] for slot in slots]

@@ -47,7 +47,7 @@ def test_the_fastest_within_a_bound_on_loss(seed):
     for room in rooms_of(by_table, draw):
         bound = draw.choice([0.0, 0.01, 0.05, 1.0])
         planner = make_planner(constraints, costs, room, max_quality_loss=bound)
-        best = best_plan(by_table, room, most_loss=bound, fastest=True)
+        best = best_plan(by_table, room, max_loss=bound, fastest=True)
         assert same(found := planned(planner, model), best), (room, bound, found, best)
 
 
@@ -61,7 +61,7 @@ def test_the_least_loss_within_a_bound_on_time(seed):
             continue
         bound = usual[2] * draw.choice([0.5, 0.8, 1.0, 1.5])
         planner = make_planner(constraints, costs, room, max_step_time=bound)
-        best = best_plan(by_table, room, most_time=bound)
+        best = best_plan(by_table, room, max_time=bound)
         found = planned(planner, model)
         if best is not None and best[0] == 0:
             # Among plans without loss the fastest is taken, as elsewhere.

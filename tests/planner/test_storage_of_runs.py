@@ -16,7 +16,7 @@ from torchrec_hkv import (
     get_default_sharders,
 )
 from torchrec_hkv.hash_table import MinFrequency
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import is_backend_option
 
 pytestmark = pytest.mark.compat
 
@@ -102,7 +102,7 @@ def _exchanged(rank, world_size, device, kernel, sharding_type):
         topology=topology(world_size, device), constraints=constraints, batch_size=BATCH
     )
     options = planner._enumerator.enumerate(_model("sgd"), get_default_sharders())
-    (option,) = [option for option in options if is_ours(option)]
+    (option,) = [option for option in options if is_backend_option(option)]
     tables = planner._enumerator.storage_estimator.table_bytes(option, {})
     planned = [
         shard.storage.hbm + shard.storage.ddr - table.hbm - table.host

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchrec_hkv.planner.packing import Sums
+from torchrec_hkv.planner.packing import PlanSums
 
 pytestmark = pytest.mark.compat
 
@@ -22,7 +22,7 @@ def test_sums():
     parts = {at: _Parts(draw) for at in range(500)}
     options = [object() for _ in parts]
     numbers = {id(option): at for at, option in enumerate(options)}
-    sums = Sums(lambda option: parts[numbers[id(option)]])
+    sums = PlanSums(lambda option: parts[numbers[id(option)]])
     for count in (20, 20, 30):  # another number of tables means another model
         plan = draw.sample(options, count)
         for _ in range(100):

@@ -65,5 +65,5 @@ def test_the_fastest_within_a_bound_on_loss_on_unequal_ranks(seed):
         rooms, bound = unequal(room, 2, draw), draw.choice([0.0, 0.01, 0.05, 1.0])
         by_table = all_options(model, constraints, counts, costs, rooms)
         planner = make_planner(constraints, costs, rooms, max_quality_loss=bound)
-        best = best_plan(by_table, rooms, most_loss=bound, fastest=True)
+        best = best_plan(by_table, rooms, max_loss=bound, fastest=True)
         assert same(found := planned(planner, model), best), (rooms, bound, found, best)

@@ -19,10 +19,10 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from tests.support.models import make_model
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.backends import Kept
-from torchrec_hkv.planner.arrangement import Arranged
-from torchrec_hkv.planner.levels import Level, TableLevels
+from torchrec_hkv.planner.levels import LossLevel, TableLevels
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss
-from torchrec_hkv.planner.search import Search
+from torchrec_hkv.planner.option_selection import FittingPlan
+from torchrec_hkv.planner.search import LeastLossSearch
 
 pytestmark = pytest.mark.compat
 
@@ -33,23 +33,23 @@ class _OneRank:
     host, num_ranks, adds_times = 0, 1, False
 
     def __init__(self, room):
-        self.hbm, self.arranged = room, 0
+        self.hbm, self.selections = room, 0
 
-    def has(self, hbm, host, total):
+    def has_memory(self, hbm, host, total):
         return hbm <= self.hbm
 
-    def fitting(self, levels):
-        self.arranged += 1
+    def find_fitting(self, levels):
+        self.selections += 1
         return list(levels) if sum(level.hbm for level in levels) <= self.hbm else None
 
-    def fastest(self, tables, known):
-        (levels,) = known
-        return Arranged(0.0, sum(level.loss.value for level in levels), levels)
+    def find_fastest(self, tables, known_fitting):
+        (levels,) = known_fitting
+        return FittingPlan(0.0, sum(level.loss.value for level in levels), levels)
 
 
 def _level(size, loss=None, share=1.0):
     lost = NO_LOSS if loss is None else TableLoss(loss, (Kept("compression", share, "kept"),))
-    return Level(lost, (), size, 0, size, () if loss is None else ("tt",))
+    return LossLevel(lost, (), size, 0, size, () if loss is None else ("tt",))
 
 
 def _tables(draw, count):
@@ -87,25 +87,25 @@ def _least_loss_of_whole_tables(tables, room, count):
     """A closer bound: savings of at most ``count`` tables, in fractions of the missing bytes,
     rounded up."""
     missing, parts = sum(whole for whole, _ in tables) - room, max(4000, 60_000 // (count + 1))
-    least = np.full((count + 1, parts + 1), np.inf)  # by number of lossy tables, and by savings
-    least[0, 0] = 0.0
+    minimum = np.full((count + 1, parts + 1), np.inf)  # by number of lossy tables, and by savings
+    minimum[0, 0] = 0.0
     for whole, smaller in tables:
-        before = least.copy()
+        before = minimum.copy()
         for size, loss in smaller:
             saved = min(parts, math.ceil((whole - size) * parts / missing))
             moved = before[:-1, : parts + 1 - saved] + loss
-            np.minimum(least[1:, saved:], moved, out=least[1:, saved:])
+            np.minimum(minimum[1:, saved:], moved, out=minimum[1:, saved:])
             rest = before[:-1, parts + 1 - saved :].min(axis=1, initial=np.inf) + loss
-            np.minimum(least[1:, parts], rest, out=least[1:, parts])
-    return float(least[:, parts].min())
+            np.minimum(minimum[1:, parts], rest, out=minimum[1:, parts])
+    return float(minimum[:, parts].min())
 
 
 @pytest.mark.parametrize(("count", "share"), itertools.product([30, 100, 400], [0.05, 0.3, 0.8]))
 def test_a_search_over_many_tables(count, share):
     tables = _tables(random.Random(), count)
     smallest = sum(smaller[-1][0] for _, smaller in tables)
-    most = sum(whole for whole, _ in tables)
-    room = smallest + round(share * (most - smallest))
+    maximum = sum(whole for whole, _ in tables)
+    room = smallest + round(share * (maximum - smallest))
     levels = {
         ("", f"t{index}"): TableLevels(
             _level(whole), tuple(_level(size, loss, size / whole) for size, loss in smaller)
@@ -113,22 +113,22 @@ def test_a_search_over_many_tables(count, share):
         for index, (whole, smaller) in enumerate(tables)
     }
     ranks = _OneRank(room)
-    found = Search(levels, ranks).least_loss()
+    found = LeastLossSearch(levels, ranks).least_loss()
     assert found is not None
     assert sum(level.hbm for level in found.options) <= room
     lossy = [level for level in found.options if level.loss.is_lossy]
     fewest = _fewest(tables, room)
     assert len(lossy) == fewest
-    assert ranks.arranged <= 2500
+    assert ranks.selections <= 2500
     # The bound may be off by one table's loss between two neighbouring sizes.
     step = max(b[1] - a[1] for _, own in tables for a, b in itertools.pairwise(own))
-    least = _least_loss(tables, room, fewest)
-    if found.loss > least + 2 * step:  # that bound allows fractions of tables
-        least = max(least, _least_loss_of_whole_tables(tables, room, fewest))
+    minimum = _least_loss(tables, room, fewest)
+    if found.loss > minimum + 2 * step:  # that bound allows fractions of tables
+        minimum = max(minimum, _least_loss_of_whole_tables(tables, room, fewest))
     saved = sorted((whole - smaller[-1][0] for whole, smaller in tables), reverse=True)
-    if fewest < 20 and sum(saved[:fewest]) < 1.02 * (most - room):
-        least *= 1.05  # few tables that save barely enough: both bounds are loose
-    assert found.loss <= least + 2 * step
+    if fewest < 20 and sum(saved[:fewest]) < 1.02 * (maximum - room):
+        minimum *= 1.05  # few tables that save barely enough: both bounds are loose
+    assert found.loss <= minimum + 2 * step
 
 
 class _Counted:

@@ -32,16 +32,16 @@ def largest(counts: Tensor, wanted: int, was_hot: np.ndarray | None = None) -> n
     return is_hot
 
 
-def drawn(n: int, most: int, seed: int) -> Tensor:
+def drawn(n: int, maximum: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, most + 1, (n,), dtype=torch.int32, generator=generator)
+    return torch.randint(0, maximum + 1, (n,), dtype=torch.int32, generator=generator)
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("most", [0, 1, 40, 1 << 17, 1 << 30])
-def test_choice(n, most):
-    counts = drawn(n, most, n)
-    counts[n // 2 :: 7] = most
+@pytest.mark.parametrize("maximum", [0, 1, 40, 1 << 17, 1 << 30])
+def test_choice(n, maximum):
+    counts = drawn(n, maximum, n)
+    counts[n // 2 :: 7] = maximum
     earlier = drawn(n, 3, n + 1)
     previous, was_hot = OPS.serving_choose_hot(earlier, None, n // 3), largest(earlier, n // 3)
     for wanted, again in itertools.product({0, 1, n // 10, n // 2, n - 1, n, n + 5}, (False, True)):

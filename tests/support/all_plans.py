@@ -79,14 +79,14 @@ def ways(option, num_ranks=RANKS):
         ]
 
 
-def best_plan(by_table, room, most_loss=math.inf, most_time=math.inf, fastest=False):
+def best_plan(by_table, room, max_loss=math.inf, max_time=math.inf, fastest=False):
     """Returns the key of the best plan: (tables with loss, loss, time). None if nothing fits.
 
     Args:
         by_table: options of each table, with their losses.
         room: bytes of each rank, or a list of bytes by rank.
-        most_loss: largest loss of all tables together.
-        most_time: largest time of the slowest rank.
+        max_loss: largest loss of all tables together.
+        max_time: largest time of the slowest rank.
         fastest: whether the fastest plan is the best.
     """
     rooms = rooms_by_rank(room)
@@ -101,7 +101,7 @@ def best_plan(by_table, room, most_loss=math.inf, most_time=math.inf, fastest=Fa
         time = max(sum(t for _, t in rank) for rank in ranks)
         if any(sum(b for b, _ in rank) > own for rank, own in zip(ranks, rooms, strict=True)):
             continue
-        if sum(losses) > most_loss + 1e-12 or time > most_time:
+        if sum(losses) > max_loss + 1e-12 or time > max_time:
             continue
         key = (len(losses), sum(losses), time)
         if best is None or (by_time(key) < by_time(best) if fastest else key < best):
@@ -236,8 +236,8 @@ def rooms_of(by_table, draw):
         [sum(s.storage.hbm + s.storage.ddr for s in option.shards) for option, _ in table]
         for table in by_table
     ]
-    least, most = sum(map(min, sizes)), sum(map(max, sizes))
-    return [round(least / 2 + draw.random() ** 2 * (most - least / 2)) for _ in range(4)]
+    minimum, maximum = sum(map(min, sizes)), sum(map(max, sizes))
+    return [round(minimum / 2 + draw.random() ** 2 * (maximum - minimum / 2)) for _ in range(4)]
 
 
 def same(planned, best):

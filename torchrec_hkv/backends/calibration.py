@@ -93,14 +93,14 @@ def rows_in(size: int, dim: int, optimizer: str) -> int:
 
 def row_batches(device_type: str) -> tuple[Batch, ...]:
     """Shapes of the timed batches: few and many ids, short and long bags, skewed ids."""
-    most = 8192 if device_type == "cpu" else 65536
+    maximum = 8192 if device_type == "cpu" else 65536
     return (
         Batch(1024, 1),
-        Batch(most, 1),
-        Batch(most // 8, 16),
-        Batch(most, 8),
-        Batch(most, 8, skew=4.0),
-        Batch(most // 8, 16, skew=8.0),
+        Batch(maximum, 1),
+        Batch(maximum // 8, 16),
+        Batch(maximum, 8),
+        Batch(maximum, 8, skew=4.0),
+        Batch(maximum // 8, 16, skew=8.0),
     )
 
 

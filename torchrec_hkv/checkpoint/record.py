@@ -27,7 +27,7 @@ METADATA = f"{TENSORS}/.metadata"
 _FORMAT = "torchrec_hkv.checkpoint"
 _VERSION = 2
 #: Maximal length of a folder's name on all file systems, in bytes.
-_MOST_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +135,9 @@ def shard_folder(key: str, index: int) -> str:
         index: index of the shard.
     """
     name = quote(key, safe="")
-    if len(name) > _MOST_NAME_BYTES:
+    if len(name) > _MAX_NAME_BYTES:
         digest = hashlib.sha256(name.encode()).hexdigest()
-        name = f"{name[: _MOST_NAME_BYTES - len(digest) - 1]}-{digest}"
+        name = f"{name[: _MAX_NAME_BYTES - len(digest) - 1]}-{digest}"
     return f"{TABLES}/{name}/{index:05d}"
 
 

@@ -73,8 +73,8 @@ def _text(content: dict[str, Any]) -> str:
                 f"  by       {table['norm']:.6g} in all (L2), {100 * table['relative_change']:.3g} "
                 f"% of the rows' norm; a value by {table['largest']:.6g} at most"
             )
-            most = ", ".join(f"{id_} ({norm:.4g})" for id_, norm in table["most"])
-            lines.append(f"  most     {most}")
+            maximum = ", ".join(f"{id_} ({norm:.4g})" for id_, norm in table["most"])
+            lines.append(f"  most     {maximum}")
         states = table["states_changed"]
         if states is not None:
             lines.append(f"  states   of {states:,} ids changed")

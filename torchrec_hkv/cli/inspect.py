@@ -157,9 +157,9 @@ def _bars(rows: Sequence[dict[str, int]]) -> list[str]:
         for row in rows
     ]
     width = max(map(len, labels), default=0)
-    most = max((row["entries"] for row in rows), default=1)
+    maximum = max((row["entries"] for row in rows), default=1)
     return [
-        f"    {label:>{width}}  {'#' * round(_BAR * row['entries'] / most):<{_BAR}} "
+        f"    {label:>{width}}  {'#' * round(_BAR * row['entries'] / maximum):<{_BAR}} "
         f"{100 * row['entries'] / total:5.1f} %"
         for label, row in zip(labels, rows, strict=True)
     ]

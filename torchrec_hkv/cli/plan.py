@@ -27,7 +27,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
-from torchrec_hkv.cli.planning import MOST_GPUS, Machines, Planning, Table
+from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, Table
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -46,7 +46,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
 _DEFAULT_SHARDING = ShardingType.ROW_WISE.value
 # Tables with fewer values take less than 2^60 bytes in float32; planning.py uses 2^60 as unlimited
 # memory.
-_MOST_VALUES = 1 << 58
+_MAX_VALUES = 1 << 58
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +133,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         hbm=parse_bytes("--hbm", arguments.hbm),
         host=parse_bytes("--host", arguments.host),
     )
-    if machines.gpus > MOST_GPUS:
-        raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MOST_GPUS}.")
+    if machines.gpus > MAX_GPUS:
+        raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MAX_GPUS}.")
     constraint, replay = _constraint(arguments), _replay(arguments, names)
     asked = {table.name: table.rows for table in tables}
     planning = Planning(
@@ -200,7 +200,7 @@ def _table(text: str) -> Table:
 
 def _checked(table: Table) -> Table:
     values = (table.rows or 1) * table.dim
-    if values >= _MOST_VALUES:
+    if values >= _MAX_VALUES:
         raise ValueError(
             f"Table {table.name!r} has {values:,} values, but must have fewer than 2^58."
         )

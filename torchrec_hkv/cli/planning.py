@@ -22,7 +22,7 @@ from torchrec_hkv.sharding import get_default_sharders
 # Unlimited memory, to find out how much tables that do not fit would take.
 _ENDLESS = 1 << 60
 #: Largest number of GPUs that is planned for.
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Planning:
     def enough_gpus(self, machines: Machines) -> int | None:
         """The first power-of-two multiple of the GPUs that fits; None above 4,096."""
         gpus = 2 * machines.gpus
-        while gpus <= MOST_GPUS:
+        while gpus <= MAX_GPUS:
             if self.plan(dataclasses.replace(machines, gpus=gpus)) is not None:
                 return gpus
             gpus *= 2

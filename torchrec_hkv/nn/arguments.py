@@ -80,10 +80,12 @@ def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}, but must be a finite number, not negative.")
 
 
-def check_int(name: str, value: object, least: int, most: int) -> None:
-    """Raises ValueError if a value is not an integer from ``least`` to ``most``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {most}.")
+def check_int(name: str, value: object, minimum: int, maximum: int) -> None:
+    """Raises ValueError if a value is not an integer from ``minimum`` to ``maximum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ValueError(
+            f"{name} is {value!r}, but must be an integer from {minimum} to {maximum}."
+        )
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

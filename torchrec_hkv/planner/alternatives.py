@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.budget import Missing
+from torchrec_hkv.planner.budget import MissingMemory
 from torchrec_hkv.planner.options import kernel_of
 
 
@@ -15,7 +15,7 @@ def why_rejected(
     plan: Sequence[ShardingOption],
     options: Sequence[ShardingOption],
     refused: Mapping[str, str],
-    missing: Callable[[list[ShardingOption]], Missing],
+    missing: Callable[[list[ShardingOption]], MissingMemory],
     rating: Callable[[list[ShardingOption]], float | None],
     best: float,
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
@@ -61,7 +61,7 @@ def _reason(
     options: Sequence[ShardingOption],
     others: Sequence[ShardingOption],
     best: float,
-    missing: Callable[[list[ShardingOption]], Missing],
+    missing: Callable[[list[ShardingOption]], MissingMemory],
     rating: Callable[[list[ShardingOption]], float | None],
 ) -> str:
     ratings = [
@@ -72,11 +72,13 @@ def _reason(
             f"the slowest rank's tables would take {_ms(min(ratings))} a step instead of "
             f"{_ms(best)}"
         )
-    least = min(
+    minimum = min(
         (missing([*others, option]) for option in options),
         key=lambda lacks: lacks.hbm + lacks.host,
     )
-    return f"it does not fit: {least} are missing" if least else "it fits no arrangement on ranks"
+    return (
+        f"it does not fit: {minimum} are missing" if minimum else "it fits no arrangement on ranks"
+    )
 
 
 def _rated(

@@ -239,10 +239,10 @@ def _candidates(
 def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
     """Checks numbers that TorchRec does not check, although costs depend on them."""
     if constraint.min_partition is not None:
-        least = constraint.min_partition
-        if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        minimum = constraint.min_partition
+        if not isinstance(minimum, int) or isinstance(minimum, bool) or minimum < 1:
             raise ValueError(
-                f"Table {table!r} has min_partition={least!r}, but it must be a positive integer "
+                f"Table {table!r} has min_partition={minimum!r}, but it must be a positive integer "
                 "or None."
             )
     for field, may_be_zero in (

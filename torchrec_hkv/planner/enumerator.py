@@ -23,7 +23,7 @@ from torchrec_hkv.planner.options import (
     disadvantage,
     distinct,
     full_name,
-    is_ours,
+    is_backend_option,
     kernel_of,
     shards_of,
     shared_shards,
@@ -116,7 +116,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         found: list[BackendShardingOption] = []
         waiting: list[BackendShardingOption] = []
         for option in options:
-            if not is_ours(option) or not option.is_open:
+            if not is_backend_option(option) or not option.is_open:
                 continue
             if not thinning.selects((option.path, option.name)):
                 continue
@@ -165,7 +165,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options and variants of them.
         """
-        waiting = [o for o in options if is_ours(o) and o.shards[0].perf is None]
+        waiting = [o for o in options if is_backend_option(o) and o.shards[0].perf is None]
         if waiting:
             self.perf_estimator.estimate_variants(waiting)
 
@@ -176,7 +176,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             option: an option of a table of the model.
         """
         choice = self._choices.get(option.name)
-        if choice is None or not is_ours(option):
+        if choice is None or not is_backend_option(option):
             return NO_LOSS
         key = (option.path, option.name, option.backend, option.backend_options)
         if key not in self._losses:
@@ -188,7 +188,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         choice = self._choices.get(option.name)
         return choice is not None and bool(choice.curves)
 
-    def most_loss(self, option: ShardingOption) -> float | None:
+    def max_loss(self, option: ShardingOption) -> float | None:
         """Bound on the loss of an option's table; None for no bound."""
         choice = self._choices.get(option.name)
         return None if choice is None else choice.max_loss
@@ -202,12 +202,12 @@ class BackendEnumerator(EmbeddingEnumerator):
         waiting: dict[tuple[str, str, str], list[Candidate]] = {}
         named: list[ShardingOption] = []
         for option in sharding_options:
-            if option.compute_kernel == KERNEL and not is_ours(option):
+            if option.compute_kernel == KERNEL and not is_backend_option(option):
                 key = (option.path, option.name, option.sharding_type)
                 if key not in waiting:
                     waiting[key] = self._served(option.name, option.sharding_type)
                 option = BackendShardingOption.of(option, waiting[key].pop(0))
-            named.append(option if is_ours(option) else CopiedOption.like(option))
+            named.append(option if is_backend_option(option) else CopiedOption.like(option))
         return named
 
     def _served(self, name: str, sharding_type: str) -> list[Candidate]:
@@ -229,7 +229,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             return True
         try:
             self._check_ids(option, choice)
-            if is_ours(option):
+            if is_backend_option(option):
                 self._check_backend(option)
             elif choice.candidates:
                 self._check_fused(option)
@@ -255,10 +255,10 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)
-        option.made_shards = shared_shards(option)
+        option.table_shards = shared_shards(option)
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        for shard in distinct(option.made_shards):
+        for shard in distinct(option.table_shards):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
     def _check_fused(self, option: ShardingOption) -> None:
@@ -282,7 +282,9 @@ class BackendEnumerator(EmbeddingEnumerator):
         seen = choice.frequencies
         if seen is None or seen.lowest is None or seen.highest is None:
             return
-        if is_ours(option) and registry.get(option.backend).routes_by_hash(option.backend_options):
+        if is_backend_option(option) and registry.get(option.backend).routes_by_hash(
+            option.backend_options
+        ):
             return
         rows = config_of(option).num_embeddings
         outside = seen.lowest if seen.lowest < 0 else seen.highest

@@ -76,7 +76,7 @@ class BackendShardingOption(CopiedOption):
         label: identifies the alternative among those of the table.
         is_open: whether variants of the options may be used.
         origin: the enumerated option that this is a variant of; None if it is none.
-        made_shards: the shards in the form that backends take, once their sizes are final. Shards
+        table_shards: the shards in the form that backends take, once their sizes are final. Shards
             of one size share one object.
         stock_times: TorchRec's time estimate for each shard, which is the same for variants.
     """
@@ -86,7 +86,7 @@ class BackendShardingOption(CopiedOption):
     label: str
     is_open: bool
     origin: BackendShardingOption | None = None
-    made_shards: list[TableShard] | None = None
+    table_shards: list[TableShard] | None = None
     stock_times: list[Perf] | None = None
 
     @classmethod
@@ -103,12 +103,12 @@ class BackendShardingOption(CopiedOption):
         made.backend_options, made.is_open, made.origin = options, False, self
         # Sizes are shared: they are not changed after the enumeration.
         made.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
-        made.made_shards = shared_shards(made)
+        made.table_shards = shared_shards(made)
         return made
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
         made = copy.copy(self)
-        made.origin = made.made_shards = None  # another process does not need them
+        made.origin = made.table_shards = None  # another process does not need them
         return super(BackendShardingOption, made).__deepcopy__(memo)
 
     def __hash__(self) -> int:
@@ -120,14 +120,14 @@ class BackendShardingOption(CopiedOption):
         return super().storage_hash() ^ zlib.crc32(f"{self.label} {text}".encode())
 
 
-def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
+def is_backend_option(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
     """Whether the option is for a table on a backend."""
     return isinstance(option, BackendShardingOption)
 
 
 def kernel_of(option: ShardingOption) -> str:
     """The label of a backend option, or the name of the stock kernel."""
-    return option.label if is_ours(option) else option.compute_kernel
+    return option.label if is_backend_option(option) else option.compute_kernel
 
 
 def full_name(option: ShardingOption) -> str:
@@ -157,8 +157,8 @@ def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
 
 def shards_of(option: BackendShardingOption) -> list[TableShard]:
     """The shards of an option's table in the form that backends take."""
-    if option.made_shards is not None:
-        return option.made_shards
+    if option.table_shards is not None:
+        return option.table_shards
     return config_shards(
         config_of(option),
         option.sharding_type,
@@ -197,7 +197,7 @@ def distinct(shards: Sequence[TableShard]) -> list[TableShard]:
 
 def disadvantage(option: ShardingOption) -> str | None:
     """The reason why a stock kernel would serve the table better, or None."""
-    if not is_ours(option):
+    if not is_backend_option(option):
         return None
     return registry.get(option.backend).disadvantage(shards_of(option)[0])
 

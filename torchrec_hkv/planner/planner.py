@@ -25,7 +25,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_hkv import environment
 from torchrec_hkv.collective import on_leader
 from torchrec_hkv.planner.alternatives import why_rejected
-from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest, too_large
+from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
@@ -139,7 +139,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._space: list[ShardingOption] = []
         self._least_loss = LeastLoss(
             lambda: self._enumerator,
-            self._room,
+            self._available_topology,
             self._partitioner,
             self._perf_model,
             max_quality_loss,
@@ -149,13 +149,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             LossOrderedProposer(
                 self._proposers if kwargs.get("proposer") else None,
                 self._whole,
-                self._least_loss.whole_plan,
+                self._least_loss.lossless_plan,
                 self._least_loss.proposals,
             )
         ]
         self._make_enumerator()
 
-    def _room(self) -> Topology:
+    def _available_topology(self) -> Topology:
         """Topology with the memory available for tables, for the current plan."""
         room = self._storage_reservation.last_reserved_topology
         return self._topology if room is None else room
@@ -269,9 +269,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             return error
         space = self._enumerator.enumerate(module, sharders)
         options = self._least_loss.smallest_options(space)
-        missing = missing_bytes(smallest(options, room), room)
+        missing = missing_bytes(smallest_options(options, room), room)
         if not missing:
-            missing = missing_bytes(smallest(options, room, fit_ranks=False), room)
+            missing = missing_bytes(smallest_options(options, room, fit_ranks=False), room)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(
@@ -288,7 +288,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             self._least_loss,
             self._space,
             rejected,
-            self._room(),
+            self._available_topology(),
         )
 
     def _loses_more(self, option: ShardingOption, chosen: ShardingOption) -> bool:
@@ -332,7 +332,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 plan,
                 by_table[chosen.path, chosen.name],
                 self._enumerator.refused[chosen.path, chosen.name],
-                self._least_loss.missing,
+                self._least_loss.missing_memory,
                 self._least_loss.rating,
                 best,
                 self._loses_more,

@@ -231,22 +231,24 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         if total.inter_host:
             text += f", {_size(total.inter_host)} to other hosts"
         across = {n: r.traffic.inter_host for n, r in self.reports.items() if r.traffic is not None}
-        return f"\n{_wrapped(text + _most(across))}\n"
+        return f"\n{_wrapped(text + _maximum(across))}\n"
 
     def _syncs(self) -> str:
         """A line with the bytes of a sync; empty without replicas."""
         if self.replicas.groups == 1:
             return ""
         ranks = {rank for report in self.reports.values() for rank in report.ranks}
-        most = max((self.sync_bytes(rank) for rank in ranks), default=0.0)
+        maximum = max((self.sync_bytes(rank) for rank in ranks), default=0.0)
         every = self.replicas.sync_every
-        a_step = f", {_size(most / every)} a step" if every > 1 else ""
+        a_step = f", {_size(maximum / every)} a step" if every > 1 else ""
         steps = f"every {every} steps" if every > 1 else "after each step"
         text = (
             f"A sync of {self.replicas.groups} replicas, {steps}, has a rank send up to "
-            f"{_size(most)}{a_step}"
+            f"{_size(maximum)}{a_step}"
         )
-        return f"\n{_wrapped(text + _most({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
+        return (
+            f"\n{_wrapped(text + _maximum({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
+        )
 
     def _choices(self) -> str:
         """A line per table with alternatives."""
@@ -268,7 +270,7 @@ def _size(count: float) -> str:
     return format_bytes(round(count))
 
 
-def _most(sizes: Mapping[str, float]) -> str:
+def _maximum(sizes: Mapping[str, float]) -> str:
     """The tables with the most bytes; empty for a single table."""
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
     if not largest or len(sizes) < 2:

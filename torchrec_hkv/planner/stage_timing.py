@@ -177,17 +177,17 @@ class StageTimer:
             for name in INPUT_DISTS.values()
             for kinds in [[kind for of, kind in took if of == name]]
         }
-        (least, few), (several, many), (bags, most) = (
+        (minimum, few), (several, many), (bags, maximum) = (
             (took[STAGES[0], kind], self._modules[STAGES[0], kind][1])
             for kind in ("least", "several", "bags")
         )
         for at, stage in enumerate(STAGES[1:], 1):
-            feature = max(several[at] - least[at], 0.0) / (many.features - few.features)
-            stages[stage] = {"fixed": max(least[at] - feature, 0.0), "feature": feature}
-        rows = bags[2] - least[2]
+            feature = max(several[at] - minimum[at], 0.0) / (many.features - few.features)
+            stages[stage] = {"fixed": max(minimum[at] - feature, 0.0), "feature": feature}
+        rows = bags[2] - minimum[2]
         if self._ranks == 1 or rows <= 0:
             return stages, None
-        return stages, 4.0 * self._ranks * most.bags * most.features * _DIM / rows
+        return stages, 4.0 * self._ranks * maximum.bags * maximum.features * _DIM / rows
 
     def _sharded(self, features: int, has_backends: bool, by_table: bool) -> Any:
         """A sharded collection of small tables."""

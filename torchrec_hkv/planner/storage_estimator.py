@@ -20,7 +20,12 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import OptimizerSpec, StorageBytes
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
-from torchrec_hkv.planner.options import BackendShardingOption, distinct, is_ours, shards_of
+from torchrec_hkv.planner.options import (
+    BackendShardingOption,
+    distinct,
+    is_backend_option,
+    shards_of,
+)
 from torchrec_hkv.planner.workload import shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 
@@ -53,10 +58,10 @@ class StorageEstimator(EmbeddingStorageEstimator):
         self._handed_on = (args, kwargs)
         super().estimate(sharding_options, *args, **kwargs)
         on_host = self._device_type == "cpu"
-        for option in filter(is_ours, sharding_options):
+        for option in filter(is_backend_option, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
             optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-            taken = self._taken(option, optimizer, self._load(option))
+            taken = self._storage(option, optimizer, self._load(option))
             for shard, counted, own in zip(
                 option.shards, stock_table_bytes(option), taken, strict=True
             ):
@@ -82,12 +87,12 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 buffers = [
                     (shard.storage or Storage(0, 0)) - own
                     for shard, own in zip(
-                        origin.shards, self._taken(origin, optimizer, load), strict=True
+                        origin.shards, self._storage(origin, optimizer, load), strict=True
                     )
                 ]
                 of_origin[id(origin)] = (buffers, optimizer, load)
             buffers, optimizer, load = of_origin[id(origin)]
-            taken = self._taken(option, optimizer, load)
+            taken = self._storage(option, optimizer, load)
             sums: dict[tuple[int, int, int, int], Storage] = {}
             for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
                 key = (buffer.hbm, buffer.ddr, own.hbm, own.ddr)
@@ -96,7 +101,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
     def _load(self, option: BackendShardingOption) -> Workload:
         return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
 
-    def _taken(
+    def _storage(
         self, option: BackendShardingOption, optimizer: OptimizerSpec, load: Workload
     ) -> list[Storage]:
         """Memory of each shard's table, and temporary memory of a step."""
@@ -121,7 +126,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             option: an option on a stock kernel or a backend.
             fused_params: fused parameters of the sharder of the option's module.
         """
-        if not is_ours(option):
+        if not is_backend_option(option):
             return [self._stock_bytes(option, count) for count in stock_table_bytes(option)]
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         backend = registry.get(option.backend)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchrec_hkv.backends.protocol import BackendOptions
+from torchrec_hkv.planner.loss_bounds import Table
 from torchrec_hkv.planner.options import BackendShardingOption
-from torchrec_hkv.planner.prices import Table
 
 #: The first search tries every 8th variant of a table; with up to 32 tables every 2nd.
 _EVERY, _FEW, _EVERY_OF_FEW = 8, 32, 2

@@ -36,14 +36,14 @@ def shard_workload(
     # Ids are spread over the shards of all ranks, over those of one host, or go to one shard.
     match option.sharding_type:
         case ShardingType.DATA_PARALLEL.value:
-            return _asked(ids, 1.0, bags, option.is_pooled, rows, frequencies)
+            return _rank_workload(ids, 1.0, bags, option.is_pooled, rows, frequencies)
         case ShardingType.ROW_WISE.value:
             share = 1 / ranks
         case ShardingType.TABLE_ROW_WISE.value | ShardingType.GRID_SHARD.value:
             share = 1 / min(ranks, topology.local_world_size)
         case _:
             share = 1.0
-    return _asked(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
+    return _rank_workload(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
 
 
 def rank_bags(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
@@ -77,7 +77,7 @@ def _by_feature(
     return list(zip(sizes, poolings, lengths, strict=True))
 
 
-def _asked(
+def _rank_workload(
     ids: float,
     share: float,
     bags: float,

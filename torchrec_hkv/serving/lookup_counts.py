@@ -21,7 +21,7 @@ __all__ = ["CountsWriter", "codes_of", "counts_of", "ops", "read_codes"]
 
 _ops = torch.ops.torchrec_hkv
 _STEPS = 4  # number of codes from a count to its double
-_MOST = 1 << 30  # kMostHotCount in csrc/serving/hot_rows.h
+_MAX = 1 << 30  # kMostHotCount in csrc/serving/hot_rows.h
 _PIECE = 1 << 22
 
 
@@ -33,7 +33,7 @@ def codes_of(counts: Tensor) -> Tensor:
 def counts_of(codes: Tensor) -> Tensor:
     """Converts codes to counts, int32, at most 2^30."""
     table = (torch.arange(256, dtype=torch.float64) / _STEPS).exp2_().sub_(1).round_()
-    table = table.clamp_(max=_MOST).to(codes.device, torch.int32)
+    table = table.clamp_(max=_MAX).to(codes.device, torch.int32)
     counts = torch.empty(codes.numel(), dtype=torch.int32, device=codes.device)
     for first in range(0, codes.numel(), _PIECE):
         part = codes[first : first + _PIECE]

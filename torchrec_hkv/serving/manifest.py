@@ -28,7 +28,7 @@ from torchrec_hkv.serving.table_file import TableFile
 MANIFEST = "serving.json"
 _FORMAT = "torchrec_hkv.serving"
 _VERSION = 1
-_MOST = 1 << 53
+_MAX = 1 << 53
 _NAME = Text(r"[\w.-]+", "the name of a file")
 
 
@@ -216,8 +216,8 @@ def _crc32(path: Path) -> int:
     return total
 
 
-_COUNT = Integer(0, _MOST)
-_SIZE = Integer(1, _MOST)
+_COUNT = Integer(0, _MAX)
+_SIZE = Integer(1, _MAX)
 _FILE = Fields({"file": _NAME, "bytes": _COUNT, "crc32": CRC32}, ServingFileRecord)
 _TABLE_FILE = Fields(
     {

@@ -172,11 +172,11 @@ class NextVersion:
     def _check_range(self, table: ReadOnlyTable, rows: Tensor) -> None:
         if table.row_format not in ("int8", "int4") or rows.numel() == 0:
             return
-        largest, most = float(rows.abs().max()), row_formats.most_for(table.unit)
-        if not largest <= most:
+        largest, maximum = float(rows.abs().max()), row_formats.max_for(table.unit)
+        if not largest <= maximum:
             raise ValueError(
                 f"{self._folder} has a value of {largest} for table {table.name!r}, whose "
-                f"{table.row_format} rows take at most {most}: export the model again."
+                f"{table.row_format} rows take at most {maximum}: export the model again."
             )
 
     def _cores(self, group: TTGroup, before: Sequence[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ __all__ = ["HbmBytes", "Placement", "carried_counts", "chosen_again", "ops", "sh
 _ops = torch.ops.torchrec_hkv
 #: Bytes of HBM for rows, of all tables together or by table.
 HbmBytes = int | Mapping[str, int]
-_MOST_HOT = (1 << 32) - 1
+_MAX_HOT = (1 << 32) - 1
 _BUCKET_IDS = 7
 _BATCH_BUCKETS = 1 << 20
 
@@ -116,7 +116,7 @@ class Placement:
             counts = counts_of(codes.to(self.device))
         else:
             counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
-        words, hot = _empty(entries, min(limit // row_bytes, _MOST_HOT), row_bytes, self.device)
+        words, hot = _empty(entries, min(limit // row_bytes, _MAX_HOT), row_bytes, self.device)
         _choose(rows, counts.cpu(), None, words, hot)
         its = HotRows(words, hot, counts, host_lookups)
         return dataclasses.replace(table, index=index, rows=rows, hot=its)

@@ -94,7 +94,7 @@ class TableBuilder:
         self._held = self._entries = 0
         self._largest = largest
         # Number of times that the unit can be doubled: see row_formats.quantise_into.
-        self._room = row_formats.MOST_ROOM
+        self._room = row_formats.MAX_ROOM
         self._is_void = False
         self._spills: list[_Spill] = []
         self._scratch: TemporaryDirectory[str] | None = None

@@ -18,7 +18,7 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.write_back import write_back
 
 #: Bound on the number of counted ids, more than any memory holds.
-_MOST_COUNTED = 1 << 40
+_MAX_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
 #: Tensors of :meth:`HotRowCache.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
@@ -58,10 +58,10 @@ class HotRowCache(nn.Module):
                 f"the cache has {size} rows, but must have 1 to {shape.num_embeddings}, the rows "
                 "of the table."
             )
-        if not size <= counted_ids <= _MOST_COUNTED:
+        if not size <= counted_ids <= _MAX_COUNTED:
             raise ValueError(
                 f"frequencies are counted for {counted_ids} ids, but must be for at least as many "
-                f"as the cache has rows, {size}, and at most {_MOST_COUNTED}."
+                f"as the cache has rows, {size}, and at most {_MAX_COUNTED}."
             )
         self.shape, self.size, self.counted_ids, self.optimizer = (
             shape, size, counted_ids, optimizer

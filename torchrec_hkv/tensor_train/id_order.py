@@ -245,9 +245,9 @@ class _ListedIds:
         return begin, (begin < stop) & (low[at] == wanted)
 
 
-def _smallest_type(most: int) -> torch.dtype:
-    """The smallest dtype for numbers from 0 to ``most``."""
-    return next(of for of in _TYPES if most <= torch.iinfo(of).max)
+def _smallest_type(maximum: int) -> torch.dtype:
+    """The smallest dtype for numbers from 0 to ``maximum``."""
+    return next(of for of in _TYPES if maximum <= torch.iinfo(of).max)
 
 
 def _check_count(name: str, value: int) -> None:

@@ -78,8 +78,8 @@ def test_as_a_model_of_single_ids(set_threads, policy, buckets, slots, threads):
     model = Model(policy, buckets, slots)
     generator = torch.Generator().manual_seed(capacity)
 
-    def draw(most: int, n: int) -> torch.Tensor:
-        return torch.randint(most, (n,), generator=generator)
+    def draw(maximum: int, n: int) -> torch.Tensor:
+        return torch.randint(maximum, (n,), generator=generator)
 
     evictions = 0
     few = max(1, buckets // 3)

@@ -8,7 +8,7 @@ from tests.support.tables import make
 from torchrec_hkv.hash_table import owner_rank
 
 CAPACITY = 65_536  # 1024 buckets of 64 slots
-LEAST = 1e-5
+MIN = 1e-5
 
 
 def probability(places: torch.Tensor, number: int) -> float:
@@ -32,13 +32,13 @@ def buckets(device: str, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("stream", STREAMS)
 def test_buckets(device_type, stream):
     """A quarter of the table is full: 16 ids a bucket."""
-    assert probability(buckets(device_type, id_stream(stream, CAPACITY // 4)), 1024) > LEAST
+    assert probability(buckets(device_type, id_stream(stream, CAPACITY // 4)), 1024) > MIN
 
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100, 1024])
 def test_owner_ranks(stream, world_size):
-    assert probability(owner_rank(id_stream(stream, CAPACITY), world_size), world_size) > LEAST
+    assert probability(owner_rank(id_stream(stream, CAPACITY), world_size), world_size) > MIN
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -46,4 +46,4 @@ def test_a_ranks_ids_spread_over_all_buckets_of_its_table(device_type, stream):
     ids = id_stream(stream, CAPACITY)
     for rank in (0, 3, 7):
         mine = ids[owner_rank(ids, 8) == rank]
-        assert probability(buckets(device_type, mine), 1024) > LEAST
+        assert probability(buckets(device_type, mine), 1024) > MIN

@@ -60,7 +60,7 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
         sizes = [[len(ids) for ids in its] for its in kinds]
         for path in (0, 1):
             if path:  # the path for GPUs and for very many ids
-                monkeypatch.setattr(ids_of_replicas, "_MOST_HASHED", -1)
+                monkeypatch.setattr(ids_of_replicas, "_MAX_HASHED", -1)
             met = ids_of_replicas.merge_ids(table._group, 0, look, joined, sizes, own)
             monkeypatch.undo()
             ids = met.ids.tolist()

@@ -166,10 +166,10 @@ class _Replicas:
 def _check_equal(kept: Kept, wanted: Kept, dtype: torch.dtype) -> None:
     assert kept.step == wanted.step
     assert kept.score == wanted.score
-    rounding, least = 2**-8 if dtype == torch.bfloat16 else 1e-5, 1e-6
+    rounding, minimum = 2**-8 if dtype == torch.bfloat16 else 1e-5, 1e-6
     if dtype == torch.int8:  # each replica's row and the merged one, to half of its scale
-        least = 4 * max(1.0, *map(abs, wanted.row)) / 254
-    assert kept.row == pytest.approx(wanted.row, rel=rounding, abs=least)
+        minimum = 4 * max(1.0, *map(abs, wanted.row)) / 254
+    assert kept.row == pytest.approx(wanted.row, rel=rounding, abs=minimum)
     assert kept.state == pytest.approx(wanted.state, rel=1e-5, abs=1e-6)
 
 

@@ -85,12 +85,13 @@ class HKVBackend(Backend):
             hash_table_optimizer(optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
-        least = memory_of(shard, optimizer).least_hbm_bytes
+        minimum = memory_of(shard, optimizer).least_hbm_bytes
         hbm_bytes = hbm_bytes_of(shard, optimizer)
-        if hbm_bytes is not None and hbm_bytes < least:
+        if hbm_bytes is not None and hbm_bytes < minimum:
             raise ValueError(
                 f"table '{shard.name}': hbm_bytes is {hbm_bytes}, but {shard.capacity} "
-                f"rows on a rank need at least {least}: their index, and one bucket with its rows."
+                f"rows on a rank need at least {minimum}: their index, and one bucket with its "
+                "rows."
             )
         initializer_of(shard)
 

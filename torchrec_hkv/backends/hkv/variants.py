@@ -45,9 +45,9 @@ def tiers(options: HKVOptions, memory: TableMemory) -> list[HKVOptions]:
         memory: memory of a shard.
     """
     full, _ = gpu_table_bytes(memory, None)
-    least = memory.least_hbm_bytes
-    parts = [least + (full - least) * part // _TIERS for part in range(_TIERS - 1, 0, -1)]
-    near = [part for part in parts if least < part < full]
+    minimum = memory.least_hbm_bytes
+    parts = [minimum + (full - minimum) * part // _TIERS for part in range(_TIERS - 1, 0, -1)]
+    near = [part for part in parts if minimum < part < full]
     return [dataclasses.replace(options, hbm_bytes=part) for part in (*near, "index")]
 
 

@@ -31,7 +31,7 @@ from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MOST_RANK_ON_CUDA = 256
+_MAX_RANK_ON_CUDA = 256
 
 
 class TTBackend(Backend):
@@ -80,10 +80,10 @@ class TTBackend(Backend):
                 f"table '{shard.name}': precision is {options_of(shard).precision!r}, but on "
                 f"{device_type!r} it must be 'fp32'."
             )
-        if device_type == "cuda" and max(shape.ranks[-2:]) > _MOST_RANK_ON_CUDA:
+        if device_type == "cuda" and max(shape.ranks[-2:]) > _MAX_RANK_ON_CUDA:
             raise ValueError(
                 f"table '{shard.name}': ranks are {list(shape.ranks)}, but on a GPU those beside "
-                f"the last two cores must be at most {_MOST_RANK_ON_CUDA}."
+                f"the last two cores must be at most {_MAX_RANK_ON_CUDA}."
             )
         try:
             made = optimizer_of(optimizer)

@@ -123,14 +123,14 @@ def tt_cases(options: type[BackendOptions], device_type: str) -> list[Calibratio
     timed += [(32, dim, _TIMED_ROWS, _ADAGRAD, _TABLES) for dim in (32, 64, 128)]
     cases = []
     for rank, dim, rows, optimizer, tables in timed:
-        most = max(256, base * 32 // max(rank, 32))
+        maximum = max(256, base * 32 // max(rank, 32))
         # A GPU sorts small batches by another, faster method, which must not enter the fit.
-        few = most // (2 if device_type == "cuda" and tables == 1 else 8)
+        few = maximum // (2 if device_type == "cuda" and tables == 1 else 8)
         batches = (
             Batch(few, 1),
-            Batch(most, 1),
-            Batch(most // 8, 16 // tables),
-            Batch(most // 8, 16, skew=4.0),
+            Batch(maximum, 1),
+            Batch(maximum // 8, 16 // tables),
+            Batch(maximum // 8, 16, skew=4.0),
         )
         options_of_rank = options(ranks=rank)
         cases.append(

@@ -37,7 +37,7 @@ _SAFETENSORS = {
     "I32": torch.int32,
     "U32": torch.uint32,
 }
-_MOST_HEADER = 100 << 20
+_MAX_HEADER = 100 << 20
 
 
 class RowFile:
@@ -94,7 +94,7 @@ def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def _safetensors(path: Path) -> RowFile:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_MOST_HEADER, path.stat().st_size):
+        if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size):
             raise ValueError(f"{path} is not a .safetensors file: its header has {length} bytes.")
         try:
             header = json.loads(file.read(length))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
-from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
+from torchrec_hkv.checkpoint.conversion.spill import MAX_PARTS, Spill
 from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable, initial_rows_of
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
@@ -117,7 +117,7 @@ class _DcpTable:
         """Writes the table and returns its number of ids."""
         table = self._table
         width = 2 * table.entry_bytes()
-        parts = min(max(1, -(-_COPIES * self._rows * width // self._batch_bytes)), MOST_PARTS)
+        parts = min(max(1, -(-_COPIES * self._rows * width // self._batch_bytes)), MAX_PARTS)
         size = -(-self._rows // parts)
         spill = Spill(folder, lambda ids: ids // size)
         count = 0

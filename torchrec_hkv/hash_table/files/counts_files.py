@@ -141,11 +141,11 @@ def load_counts(
         group.write_admission(table, first, piece)
 
 
-def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
+def _pieces(size: int, maximum: int) -> Iterator[tuple[int, int]]:
     """Splits ``size`` bytes into pieces of whole sets; yields offset and size of each."""
-    most = max(SET_BYTES, most // SET_BYTES * SET_BYTES)
-    for first in range(0, size, most):
-        yield first, min(most, size - first)
+    maximum = max(SET_BYTES, maximum // SET_BYTES * SET_BYTES)
+    for first in range(0, size, maximum):
+        yield first, min(maximum, size - first)
 
 
 def _read(path: Path, first: int, n: int) -> Tensor:

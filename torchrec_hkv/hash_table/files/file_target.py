@@ -34,8 +34,8 @@ class FileTarget(FileTable):
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
-        most = self.capacity // self.bucket_slots
-        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= most]
+        maximum = self.capacity // self.bucket_slots
+        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= maximum]
         return bucket_slots == self.bucket_slots and buckets in sizes
 
     def grow(self, manifest: Manifest, exact: bool) -> None:

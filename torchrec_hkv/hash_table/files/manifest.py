@@ -45,8 +45,8 @@ VERSION = 2
 #: Number of owner buckets, which the shards together cover.
 OWNERS = 1 << 16
 
-_MOST_CAPACITY = 1 << 37
-_MOST_SLOTS = 1 << 38
+_MAX_CAPACITY = 1 << 37
+_MAX_SLOTS = 1 << 38
 # State layouts: the number of an optimizer, and whether rows count their own steps.
 _LAYOUTS = [int(kind) + own for own in (0, OWN_STEPS) for kind in _C.Optimizer.__members__.values()]
 
@@ -183,7 +183,7 @@ _SHARD = Fields(
         "file": Text(SHARD_NAME, "the name of a shard, as shard-0123abcd-00000.safetensors"),
         "owner_begin": Integer(0, OWNERS - 1),
         "owner_end": Integer(1, OWNERS),
-        "entries": Integer(1, _MOST_SLOTS),
+        "entries": Integer(1, _MAX_SLOTS),
         "bytes": Integer(1, 1 << 62),
         "crc32": Map(Text(), CRC32),
     },
@@ -201,11 +201,11 @@ _COUNTS = Fields(
 )
 _CHANGES = Fields(
     {
-        "entries": Integer(0, _MOST_SLOTS),
+        "entries": Integer(0, _MAX_SLOTS),
         "left_file": Text(
             REMOVED_IDS_NAME, "the name of a file of what left, as left-0123abcd.bin"
         ),
-        "left": Integer(0, _MOST_SLOTS),
+        "left": Integer(0, _MAX_SLOTS),
         "left_crc32": CRC32,
     },
     DeltaContent,
@@ -219,16 +219,16 @@ MANIFEST_SCHEMA = Fields(
     {
         "save": SAVE_ID,
         "table": _TABLE,
-        "capacity": Integer(1, _MOST_CAPACITY),
+        "capacity": Integer(1, _MAX_CAPACITY),
         "buckets": Integer(1, (1 << 32) - 1),
         "bucket_slots": Integer(1, 64),
         "clock": Integer(0, (1 << 32) - 1),
         "epoch": Integer(0, (1 << 32) - 1),
         "optimizer_step": Integer(0, (1 << 63) - 1),
         "state_layout": Choice(_LAYOUTS),
-        "entries": Integer(0, _MOST_SLOTS),
+        "entries": Integer(0, _MAX_SLOTS),
         "shards": Items(_SHARD),
-        "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
+        "initial_capacity": OrNull(Integer(1, _MAX_CAPACITY)),
         "counts": OrNull(_COUNTS),
         "changes": _CHANGES,
         "reduced": _REDUCED,

@@ -60,11 +60,11 @@ def _check_geometry(manifest: Manifest, place: Place) -> None:
         raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
     # Rounding up adds less than one slot per bucket.
     slots = manifest.buckets * manifest.bucket_slots
-    least = capacity if initial is None else initial
-    if not least <= slots < capacity + manifest.buckets:
+    minimum = capacity if initial is None else initial
+    if not minimum <= slots < capacity + manifest.buckets:
         raise place.of("buckets").refuse(
             manifest.buckets,
-            f"as many as hold {least} to {capacity} rows in buckets of {manifest.bucket_slots}",
+            f"as many as hold {minimum} to {capacity} rows in buckets of {manifest.bucket_slots}",
         )
 
 

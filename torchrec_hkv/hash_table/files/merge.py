@@ -119,11 +119,11 @@ class _Merge:
                             owner_rank(batch["ids"], OWNERS).long(), minlength=OWNERS
                         )
         size = entry_bytes(self._fields)
-        most = min(
+        maximum = min(
             default_shard_bytes(total * size, 1) // size, self._batch_bytes // 4 // _PLACE_BYTES
         )
         # One file per range, even if an owner bucket is too large for a shard.
-        return list({ends[:2]: ends for ends in plan_shards(counts, max(1, most))}.values())
+        return list({ends[:2]: ends for ends in plan_shards(counts, max(1, maximum))}.values())
 
     def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
         """Writes the entries of some owner buckets. Writes no file and returns None without any."""

@@ -40,7 +40,7 @@ def can_read_in_parallel(reader: PartReader, part: SavedPart) -> bool:
 
 
 def rounds(
-    reader: PartReader, part: SavedPart, least_bytes: int
+    reader: PartReader, part: SavedPart, min_bytes: int
 ) -> Iterator[list[dict[str, Tensor]]]:
     """The entries in a shard for which :func:`can_read_in_parallel` holds. Yields one batch of
     each of several files at a time, from about the same slots on. Batches are valid until the next.
@@ -48,14 +48,14 @@ def rounds(
     Args:
         reader: reader of the shard.
         part: the shard.
-        least_bytes: least number of bytes of an entry, in files or converted.
+        min_bytes: least number of bytes of an entry, in files or converted.
 
     Raises:
         ValueError: a file is missing or cut short or, with ``reader.verify``, damaged.
     """
-    width = max(entry_bytes(part.fields), least_bytes)
+    width = max(entry_bytes(part.fields), min_bytes)
     size = max(1, reader.batch_bytes // (_ROUNDS * width))  # entries of a round
-    most = max(1, min(_FILES, size * width // PIECE_BYTES))
+    maximum = max(1, min(_FILES, size * width // PIECE_BYTES))
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_THREADS * reader.threads))
         files: list[_File] = []
@@ -67,7 +67,7 @@ def rounds(
                 stack.enter_context(ShardReader(path, part.fields, shard)), shard.entries, check
             )
             files.append(file)
-        groups = -(-len(files) // most)
+        groups = -(-len(files) // maximum)
         for group in range(groups):
             yield from _of_files(files[group::groups], part.fields, size, pool, reader.pin)
 
@@ -78,7 +78,7 @@ class _File:
     def __init__(self, reader: ShardReader, entries: int, check: ShardCheck | None) -> None:
         self._reader, self._entries, self._check = reader, entries, check
 
-    def most(self, count: int) -> int:
+    def maximum(self, count: int) -> int:
         """The largest number of entries in one of ``count`` rounds."""
         return -(-self._entries // count)
 
@@ -114,11 +114,11 @@ def _marks(count: int) -> list[int]:
 def _of_files(
     files: Sequence[_File], fields: Sequence[Field], size: int, pool: Executor, pin: bool
 ) -> Iterator[list[dict[str, Tensor]]]:
-    entries = sum(file.most(1) for file in files)
+    entries = sum(file.maximum(1) for file in files)
     # A short file has no entries in some of the rounds.
-    count = min(-(-entries // size), max(file.most(1) for file in files))
+    count = min(-(-entries // size), max(file.maximum(1) for file in files))
     free = [
-        [Staging(fields, file.most(count), pin) for file in files]
+        [Staging(fields, file.maximum(count), pin) for file in files]
         for _ in range(min(_AHEAD + 1, count))
     ]
     ahead: list[tuple[list[Future[Read] | None], list[Staging]]] = []

@@ -72,18 +72,18 @@ class PartReader:
                     count += int(self._is_of_owners(ids).sum()) if has_others else len(ids)
         return count
 
-    def batches(self, part: SavedPart, least_bytes: int) -> Iterator[dict[str, Tensor]]:
+    def batches(self, part: SavedPart, min_bytes: int) -> Iterator[dict[str, Tensor]]:
         """The entries in a shard; each batch is valid until the next.
 
         Args:
             part: the shard.
-            least_bytes: least number of bytes of an entry, in files or converted.
+            min_bytes: least number of bytes of an entry, in files or converted.
 
         Raises:
             ValueError: a file is missing or cut short or, with ``verify``, damaged.
         """
         fields = part.fields
-        width = max(entry_bytes(fields), least_bytes)
+        width = max(entry_bytes(fields), min_bytes)
         size = max(1, self.batch_bytes // ((self.threads + _COPIES) * width))
         shards = [shard for _, manifest in part.layers for shard in manifest.shards]
         size = min(size, max((shard.entries for shard in shards), default=1))

@@ -208,13 +208,13 @@ class PartsLoad:
 
     def _fill(self, exact: bool) -> int:
         lost = filled = 0
-        least = entry_bytes(self._target.fields)
+        minimum = entry_bytes(self._target.fields)
         for columns, parts in self._by_columns:
             for part in parts:
                 if exact and not filled and self._can_fill_in_parallel(part, columns):
-                    lost += self._fill_in_parallel(part, least)
+                    lost += self._fill_in_parallel(part, minimum)
                     continue
-                with contextlib.closing(self._reader.batches(part, least)) as batches:
+                with contextlib.closing(self._reader.batches(part, minimum)) as batches:
                     for batch in batches:
                         if not self._target.is_int8:
                             batch = dequantised(batch)
@@ -240,14 +240,14 @@ class PartsLoad:
         on_cpu = self._group.device.type == "cpu"
         return on_cpu and columns == self.columns and can_read_in_parallel(self._reader, part)
 
-    def _fill_in_parallel(self, part: SavedPart, least: int) -> int:
+    def _fill_in_parallel(self, part: SavedPart, minimum: int) -> int:
         """Restores the entries of a shard's files to their own slots; returns the number of
         entries that found none."""
         lost = 0
         table = FileTable(self._group, self._table, self._batch_bytes)
         with (
             prefault_pages(table, self.entries),
-            contextlib.closing(rounds(self._reader, part, least)) as found,
+            contextlib.closing(rounds(self._reader, part, minimum)) as found,
         ):
             for batches in found:
                 if not self._target.is_int8:

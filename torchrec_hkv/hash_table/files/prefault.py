@@ -17,9 +17,9 @@ from torchrec_hkv.hash_table.files.shard_files import entry_bytes
 #: Bytes of slots whose pages are mapped at a time.
 _PIECE_BYTES = 16 << 20
 #: For smaller tables, starting a thread takes longer than it saves.
-_LEAST_BYTES = 8 * _PIECE_BYTES
+_MIN_BYTES = 8 * _PIECE_BYTES
 #: With more slots than this for each entry, entries would not use all pages.
-_MOST_SLOTS = 8
+_MAX_SLOTS = 8
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def prefault_pages(table: FileTable, entries: int) -> Iterator[None]:
         entries: number of entries that are loaded.
     """
     slot_bytes = entry_bytes(table.fields)
-    if table.slots * slot_bytes < _LEAST_BYTES or entries * _MOST_SLOTS < table.slots:
+    if table.slots * slot_bytes < _MIN_BYTES or entries * _MAX_SLOTS < table.slots:
         yield
         return
     ended = threading.Event()

@@ -37,7 +37,7 @@ from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
 #: Maximal size of a shard, and minimal size when several threads share a table. A shard of a larger
 #: table may be a sixteenth of it, because writing a shard scans all slots.
-SHARD_BYTES, LEAST_SHARD_BYTES = 1 << 30, 64 << 20
+SHARD_BYTES, MIN_SHARD_BYTES = 1 << 30, 64 << 20
 SHARDS = 16
 
 
@@ -224,7 +224,7 @@ def default_shard_bytes(size: int, threads: int) -> int:
     With several threads each gets two shards or more, so that they end at about the same time.
     There are at most about 16 shards, unless there are more threads.
     """
-    most = SHARD_BYTES
+    maximum = SHARD_BYTES
     if threads > 1:
-        most = min(SHARD_BYTES, max(LEAST_SHARD_BYTES, size // (2 * threads)))
-    return max(most, size // (SHARDS - 1))
+        maximum = min(SHARD_BYTES, max(MIN_SHARD_BYTES, size // (2 * threads)))
+    return max(maximum, size // (SHARDS - 1))

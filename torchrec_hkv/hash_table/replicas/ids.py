@@ -13,7 +13,7 @@ from torchrec_hkv.hash_table.replicas.changes import ChangedIds, find_slots
 
 _ops = torch.ops.torchrec_hkv
 #: Up to this number of ids are hashed, with a 32-bit index for each; more ids are sorted.
-_MOST_HASHED = (1 << 32) - 2
+_MAX_HASHED = (1 << 32) - 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def merge_ids(
         sizes: for each replica, the number of ids of these three kinds.
         replica: index of this replica.
     """
-    if group.device.type == "cpu" and sum(map(len, replicas)) <= _MOST_HASHED:
+    if group.device.type == "cpu" and sum(map(len, replicas)) <= _MAX_HASHED:
         # Ids stay in the order in which they first occur. Replicas give them in the order of slots,
         # so the table is read in order.
         flat = [n for of_replica in sizes for n in of_replica]

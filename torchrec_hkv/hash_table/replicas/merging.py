@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table.eviction import name_of, sums_scores
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_LEAST = -(1 << 63)
+_MIN = -(1 << 63)
 _LOW = 0xFFFFFFFF
 
 
@@ -52,7 +52,7 @@ class ScoreMerge:
 
     def lowest(self, n: int, device: torch.device) -> Tensor:
         """The numbers to maximize for ids that a replica does not have, int64 ``[n]``."""
-        return torch.full((n,), _LEAST, dtype=torch.int64, device=device)
+        return torch.full((n,), _MIN, dtype=torch.int64, device=device)
 
     def highest_of(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
         """The numbers to maximize, int64 ``[n]``.
@@ -70,7 +70,7 @@ class ScoreMerge:
         if self.adds:
             return before
         if self._policy == "customized":
-            return torch.where(touched, scores, _LEAST)
+            return torch.where(touched, scores, _MIN)
         return _ordered(scores)
 
     def added(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
@@ -96,4 +96,4 @@ class ScoreMerge:
 
 def _ordered(bits: Tensor) -> Tensor:
     """Converts unsigned numbers to signed numbers in the same order, and back."""
-    return bits ^ _LEAST
+    return bits ^ _MIN

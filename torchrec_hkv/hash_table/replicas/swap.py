@@ -90,15 +90,15 @@ class _Message:
         self._buffers.give_back(self._theirs)
 
 
-def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
+def swap_rows(tables: Sequence[TableSync], wire: Wire, max_bytes: int) -> None:
     """Merges all ids of all tables.
 
     Args:
         tables: the tables' syncs, with the same ids in both replicas.
         wire: connection to the other replica.
-        most_bytes: maximal bytes of rows in flight, for each of the two replicas.
+        max_bytes: maximal bytes of rows in flight, for each of the two replicas.
     """
-    most = min(_MESSAGE_BYTES, 2 * most_bytes // _IN_MEMORY)
+    maximum = min(_MESSAGE_BYTES, 2 * max_bytes // _IN_MEMORY)
     buffers = _Buffers()
     sent: deque[_Message] = deque()
     expected: deque[_Message] = deque()
@@ -107,7 +107,7 @@ def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
         expected.append(sent.popleft())
         expected[-1].expect()
 
-    for number, parts in enumerate(rounds(tables, most), start=1):
+    for number, parts in enumerate(rounds(tables, maximum), start=1):
         sent.append(_Message(parts, wire, number, buffers))
         sent[-1].send()
         if len(sent) > _SENT_AHEAD:

@@ -25,7 +25,7 @@ BATCH_BYTES = 64 << 20
 # Number of copies of a batch that are alive at once, such as the sent, the merged and the inserted.
 _COPIES = 4
 #: Maximal number of ids in the message with clocks and sizes.
-_MOST_ROOM = 1 << 17
+_MAX_ROOM = 1 << 17
 
 
 def id_sync_bytes(
@@ -185,7 +185,7 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
     if wire.size == 1:
         return Synced()
     sent_before = wire.sent_bytes
-    most_bytes = min(sync._batch_bytes for sync in syncs) // _COPIES
+    max_bytes = min(sync._batch_bytes for sync in syncs) // _COPIES
     with contextlib.ExitStack() as held:
         for sync in syncs:
             held.enter_context(sync.group.alone())
@@ -197,9 +197,9 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
             for table in sync._table_syncs(*of_sync, states)
         ]
         if wire.swaps(device):
-            swap_rows(tables, wire, most_bytes)
+            swap_rows(tables, wire, max_bytes)
         else:
-            for some in rounds(tables, most_bytes):
+            for some in rounds(tables, max_bytes):
                 exchange(some, wire)
         done = sum((table.finish() for table in tables), Synced())
         for sync in syncs:
@@ -240,7 +240,7 @@ def _gather_ids(
     if max(lengths) > room:
         rest = wire.gather(own[begin + room :], [max(0, length - room) for length in lengths])
         of_replicas = [torch.cat(both) for both in zip(of_replicas, rest, strict=True)]
-    syncs[0]._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
+    syncs[0]._room = min(_MAX_ROOM, max(lengths) * 9 // 8)
     tables = [(sync._group, table) for sync in syncs for table in sync._tables]
     met = []
     begins = [0] * wire.size

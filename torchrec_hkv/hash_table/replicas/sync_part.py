@@ -237,19 +237,19 @@ class SyncPart:
         )
 
 
-def rounds(tables: Sequence[TableSync], most_bytes: int) -> Iterator[list[SyncPart]]:
+def rounds(tables: Sequence[TableSync], max_bytes: int) -> Iterator[list[SyncPart]]:
     """Divides the ids of all tables into rounds. The parts of a round are exchanged together.
 
     Args:
         tables: the tables' syncs.
-        most_bytes: maximal bytes of the rows of a round.
+        max_bytes: maximal bytes of the rows of a round.
     """
     some: list[SyncPart] = []
     taken = 0
     for table in tables:
         begin = 0
         while begin < table.ids.numel():
-            room = (most_bytes - taken) // table.row_bytes
+            room = (max_bytes - taken) // table.row_bytes
             if room < 1 and some:
                 yield some
                 some, taken = [], 0

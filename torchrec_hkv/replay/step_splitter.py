@@ -14,7 +14,7 @@ from torchrec_hkv.replay.steps import Steps
 from torchrec_hkv.replay.windows import Windows
 
 
-class Feed:
+class StepSplitter:
     """Splits the parts of a log into steps.
 
     Args:
@@ -36,8 +36,10 @@ class Feed:
         self._sample = sample
         self._batch_size = batch_size
         self._samples = 0
-        self._begun = _Begun(None if sample.is_all else torch.empty(0, dtype=torch.int64))
-        self._whole = _Begun(None) if keeps_whole and not sample.is_all else None
+        self._sampled_cutter = _StepCutter(
+            None if sample.is_all else torch.empty(0, dtype=torch.int64)
+        )
+        self._full_cutter = _StepCutter(None) if keeps_whole and not sample.is_all else None
         self.windows = None if sample.is_all else Windows(sample)
         #: As :func:`torchrec_hkv.replay.tables.work_of`.
         self.work = 5.0 if self.windows is None else 8 + 35 * self.windows.counted.rate
@@ -53,12 +55,14 @@ class Feed:
         ids = self._merged([part.columns[name] for name in self._columns], part.num_samples)
         values, samples, groups = ids.values, ids.samples, None
         if self.windows is None:
-            self._see(values.numel(), torch.stack(torch.aminmax(values)) if len(values) else values)
+            self._update_bounds(
+                values.numel(), torch.stack(torch.aminmax(values)) if len(values) else values
+            )
         else:
             taken = sample_ids(values, self.windows.counted, self._sample)
-            self._see(values.numel(), taken.bounds)
-            self.windows.see(taken, values.numel())
-            at, groups = taken.at[taken.ours], groups_of(taken.bits[taken.ours])
+            self._update_bounds(values.numel(), taken.bounds)
+            self.windows.update(taken, values.numel())
+            at, groups = taken.positions[taken.smaller], groups_of(taken.hashes[taken.smaller])
             values = values[at]
             samples = at if samples is None else samples[at]
         first = self._samples // self._batch_size
@@ -67,19 +71,21 @@ class Feed:
         # Ends of the steps, in samples of this part.
         bounds = (torch.arange(count) + first + 1) * self._batch_size
         bounds -= self._samples - part.num_samples
-        steps = self._begun.cut(first, values, groups, _ends(samples, bounds), ids.values)
-        if self._whole is None:
+        steps = self._sampled_cutter.cut(first, values, groups, _ends(samples, bounds), ids.values)
+        if self._full_cutter is None:
             return steps
-        whole = self._whole.cut(first, ids.values, None, _ends(ids.samples, bounds), ids.values)
+        whole = self._full_cutter.cut(
+            first, ids.values, None, _ends(ids.samples, bounds), ids.values
+        )
         return dataclasses.replace(steps, whole=whole)
 
     def last(self) -> Steps:
         """The last step, if the log ended within one."""
         first = self._samples // self._batch_size
-        steps = self._begun.last(first)
-        if self._whole is None or steps.ends.numel() == 0:
+        steps = self._sampled_cutter.last(first)
+        if self._full_cutter is None or steps.ends.numel() == 0:
             return steps
-        return dataclasses.replace(steps, whole=self._whole.last(first, always=True))
+        return dataclasses.replace(steps, whole=self._full_cutter.last(first, always=True))
 
     def _merged(self, columns: list[Ids], num_samples: int) -> Ids:
         """Ids of all columns, ordered by step, then by column, with the begin of each step."""
@@ -99,7 +105,7 @@ class Feed:
             values[moved + torch.arange(moved.numel())] = ids.values
         return Ids(values, torch.repeat_interleave(bounds[:-1], counts.sum(0)))
 
-    def _see(self, lookups: int, bounds: Tensor) -> None:
+    def _update_bounds(self, lookups: int, bounds: Tensor) -> None:
         if lookups == 0:
             return
         self.lookups += lookups
@@ -114,7 +120,7 @@ def _ends(samples: Tensor | None, bounds: Tensor) -> Tensor:
     return bounds if samples is None else torch.searchsorted(samples, bounds)
 
 
-class _Begun:
+class _StepCutter:
     """Cuts parts into steps, and keeps the beginning of the next step.
 
     Args:

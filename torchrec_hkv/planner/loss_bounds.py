@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from torchrec_hkv.planner.levels import Level, TableLevels
+from torchrec_hkv.planner.levels import LossLevel, TableLevels
 
 Table = tuple[str, str]
 
@@ -25,7 +25,7 @@ _STEPS, _LOWEST, _HIGHEST = 48, -70.0, 40.0
 class _Hull:
     """For any price, the level with the least sum of loss and price times size."""
 
-    def __init__(self, levels: Sequence[Level], sizes: Sequence[float]) -> None:
+    def __init__(self, levels: Sequence[LossLevel], sizes: Sequence[float]) -> None:
         # Pairs (loss, size), from the largest level with the least loss to the smallest.
         self.points: list[tuple[float, float]] = []
         self.prices: list[float] = []  # above prices[i], point i + 1 is better than point i
@@ -50,7 +50,7 @@ class _Hull:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class LossBound:
     """A lower bound on the loss of plans, given which tables lose quality.
 
     Attributes:
@@ -59,128 +59,133 @@ class Bound:
         costs: what each table adds to the bound if it loses, for tables that need not lose.
         size: returns how much of the resource a level takes.
         cheapest: the least sum of loss and price, by table.
-        room: how much of the resource all ranks together have.
+        capacity: how much of the resource all ranks together have.
     """
 
     price: float
     base: float
     costs: Mapping[Table, float]
-    size: Callable[[Level], float]
+    size: Callable[[LossLevel], float]
     cheapest: Mapping[Table, float]
-    room: float
+    capacity: float
 
     def of(self, tables: Sequence[Table]) -> float:
         """The bound if exactly these tables of ``costs`` lose."""
         return self.base + sum(self.costs[table] for table in tables)
 
 
-class Scarce:
+class ScarceResource:
     """A resource of which a plan may take a limited amount: memory or time."""
 
     def __init__(
-        self, tables: Mapping[Table, TableLevels], size: Callable[[Level], float], room: float
+        self,
+        tables: Mapping[Table, TableLevels],
+        size: Callable[[LossLevel], float],
+        capacity: float,
     ) -> None:
         """
         Args:
             tables: the levels of each table, at least one.
             size: returns the least of the resource that a level takes over all ranks.
-            room: how much of the resource all ranks together have.
+            capacity: how much of the resource all ranks together have.
         """
-        self._size, self._room = size, room
+        self._size, self._capacity = size, capacity
         self._hulls: dict[Table, _Hull] = {}
-        self._whole: dict[Table, float] = {}
+        self._lossless_size: dict[Table, float] = {}
         self._open: list[Table] = []
         self._fixed = 0.0
         for table, levels in tables.items():
             if levels.lossy:
                 sizes = list(map(size, levels.lossy))
                 self._hulls[table] = _Hull(levels.lossy, sizes)
-            if levels.whole is not None and levels.lossy:
+            if levels.lossless is not None and levels.lossy:
                 self._open.append(table)
-                self._whole[table] = size(levels.whole)
-            elif levels.whole is not None:
-                self._fixed += size(levels.whole)
-        self._forced = [table for table in self._hulls if table not in self._whole]
+                self._lossless_size[table] = size(levels.lossless)
+            elif levels.lossless is not None:
+                self._fixed += size(levels.lossless)
+        self._forced = [table for table in self._hulls if table not in self._lossless_size]
 
-    def spared(self, table: Table) -> float:
+    def max_saving(self, table: Table) -> float:
         """The most that a table can save if it loses."""
-        return self._whole[table] - self._hulls[table].points[-1][1]
+        return self._lossless_size[table] - self._hulls[table].points[-1][1]
 
-    def fewest(self) -> int | None:
+    def min_lossy_tables(self) -> int | None:
         """The least number of tables that must lose, besides those that always do; None if there is
         not enough even if all lose."""
-        taken = self._fixed + sum(self._whole.values())
+        taken = self._fixed + sum(self._lossless_size.values())
         taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
-        savings = sorted((max(self.spared(table), 0) for table in self._open), reverse=True)
+        savings = sorted((max(self.max_saving(table), 0) for table in self._open), reverse=True)
         for count, saved in enumerate([0.0, *savings]):
             taken -= saved
-            if taken <= self._room * (1 + 1e-12):
+            if taken <= self._capacity * (1 + 1e-12):
                 return count
         return None
 
-    def may_lose(self, count: int) -> set[Table]:
+    def tables_that_may_lose(self, count: int) -> set[Table]:
         """Tables that may lose something in a plan that fits, including those that must, if
         ``count`` tables lose besides those that must."""
-        order = sorted(self._open, key=lambda table: -self.spared(table))
-        missing, others = self._missing(), self._most_spared(count - 1)
-        kept = [table for table in order[count:] if others + self.spared(table) >= missing]
+        order = sorted(self._open, key=lambda table: -self.max_saving(table))
+        missing, others = self._missing(), self._max_saving_of_tables(count - 1)
+        kept = [table for table in order[count:] if others + self.max_saving(table) >= missing]
         return {*self._forced, *order[:count], *kept}
 
-    def largest(self, number: int) -> set[Table]:
+    def tables_with_largest_savings(self, number: int) -> set[Table]:
         """The ``number`` tables that can save most, among those that need not lose anything."""
-        return set(heapq.nlargest(number, self._open, key=self.spared))
+        return set(heapq.nlargest(number, self._open, key=self.max_saving))
 
     def exceeds(self, size: float, count: int) -> bool:
         """Whether a table of this size might save more than one of the ``count`` best tables."""
-        return size > self._most_spared(count) - self._most_spared(count - 1)
+        return size > self._max_saving_of_tables(count) - self._max_saving_of_tables(count - 1)
 
-    def _most_spared(self, count: int) -> float:
+    def _max_saving_of_tables(self, count: int) -> float:
         """The most that ``count`` tables can save."""
-        spared = heapq.nlargest(max(count, 0), map(self.spared, self._open))
+        spared = heapq.nlargest(max(count, 0), map(self.max_saving, self._open))
         return sum(max(saved, 0.0) for saved in spared)
 
     def _missing(self) -> float:
         """How much is missing if only the tables that must lose do."""
-        taken = self._fixed + sum(self._whole.values())
+        taken = self._fixed + sum(self._lossless_size.values())
         taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
-        return taken - self._room * (1 + 1e-12)
+        return taken - self._capacity * (1 + 1e-12)
 
-    def bound(self, count: int) -> Bound:
+    def bound(self, count: int) -> LossBound:
         """The bound if ``count`` tables lose besides those that must.
 
         It is very large if there is not enough of the resource.
         """
-        if self._taken(0.0, count) <= self._room:
+        if self._used(0.0, count) <= self._capacity:
             return self._bound(0.0)
         low, high = _LOWEST, _HIGHEST
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            if self._taken(math.exp(middle), count) <= self._room:
+            if self._used(math.exp(middle), count) <= self._capacity:
                 high = middle
             else:
                 low = middle
         return self._bound(math.exp(high))
 
-    def _taken(self, price: float, count: int) -> float:
+    def _used(self, price: float, count: int) -> float:
         """How much the best levels at a price take."""
         taken = self._fixed + sum(self._hulls[table].at(price)[1] for table in self._forced)
         gains = []
         for table in self._open:
             loss, size = self._hulls[table].at(price)
-            whole = self._whole[table]
+            whole = self._lossless_size[table]
             taken += whole
             gains.append((loss + price * (size - whole), size - whole))
         return taken + sum(size for _, size in heapq.nsmallest(count, gains))
 
-    def _bound(self, price: float) -> Bound:
+    def _bound(self, price: float) -> LossBound:
         cheapest = {}
         for table, hull in self._hulls.items():
             loss, size = hull.at(price)
             cheapest[table] = loss + price * size
-        base = price * (self._fixed - self._room) + sum(cheapest[t] for t in self._forced)
-        base += sum(price * self._whole[table] for table in self._open)
-        costs = {table: cheapest[table] - price * self._whole[table] for table in self._open}
-        return Bound(price, base, costs, self._size, cheapest, self._room)
+        base = price * (self._fixed - self._capacity) + sum(cheapest[t] for t in self._forced)
+        base += sum(price * self._lossless_size[table] for table in self._open)
+        costs = {
+            table: cheapest[table] - price * self._lossless_size[table] for table in self._open
+        }
+        return LossBound(price, base, costs, self._size, cheapest, self._capacity)
 
 
 def cheapest_sets(
@@ -212,7 +217,7 @@ def cheapest_sets(
                 heapq.heappush(waiting, (total - values[index] + values[following], other))
 
 
-def tightest(scarce: Sequence[Scarce], count: int) -> Bound:
+def tightest_bound(scarce: Sequence[ScarceResource], count: int) -> LossBound:
     """The largest bound of several resources.
 
     Args:

@@ -1,10 +1,10 @@
 """Tries levels of loss for the tables that lose something. All other tables keep full quality.
 
-An arrangement of n tables with s shards on r ranks takes O(n + s * r) time, and O(s^2 / r) more for
-each exchange of shards. For k tables that lose, with up to m levels each, the first answer takes 24
-arrangements, and each pass over single tables O(k * log(m)). A pass over pairs takes
-O(k^2 * log(m)), without those that the memory of all ranks together rules out. For many tables the
-total number of arrangements is bounded (:mod:`torchrec_hkv.planner.search`).
+A selection of options of n tables with s shards on r ranks takes O(n + s * r) time, and O(s^2 / r)
+more for each exchange of shards. For k tables that lose, with up to m levels each, the first answer
+takes 24 selections, and each pass over single tables O(k * log(m)). A pass over pairs takes O(k^2 *
+log(m)), without those that the memory of all ranks together rules out. For many tables the total
+number of selections is bounded (:mod:`torchrec_hkv.planner.search`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.prices import Bound, Table
+from torchrec_hkv.planner.levels import LossLevel
+from torchrec_hkv.planner.loss_bounds import LossBound, Table
 
 if TYPE_CHECKING:
-    from torchrec_hkv.planner.search import Search
+    from torchrec_hkv.planner.search import LeastLossSearch
 
 #: Number of bisection steps for the price of a byte in the first answer.
 _PRICES = 24
@@ -30,15 +30,15 @@ EQUAL = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class BestLevels:
     """Levels that fit, with options of theirs that do."""
 
     loss: float
-    levels: list[Level]
+    levels: list[LossLevel]
     options: list[ShardingOption]
 
 
-class Visit:
+class LevelSearch:
     """Tries the levels of some tables, with fixed levels for all others.
 
     Attributes:
@@ -47,27 +47,29 @@ class Visit:
 
     def __init__(
         self,
-        search: Search,
+        search: LeastLossSearch,
         names: Sequence[Table],
-        fixed: Mapping[Table, Level | None],
+        fixed: Mapping[Table, LossLevel | None],
         free: Sequence[Table],
-        bound: Bound,
+        bound: LossBound,
         limit: float,
     ) -> None:
         self._search, self._names, self._fixed, self._free = search, names, fixed, free
         self._bound, self._limit = bound, limit
-        self.best: Best | None = None
-        self._own: dict[Table, Level] | None = None  # the best levels so far, within bounds or not
+        self.best: BestLevels | None = None
+        self._best_fitting: dict[Table, LossLevel] | None = (
+            None  # the best levels so far, within bounds or not
+        )
         self._tried: dict[tuple[int, ...], bool] = {}
-        self._taken = sums_of(level for level in fixed.values() if level is not None)
+        self._fixed_memory = memory_of(level for level in fixed.values() if level is not None)
         # Lower bounds on loss and price: of the fixed tables, and of the free tables from each
         # index on.
         taken = sum(bound.size(level) for level in fixed.values() if level is not None)
-        self._base = bound.price * (taken - bound.room)
+        self._base = bound.price * (taken - bound.capacity)
         costs = [bound.cheapest[table] for table in free]
         self._after = [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
 
-    def _try(self, chosen: Mapping[Table, Level]) -> bool:
+    def _try(self, chosen: Mapping[Table, LossLevel]) -> bool:
         """Whether levels fit. Keeps them if they have less loss than the best so far."""
         key = tuple(id(chosen[table]) for table in self._free)
         if key in self._tried:
@@ -78,18 +80,18 @@ class Visit:
         if options is None:
             return False
         loss = _loss(chosen)
-        if loss <= self._search.most_loss and self._is_better(loss):
-            self.best = Best(loss, [level for level in levels if level is not None], options)
-        if self._own is None or loss < _loss(self._own):
-            self._own = dict(chosen)
+        if loss <= self._search.max_loss and self._is_better(loss):
+            self.best = BestLevels(loss, [level for level in levels if level is not None], options)
+        if self._best_fitting is None or loss < _loss(self._best_fitting):
+            self._best_fitting = dict(chosen)
         return True
 
-    def smallest(self) -> bool:
+    def try_smallest(self) -> bool:
         """Whether the smallest levels fit: of all levels, or of those whose largest shard takes at
         most a given part of a rank's memory."""
         size, memory = self._bound.size, self._search.rank_memory
 
-        def of_part(part: float) -> Callable[[Level], tuple[float, float]]:
+        def of_part(part: float) -> Callable[[LossLevel], tuple[float, float]]:
             return lambda level: (max(level.shard, memory * part), size(level))
 
         return any(
@@ -97,7 +99,7 @@ class Visit:
             for key in (of_part(1), of_part(0.5), of_part(0.125), of_part(0))
         )
 
-    def by_prices(self) -> None:
+    def search_by_price(self) -> None:
         """Finds a first answer: each table takes the level with the least sum of loss and price, at
         the lowest price at which the levels fit."""
         if len(self._free) < 2:
@@ -119,41 +121,47 @@ class Visit:
             else:
                 low = middle
 
-    def one_by_one(self) -> None:
+    def improve_single_tables(self) -> None:
         """Gives unused memory to one table after the other, as long as the loss decreases."""
-        if len(self._free) < 3 or self._own is None:
+        if len(self._free) < 3 or self._best_fitting is None:
             return
         before = math.inf
-        while _loss(self._own) < before - EQUAL:
-            before = _loss(self._own)
-            for table in sorted(self._free, key=lambda t: -self._own[t].loss.value):
-                others = {other: self._own[other] for other in self._free if other != table}
-                self._last(table, others, _loss(others), self._own[table].loss.value)
+        while _loss(self._best_fitting) < before - EQUAL:
+            before = _loss(self._best_fitting)
+            for table in sorted(self._free, key=lambda t: -self._best_fitting[t].loss.value):
+                others = {
+                    other: self._best_fitting[other] for other in self._free if other != table
+                }
+                self._search_last_table(
+                    table, others, _loss(others), self._best_fitting[table].loss.value
+                )
 
-    def two_by_two(self) -> None:
+    def improve_pairs(self) -> None:
         """Gives one table its next smaller level, and the freed memory to another table, as long as
         the loss decreases."""
         before = math.inf
-        while self._own is not None and _loss(self._own) < before - EQUAL:
-            before = _loss(self._own)
+        while self._best_fitting is not None and _loss(self._best_fitting) < before - EQUAL:
+            before = _loss(self._best_fitting)
             for lowered, raised in itertools.permutations(self._free, 2):
                 if self._search.is_exhausted:
                     return
-                own = self._own
+                own = self._best_fitting
                 lower = self._next_smaller(lowered, own[lowered])
                 if lower is None:
                     continue
                 others = {**own, lowered: lower}
                 del others[raised]
                 known = _loss(others)
-                self._last(raised, others, known, _loss(own) - known - EQUAL)
+                self._search_last_table(raised, others, known, _loss(own) - known - EQUAL)
 
-    def _next_smaller(self, table: Table, level: Level) -> Level | None:
+    def _next_smaller(self, table: Table, level: LossLevel) -> LossLevel | None:
         chain = [each for each in self._search.lossy(table) if each.chain == level.chain]
         place = chain.index(level) + 1
         return chain[place] if place < len(chain) else None
 
-    def all_levels(self, chosen: Mapping[Table, Level] | None = None, cost: float = 0.0) -> None:
+    def search_all(
+        self, chosen: Mapping[Table, LossLevel] | None = None, cost: float = 0.0
+    ) -> None:
         """Tries all combinations of levels that may have less loss than the best so far.
 
         Args:
@@ -168,24 +176,28 @@ class Visit:
             return
         known = _loss(chosen)
         if len(rest) == 1:
-            self._last(rest[0], chosen, known)
+            self._search_last_table(rest[0], chosen, known)
             return
         after = sum(self._search.lossy(table)[0].loss.value for table in rest[1:])
         price, size = self._bound.price, self._bound.size
         for level in self._search.lossy(rest[0]):
             loss = level.loss.value
-            if not self._search.look() or not self._is_better(known + loss + after):
+            if not self._search.count_visited_level() or not self._is_better(known + loss + after):
                 break
             then = cost + loss + price * size(level)
             if self._is_better(self._base + then + self._after[place + 1]):
-                self.all_levels({**chosen, rest[0]: level}, then)
+                self.search_all({**chosen, rest[0]: level}, then)
 
     def _is_better(self, loss: float) -> bool:
         limit = self._limit if self.best is None else self.best.loss - EQUAL
-        return loss < limit and loss <= self._search.most_loss + EQUAL
+        return loss < limit and loss <= self._search.max_loss + EQUAL
 
-    def _last(
-        self, table: Table, chosen: Mapping[Table, Level], known: float, most: float = math.inf
+    def _search_last_table(
+        self,
+        table: Table,
+        chosen: Mapping[Table, LossLevel],
+        known: float,
+        maximum: float = math.inf,
     ) -> None:
         """Finds the level of the last table: in each chain, the largest size that fits.
 
@@ -193,30 +205,32 @@ class Visit:
             table: the table.
             chosen: the levels of the other tables.
             known: sum of their losses.
-            most: only levels with less loss than this are tried.
+            maximum: only levels with less loss than this are tried.
         """
-        chains: dict[tuple[str, ...], list[Level]] = {}
+        chains: dict[tuple[str, ...], list[LossLevel]] = {}
         for level in self._search.lossy(table):
-            if level.loss.value >= most:
+            if level.loss.value >= maximum:
                 break
             chains.setdefault(level.chain, []).append(level)
-        hbm, host, total = map(sum, zip(self._taken, sums_of(chosen.values()), strict=True))
+        hbm, host, total = map(
+            sum, zip(self._fixed_memory, memory_of(chosen.values()), strict=True)
+        )
         for chain in sorted(chains.values(), key=lambda levels: levels[0].loss.value):
-            if most == math.inf:
+            if maximum == math.inf:
                 own = [level for level in chain if self._is_better(known + level.loss.value)]
             else:
                 own = chain
             # Levels before `low` do not fit.
             low = _first(
                 own,
-                lambda level: self._search.has(
+                lambda level: self._search.has_memory(
                     hbm + level.hbm, host + level.host, total + level.total
                 ),
             )
             _first(own, lambda level: self._try({**chosen, table: level}), low)
 
 
-def sums_of(levels: Iterable[Level]) -> tuple[int, int, int]:
+def memory_of(levels: Iterable[LossLevel]) -> tuple[int, int, int]:
     """The least HBM, host memory and memory in total that levels take."""
     hbm = host = total = 0
     for level in levels:
@@ -224,7 +238,7 @@ def sums_of(levels: Iterable[Level]) -> tuple[int, int, int]:
     return hbm, host, total
 
 
-def _first(levels: Sequence[Level], fits: Callable[[Level], bool], low: int = 0) -> int:
+def _first(levels: Sequence[LossLevel], fits: Callable[[LossLevel], bool], low: int = 0) -> int:
     """Bisection for the first level of a chain that fits; a chain begins with the largest level."""
     high = len(levels)
     while low < high:
@@ -236,5 +250,5 @@ def _first(levels: Sequence[Level], fits: Callable[[Level], bool], low: int = 0)
     return low
 
 
-def _loss(chosen: Mapping[Table, Level]) -> float:
+def _loss(chosen: Mapping[Table, LossLevel]) -> float:
     return sum(level.loss.value for level in chosen.values())

@@ -17,12 +17,19 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.budget import Missing, missing_bytes
-from torchrec_hkv.planner.levels import Level
-from torchrec_hkv.planner.options import is_ours
-from torchrec_hkv.planner.packing import Parts, Sums, fits, is_by_host, rooms_of, slowest
+from torchrec_hkv.planner.budget import MissingMemory, missing_bytes
+from torchrec_hkv.planner.levels import LossLevel
+from torchrec_hkv.planner.option_sets import OptionSet, SizedOption, fits_wherever
+from torchrec_hkv.planner.options import is_backend_option
+from torchrec_hkv.planner.packing import (
+    PlanSums,
+    ShardNeeds,
+    fits,
+    free_memory,
+    is_by_host,
+    slowest_rank_time,
+)
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
-from torchrec_hkv.planner.patterns import Choices, Sized, spares
 from torchrec_hkv.planner.proposer import GreedyProposer
 from torchrec_hkv.progress import advance
 
@@ -30,17 +37,17 @@ from torchrec_hkv.progress import advance
 FEW_TABLES = 12
 #: Bounds on the combinations of options that are tried for few and for many tables, and on the
 #: proposals.
-_MOST_FITS, _FEWER_FITS, _MOST_PROPOSALS = 4096, 256, 3000
+_MAX_FITS, _FEWER_FITS, _MAX_PROPOSALS = 4096, 256, 3000
 #: Number of options of all tables up to which greedy proposals are tried.
-_MOST_OPTIONS = 20_000
+_MAX_OPTIONS = 20_000
 #: Relative error of a sum of times.
 _ROUNDING = 1e-9
 #: Number of shards that are placed while one plan is improved.
-_MOST_PLACED = 500_000
+_MAX_PLACED = 500_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Arranged:
+class FittingPlan:
     """A plan that fits.
 
     Attributes:
@@ -54,7 +61,7 @@ class Arranged:
     options: list[ShardingOption]
 
 
-class Arranger:
+class OptionSelector:
     """Finds a sharding option per table, given its level of loss."""
 
     def __init__(
@@ -63,7 +70,7 @@ class Arranger:
         partitioner: Partitioner,
         perf_model: PerfModel,
         fill_in_times: Callable[[Sequence[ShardingOption]], None],
-        most_loss: float = math.inf,
+        max_loss: float = math.inf,
     ) -> None:
         """
         Args:
@@ -71,23 +78,23 @@ class Arranger:
             partitioner: assigns shards to ranks.
             perf_model: rates plans.
             fill_in_times: estimates the times of options that have none yet.
-            most_loss: bound on the loss of all tables together.
+            max_loss: bound on the loss of all tables together.
         """
         self._topology, self._partitioner, self._perf_model = topology, partitioner, perf_model
-        self._fill_in_times, self._most_loss = fill_in_times, most_loss
-        self._ranks, self._rooms = len(topology.devices), rooms_of(topology)
+        self._fill_in_times, self._max_loss = fill_in_times, max_loss
+        self._ranks, self._memory = len(topology.devices), free_memory(topology)
         self._hbm = sum(device.storage.hbm for device in topology.devices)
         self._host = sum(device.storage.ddr for device in topology.devices)
         self._several_hosts = topology.world_size > topology.local_world_size
         # Whether this class can rate plans itself, without TorchRec's objects.
-        self._is_own = (
+        self._rates_plans = (
             type(partitioner) is SearchingPartitioner and type(perf_model) is NoopPerfModel
         )
         # Caches by id() of an option or level. They hold the object, so that its id is not reused.
-        self._timed: dict[int, tuple[ShardingOption, Parts]] = {}
-        self._choices: dict[int, tuple[Level, Choices]] = {}
-        self._sums = Sums(self._parts)
-        self._least_times: dict[int, tuple[Level, float]] = {}
+        self._timed: dict[int, tuple[ShardingOption, ShardNeeds]] = {}
+        self._option_sets: dict[int, tuple[LossLevel, OptionSet]] = {}
+        self._sums = PlanSums(self._needs)
+        self._min_times: dict[int, tuple[LossLevel, float]] = {}
 
     @property
     def hbm(self) -> int:
@@ -107,46 +114,46 @@ class Arranger:
     @property
     def adds_times(self) -> bool:
         """Whether the time of a plan is the largest sum of shard times on a rank."""
-        return self._is_own
+        return self._rates_plans
 
-    def has(self, hbm: int, host: int, total: int) -> bool:
+    def has_memory(self, hbm: int, host: int, total: int) -> bool:
         """Whether all ranks together have this much memory."""
         return hbm <= self._hbm and host <= self._host and total <= self._hbm + self._host
 
-    def least_time(self, level: Level) -> float:
+    def min_time(self, level: LossLevel) -> float:
         """The least time of an option of a level, summed over all ranks."""
-        found = self._least_times.get(id(level))
+        found = self._min_times.get(id(level))
         if found is None:
             self._fill_in_times(level.options)
-            least = min(self._parts(option).time for option in level.options)
-            found = self._least_times[id(level)] = (level, least)
+            minimum = min(self._needs(option).time for option in level.options)
+            found = self._min_times[id(level)] = (level, minimum)
         return found[1]
 
-    def may_take(self, levels: Iterable[Level], time: float) -> bool:
+    def may_be_within_time(self, levels: Iterable[LossLevel], time: float) -> bool:
         """Whether a plan of these levels might take no more than a time."""
-        return self._may_be(0, 0, sum(map(self.least_time, levels)), time)
+        return self._may_fit(0, 0, sum(map(self.min_time, levels)), time)
 
-    def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
+    def find_fitting(self, levels: Sequence[LossLevel]) -> list[ShardingOption] | None:
         """Options that fit, not necessarily fast ones; None if none were found."""
         advance(1)
-        tables = [self._choices_of(level) for level in levels]
-        most = _MOST_FITS if len(tables) <= FEW_TABLES else _FEWER_FITS
-        are_few = math.prod(len(table.options) for table in tables) <= most
-        if self._is_own and not are_few and all(table.are_placed for table in tables):
-            chosen = self._rooms.fitting([table.needs for table in tables])
+        tables = [self._options_of_level(level) for level in levels]
+        maximum = _MAX_FITS if len(tables) <= FEW_TABLES else _FEWER_FITS
+        are_few = math.prod(len(table.options) for table in tables) <= maximum
+        if self._rates_plans and not are_few and all(table.are_placed for table in tables):
+            chosen = self._memory.fitting([table.needs for table in tables])
             if chosen is None:
                 return None
             return [t.options[at].option for t, at in zip(tables, chosen, strict=True)]
         for sized in self._combinations(tables, are_few):
-            if sum(one.parts.hbm for one in sized) > self._hbm:
+            if sum(one.needs.hbm for one in sized) > self._hbm:
                 continue
-            if sum(one.parts.host for one in sized) > self._host:
+            if sum(one.needs.host for one in sized) > self._host:
                 continue
             options = [one.option for one in sized]
-            is_ours = all(one.parts.is_placed for one in sized)
-            if is_ours and not fits([one.parts for one in sized], self._rooms):
+            is_ours = all(one.needs.is_placed for one in sized)
+            if is_ours and not fits([one.needs for one in sized], self._memory):
                 continue
-            if is_ours and self._is_own:
+            if is_ours and self._rates_plans:
                 return options
             self._fill_in_times(options)
             if self.rating(options) is not None:
@@ -156,9 +163,9 @@ class Arranger:
     def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
         """Time of a step on the slowest rank; None if the options do not fit."""
         advance(1)
-        parts = [self._parts(option) for option in proposal] if self._is_own else []
-        if self._is_own and all(each.is_placed for each in parts):
-            return slowest(parts, self._rooms)
+        parts = [self._needs(option) for option in proposal] if self._rates_plans else []
+        if self._rates_plans and all(each.is_placed for each in parts):
+            return slowest_rank_time(parts, self._memory)
         try:
             return self._perf_model.rate(
                 self._partitioner.partition(
@@ -170,40 +177,42 @@ class Arranger:
         finally:
             _forget_ranks(proposal)
 
-    def missing(self, proposal: Sequence[ShardingOption]) -> Missing:
+    def missing_memory(self, proposal: Sequence[ShardingOption]) -> MissingMemory:
         """The memory that a plan lacks."""
-        return missing_bytes(proposal, self._topology, self._parts)
+        return missing_bytes(proposal, self._topology, self._needs)
 
-    def _parts(self, option: ShardingOption) -> Parts:
+    def _needs(self, option: ShardingOption) -> ShardNeeds:
         """The needs of an option whose times are filled in."""
         found = self._timed.get(id(option))
         if found is None:
-            found = self._timed[id(option)] = (option, Parts(option))
+            found = self._timed[id(option)] = (option, ShardNeeds(option))
         return found[1]
 
     def can_improve(self, proposal: Sequence[ShardingOption], time: float) -> bool:
         """Whether a plan could fit and take no more than ``time`` if the ranks shared the load
         evenly."""
-        if not self._is_own:
+        if not self._rates_plans:
             return True
         hbm, host, _, took = self._sums.of(proposal)
-        return self._may_be(hbm, host, took, time)
+        return self._may_fit(hbm, host, took, time)
 
-    def _may_be(self, hbm: int, host: int, took: float, time: float) -> bool:
-        if not self._is_own:
+    def _may_fit(self, hbm: int, host: int, took: float, time: float) -> bool:
+        if not self._rates_plans:
             return True
         if hbm > self._hbm or host > self._host:
             return False
         return took <= time * self._ranks * (1 + _ROUNDING)
 
-    def fastest(
-        self, tables: Sequence[Sequence[Level]], known: Sequence[Sequence[ShardingOption]] = ()
-    ) -> Arranged | None:
+    def find_fastest(
+        self,
+        tables: Sequence[Sequence[LossLevel]],
+        known_fitting: Sequence[Sequence[ShardingOption]] = (),
+    ) -> FittingPlan | None:
         """The fastest plan found; of equally fast ones, the one with the least loss.
 
         Args:
             tables: the allowed levels of each table.
-            known: plans that are known to fit.
+            known_fitting: plans that are known to fit.
         """
         by_table = {
             (o.path, o.name): [o for level in levels for o in level.options]
@@ -213,37 +222,39 @@ class Arranger:
         losses = {
             id(o): level.loss.value for levels in tables for level in levels for o in level.options
         }
-        all_tried = math.prod(map(len, by_table.values())) <= _MOST_PROPOSALS
+        all_tried = math.prod(map(len, by_table.values())) <= _MAX_PROPOSALS
         if not all_tried:
-            by_table = {table: self._quick_to_place(options) for table, options in by_table.items()}
+            by_table = {
+                table: self._without_by_host(options) for table, options in by_table.items()
+            }
         space = [option for options in by_table.values() for option in options]
-        self._fill_in_times([*space, *itertools.chain(*known)])
-        best: Arranged | None = None
-        for proposal in itertools.chain(known, self._all_proposals(by_table)):
+        self._fill_in_times([*space, *itertools.chain(*known_fitting)])
+        best: FittingPlan | None = None
+        for proposal in itertools.chain(known_fitting, self._all_proposals(by_table)):
             if best is None or self.can_improve(proposal, best.time):
                 best = self._better(best, proposal, losses)
         if best is None or all_tried:
             return best
         return self._improved(best, by_table, losses)
 
-    def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
+    def _without_by_host(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """If there is one host, leaves out options by host: other options spread shards alike."""
         kept = [option for option in options if self._several_hosts or not is_by_host(option)]
         return kept or options
 
     def _better(
         self,
-        best: Arranged | None,
+        best: FittingPlan | None,
         proposal: Sequence[ShardingOption],
         losses: Mapping[int, float],
-    ) -> Arranged | None:
+    ) -> FittingPlan | None:
         loss = sum(losses[id(option)] for option in proposal)
-        if loss > self._most_loss:
+        if loss > self._max_loss:
             return best
         rating = self.rating(proposal)
         if rating is None or (best is not None and (best.time, best.loss) <= (rating, loss)):
             return best
-        return Arranged(rating, loss, list(proposal))
+        return FittingPlan(rating, loss, list(proposal))
 
     def _all_proposals(
         self, by_table: Mapping[tuple[str, str], Sequence[ShardingOption]]
@@ -251,16 +262,16 @@ class Arranger:
         """Proposals with all options, then with stock kernels only: with more options, a greedy
         search may end at a slower plan."""
         space = [option for options in by_table.values() for option in options]
-        if len(space) > _MOST_OPTIONS:
+        if len(space) > _MAX_OPTIONS:
             return
         yield from self._proposals(space)
-        stock = [option for option in space if not is_ours(option)]
+        stock = [option for option in space if not is_backend_option(option)]
         if len(stock) < len(space) and len({(o.path, o.name) for o in stock}) == len(by_table):
             yield from self._proposals(stock)
 
     def _proposals(self, space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
         proposers = (
-            GridSearchProposer(_MOST_PROPOSALS),
+            GridSearchProposer(_MAX_PROPOSALS),
             GreedyProposer(),
             GreedyProposer(use_depth=False),
             UniformProposer(),
@@ -273,22 +284,22 @@ class Arranger:
 
     def _improved(
         self,
-        best: Arranged,
+        best: FittingPlan,
         by_table: Mapping[tuple[str, str], Sequence[ShardingOption]],
         losses: Mapping[int, float],
-    ) -> Arranged:
+    ) -> FittingPlan:
         """Changes the option of one table at a time while the plan improves."""
-        before: Arranged | None = None
-        left = _MOST_PLACED
+        before: FittingPlan | None = None
+        left = _MAX_PLACED
         while best is not before and left > 0:
             before = best
             for index, own in enumerate(before.options):
-                plan, current = best.options, self._parts(own)
+                plan, current = best.options, self._needs(own)
                 hbm, host, shards, took = self._sums.of(plan)
                 hbm, host, took = hbm - current.hbm, host - current.host, took - current.time
                 for option in by_table[own.path, own.name]:
-                    parts = self._parts(option)
-                    if left <= 0 or not self._may_be(
+                    parts = self._needs(option)
+                    if left <= 0 or not self._may_fit(
                         hbm + parts.hbm, host + parts.host, took + parts.time, best.time
                     ):
                         continue
@@ -297,29 +308,31 @@ class Arranger:
                     best = self._better(best, changed, losses) or best
         return best
 
-    def _choices_of(self, level: Level) -> Choices:
+    def _options_of_level(self, level: LossLevel) -> OptionSet:
         """Options of a level. If an option needs more memory than another on every rank, it is left
         out."""
-        cached = self._choices.get(id(level))
+        cached = self._option_sets.get(id(level))
         if cached is not None:
             return cached[1]
-        kept: list[Sized] = []
-        every = [Sized(option, Parts(option)) for option in level.options]
-        for sized in sorted(every, key=lambda sized: sized.parts.size):
+        kept: list[SizedOption] = []
+        every = [SizedOption(option, ShardNeeds(option)) for option in level.options]
+        for sized in sorted(every, key=lambda sized: sized.needs.size):
             if is_by_host(sized.option) and not self._several_hosts:
                 continue  # on one host, other sharding types spread shards alike
-            if not any(spares(other, sized) for other in kept):
+            if not any(fits_wherever(other, sized) for other in kept):
                 kept.append(sized)
-        found = Choices.of(kept or every)
-        self._choices[id(level)] = (level, found)
+        found = OptionSet.of(kept or every)
+        self._option_sets[id(level)] = (level, found)
         return found
 
-    def _combinations(self, tables: Sequence[Choices], are_few: bool) -> Iterator[Sequence[Sized]]:
+    def _combinations(
+        self, tables: Sequence[OptionSet], are_few: bool
+    ) -> Iterator[Sequence[SizedOption]]:
         """All combinations, or a few promising ones if there are too many."""
         if are_few:
             yield from itertools.product(*(table.options for table in tables))
             return
-        for chosen in self._rooms.patterns([table.needs for table in tables]):
+        for chosen in self._memory.patterns([table.needs for table in tables]):
             yield [table.options[at] for table, at in zip(tables, chosen, strict=True)]
 
 

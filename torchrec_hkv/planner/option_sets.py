@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_hkv import _C
-from torchrec_hkv.planner.packing import Parts
+from torchrec_hkv.planner.packing import ShardNeeds
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized:
+class SizedOption:
     """An option with the needs of its shards."""
 
     option: ShardingOption
-    parts: Parts
+    needs: ShardNeeds
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class OptionSet:
     """Options from which one is chosen.
 
     Attributes:
@@ -29,19 +29,19 @@ class Choices:
         needs: the options' needs, in the form that C++ takes.
     """
 
-    options: Sequence[Sized]
+    options: Sequence[SizedOption]
     are_placed: bool
     needs: _C.PlannerChoices
 
     @classmethod
-    def of(cls, options: Sequence[Sized]) -> Choices:
+    def of(cls, options: Sequence[SizedOption]) -> OptionSet:
         """The options of a table."""
-        needs = _C.PlannerChoices([sized.parts.needs for sized in options])
-        return cls(options, all(sized.parts.is_placed for sized in options), needs)
+        needs = _C.PlannerChoices([sized.needs.native for sized in options])
+        return cls(options, all(sized.needs.is_placed for sized in options), needs)
 
 
-def spares(other: Sized, sized: Sized) -> bool:
+def fits_wherever(other: SizedOption, sized: SizedOption) -> bool:
     """Whether ``other`` fits wherever ``sized`` fits."""
-    if other.parts.needs.spread != sized.parts.needs.spread:
+    if other.needs.native.spread != sized.needs.native.spread:
         return False
-    return other.parts.needs.fits_where(sized.parts.needs)
+    return other.needs.native.fits_where(sized.needs.native)
