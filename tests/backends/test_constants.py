@@ -14,7 +14,7 @@ from torchrec_hkv.backends.constants import (
     Fit,
     TimedStep,
     fit_constants,
-    fitted,
+    fit_works,
 )
 from torchrec_hkv.backends.workload import StepTime, Work
 
@@ -119,7 +119,7 @@ def test_the_best_of_all_sets_of_constants():
         counts[:, 3] = 2 * counts[:, 0] + 1e-3 * counts[:, 1]
         took = torch.rand(9, generator=generator, dtype=torch.float64) + 0.2
         names = "abcd"
-        found = fitted(
+        found = fit_works(
             [dict(zip(names, row.tolist(), strict=True)) for row in counts], took.tolist()
         )
         columns = torch.cat([counts, torch.ones(9, 1)], dim=1) / took[:, None]

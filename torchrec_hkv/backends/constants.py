@@ -133,19 +133,23 @@ def fit_constants(samples: Sequence[TimedStep]) -> Constants:
     sizes = sorted({sample.table_bytes for sample in samples})
     fits: list[Fit] = []
     for size in sizes:
-        own = [sample for sample in samples if sample.table_bytes == size]
+        of_size = [sample for sample in samples if sample.table_bytes == size]
         fixed = (fits[0].forward[FIXED], fits[0].backward[FIXED]) if fits else (None, None)
         fits.append(
             Fit(
                 size,
-                fitted([s.work.forward for s in own], [s.time.forward for s in own], fixed[0]),
-                fitted([s.work.backward for s in own], [s.time.backward for s in own], fixed[1]),
+                fit_works(
+                    [s.work.forward for s in of_size], [s.time.forward for s in of_size], fixed[0]
+                ),
+                fit_works(
+                    [s.work.backward for s in of_size], [s.time.backward for s in of_size], fixed[1]
+                ),
             )
         )
     return Constants(tuple(fits))
 
 
-def fitted(
+def fit_works(
     works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None = None
 ) -> dict[str, float]:
     """Least squares of the relative errors, with constants of at least 0.

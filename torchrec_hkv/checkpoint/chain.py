@@ -151,8 +151,8 @@ class Chain:
             ValueError: two folders have the same number.
         """
         names: dict[int, str] = {}
-        held = sorted(os.listdir(self._root)) if self._root.is_dir() else []
-        for name in held:
+        entries = sorted(os.listdir(self._root)) if self._root.is_dir() else []
+        for name in entries:
             found = _NAME.fullmatch(name)
             if found is None:
                 continue
@@ -197,7 +197,7 @@ class Chain:
                     f"{self._root / NEWEST} is missing, so that nothing says which checkpoint of "
                     "the chain is the newest: name the folder of the one that is to be loaded."
                 )
-        self._check_there(names, last, newest)
+        self._check_exists(names, last, newest)
         layers: list[tuple[Path, Record]] = []
         wanted = None  # digest that the predecessor must have
         for number in range(last, -1, -1):
@@ -225,7 +225,7 @@ class Chain:
             "of the chain."
         )
 
-    def _check_there(self, names: dict[int, str], last: int, newest: Newest | None) -> None:
+    def _check_exists(self, names: dict[int, str], last: int, newest: Newest | None) -> None:
         if last not in names:
             named = newest is not None and last == newest.number
             why = f", which {NEWEST} names as the newest" if named else ""

@@ -84,7 +84,7 @@ def load_dcp_folder(
         ValueError: the folder is damaged or doesn't match the model; nothing has changed then. If
             entries find no slot in a hash table, the table is empty afterwards.
     """
-    load = _Load(path, model, optimizer, tables, options, strict=strict)
+    load = _DcpLoad(path, model, optimizer, tables, options, strict=strict)
     with contextlib.ExitStack() as undo:
         on_every_rank(lambda: load.check(undo))
         load.check_tensors()
@@ -93,7 +93,7 @@ def load_dcp_folder(
         load.run()
 
 
-class _Load:
+class _DcpLoad:
     def __init__(
         self,
         path: Path,
@@ -137,8 +137,8 @@ class _Load:
     def check_tensors(self) -> None:
         """Checks that entries are what the metadata describes. Each is checked by one rank."""
         wanted = on_every_rank(lambda: self._wanted)
-        mine = share_of_rank(sorted({key for keys in wanted for key in keys}))
-        on_every_rank(lambda: self._reader.check_tensors(mine))
+        rank_keys = share_of_rank(sorted({key for keys in wanted for key in keys}))
+        on_every_rank(lambda: self._reader.check_tensors(rank_keys))
 
     def _has(self, name: str) -> bool:
         return self._folder.is_tensor(self._keys.model + name)
@@ -158,14 +158,14 @@ class _Load:
 
     def _check_source(self, source: SourceTable, table: ShardedTable) -> None:
         shard = table.state.shards[0]
-        for what, saved, own in (
+        for what, saved, expected in (
             ("dim", source.dim, shard.embedding_dim),
             ("dtype", source.dtype, shard.dtype),
         ):
-            if saved != own:
+            if saved != expected:
                 raise ValueError(
                     f"In {self._path}, table {source.name!r} has {what} {saved}, but "
-                    f"in the model {own}."
+                    f"in the model {expected}."
                 )
         if source.is_exact and source.entries > shard.num_embeddings:
             raise ValueError(
@@ -238,23 +238,25 @@ class _Load:
         source, table = self._sources[name], self._tables[name]
         lookups = table.collection.group_lookups()
         rank = this_rank()
-        held = [
+        rank_shards = [
             shard
             for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)
             if holder == rank
         ]
-        if not held:
+        if not rank_shards:
             return
         optimizer = table.planned.optimizer
         head = torch.tensor([1, layout_of(optimizer), source.updates, clock])
-        loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
-        for shard in held:
+        loads = {
+            s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in rank_shards
+        }
+        for shard in rank_shards:
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
-        given = held[0].options.score_source is not None
+        given = rank_shards[0].options.score_source is not None
         for batch in source.read(self._options.batch_bytes // 4):
             entries = completed(batch, source, optimizer, clock, given_scores=given)
-            for shard in held:
+            for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
             advance(len(batch["ids"]) * source.entry_bytes)
         for load in loads.values():

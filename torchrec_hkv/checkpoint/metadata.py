@@ -242,9 +242,9 @@ def _entry(value: object, place: Place) -> TensorStorageMetadata | BytesStorageM
     chunks = state.get("chunks")
     if type(chunks) is not list:
         raise place.of("chunks").refuse(_what(chunks), "a list")
-    made = [_chunk(chunk, place.of("chunks").at(i)) for i, chunk in enumerate(chunks)]
-    _check_tiles(size, made, place.of("chunks"))
-    return TensorStorageMetadata(TensorProperties(dtype=parts[0]), size, made)
+    parsed = [_chunk(chunk, place.of("chunks").at(i)) for i, chunk in enumerate(chunks)]
+    _check_tiles(size, parsed, place.of("chunks"))
+    return TensorStorageMetadata(TensorProperties(dtype=parts[0]), size, parsed)
 
 
 def _chunk(value: object, place: Place) -> ChunkStorageMetadata:

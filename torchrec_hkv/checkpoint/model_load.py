@@ -145,11 +145,11 @@ def load(
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
     placed: dict[str, Placed] = {}
-    for name, held in itertools.chain.from_iterable(of_ranks):
-        placed[name] = placed.get(name, Placed()) + held
+    for name, result in itertools.chain.from_iterable(of_ranks):
+        placed[name] = placed.get(name, Placed()) + result
     if this_rank() == 0:
         warn_of_losses(placed)
-    return sum(held.lost for held in placed.values())
+    return sum(result.lost for result in placed.values())
 
 
 def _verify(

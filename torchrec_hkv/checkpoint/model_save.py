@@ -197,20 +197,22 @@ def save_to(
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
-    mine: dict[str, str] = {}
+    local_files: dict[str, str] = {}
     of_tensors = local_bytes(state)
     with reported(f"Saving {place.path.name}", of_tensors):
-        on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
+        on_every_rank(
+            lambda: local_files.update(save_tables(place.saving, tables, options, trackers))
+        )
         save_tensors(place.saving / TENSORS, state, save.handle)
         advance(of_tensors)
     has_optimizer = optimizer is not None
 
     def finish(group: dist.ProcessGroup | None) -> None:
-        folders = on_every_rank(lambda: saved_folders(place.saving, mine), group)
+        folders = on_every_rank(lambda: saved_folders(place.saving, local_files), group)
         names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)), group)
-        own = share_of_rank(_tensor_files(names))
+        rank_files = share_of_rank(_tensor_files(names))
         recorded = on_every_rank(
-            lambda: {name: file_record(place.saving / name) for name in own}, group
+            lambda: {name: file_record(place.saving / name) for name in rank_files}, group
         )
         on_leader(lambda: commit(folders, recorded), group)
 
@@ -220,7 +222,7 @@ def save_to(
         files: dict[str, FileRecord] = {}
         for part in recorded:
             files.update(part)
-        saved = {name: held for part in folders for name, held in part.items()}
+        saved = {name: folder for part in folders for name, folder in part.items()}
         records = records_of(tables, saved)
         sync_folder(place.saving / TENSORS)
         record = Record(save_id, world_size(), has_optimizer, rates, records, files)

@@ -78,16 +78,16 @@ def reshard(
     for old in changed.values():
         collect_open_lookups(old.group_lookups().values())
     lost = 0
-    made: dict[str, BackendCollection] = {}
+    new_collections: dict[str, BackendCollection] = {}
     with reported("Resharding"):
         for path, old in changed.items():
-            new = made[path] = old.recipe.make(plan.plan[path])
+            new = new_collections[path] = old.recipe.make(plan.plan[path])
             new.train(old.training)
             lost += _move(path, old, new, allow_loss=allow_loss)
-    for path, new in made.items():
+    for path, new in new_collections.items():
         _replace(model, path, new)
         model._plan.plan[path] = plan.plan[path]
-    if made:
+    if new_collections:
         model._optim = model._init_optim(model.module)
     return lost
 
@@ -209,7 +209,7 @@ def _same_geometry(old: ShardedTable, new: ShardedTable) -> bool:
 
 def _weights(collection: BackendCollection) -> dict[str, Any]:
     """Values of stock tables, and of tables that appear as stock tables in the ``state_dict``."""
-    ours = {
+    backend_tables = {
         joined(collection.tables_attribute, name)
         for name, table in collection.sharded_tables().items()
         if not registry.get(table.planned.backend).is_dense(table.state.shards[0].options)
@@ -217,7 +217,7 @@ def _weights(collection: BackendCollection) -> dict[str, Any]:
     return {
         key: value
         for key, value in collection.state_dict().items()
-        if not any(key.startswith(f"{name}.") for name in ours)
+        if not any(key.startswith(f"{name}.") for name in backend_tables)
     }
 
 

@@ -143,13 +143,15 @@ class OpenedTable:
 
 def initial_rows_of(part: SavedPart, ids: Tensor) -> Tensor:
     table = part.manifest.table
-    made = table["initializer"]
+    initializer_fields = table["initializer"]
     return initial_rows(
         ids,
         table["dim"],
         table=table["name"],
         seed=table["seed"],
-        initializer=None if made is None else initializer_from_fields(made),
+        initializer=None
+        if initializer_fields is None
+        else initializer_from_fields(initializer_fields),
         column_offset=table["column_offset"],
     )
 

@@ -79,9 +79,10 @@ def warn_of_losses(placed: Mapping[str, Placed]) -> None:
         placed: numbers of entries over all ranks, by the full names of tables.
     """
     parts = [
-        f"{held.lost} of {held.entries} ({100 * held.lost / held.entries:.2f} %) of table {name!r}"
-        for name, held in placed.items()
-        if held.lost
+        f"{result.lost} of {result.entries} ({100 * result.lost / result.entries:.2f} %) of table "
+        f"{name!r}"
+        for name, result in placed.items()
+        if result.lost
     ]
     if parts:
         warn(

@@ -44,9 +44,9 @@ def save_tables(
     Raises:
         OSError: writing failed.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         for lookup in _lookups(tables):
-            held.enter_context(lookup.unchanged())
+            locks.enter_context(lookup.unchanged())
         return _save_tables(folder, tables, options, trackers)
 
 

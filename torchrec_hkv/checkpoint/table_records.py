@@ -36,10 +36,10 @@ def records_of(
             for index, shard in enumerate(table.state.shards):
                 name = shard_folder(key, index)
                 columns = (shard.column_offset, shard.column_offset + shard.dim)
-                held = saved[name]
+                folder = saved[name]
                 shards.append(
                     TableShardRecord(
-                        name, table.state.owners(shard), columns, held.entries, held.crc32
+                        name, table.state.owners(shard), columns, folder.entries, folder.crc32
                     )
                 )
         records[key] = _record_of(table, shards)
@@ -72,11 +72,11 @@ def check_tables(
                 "torchrec_hkv.checkpoint.export_rows and import_rows."
             )
         backend = registry.get(here.backend)
-        for what, own in here.identity.items():
-            if not backend.loads(what, saved.identity.get(what), own):
+        for what, expected in here.identity.items():
+            if not backend.loads(what, saved.identity.get(what), expected):
                 raise ValueError(
                     f"In the checkpoint {folder}, table {key!r} has {what} "
-                    f"{saved.identity.get(what)!r}, but in the model {own!r}."
+                    f"{saved.identity.get(what)!r}, but in the model {expected!r}."
                 )
         if (saved.shards is None) == table.has_files:
             kinds = ["by row number, as in a dense table", "by id"]

@@ -110,17 +110,17 @@ def move_entries(
     """
     rows = _by_rows(old)
     given, taken = old.collection.group_lookups(), new.collection.group_lookups()
-    mine = _shards_on_rank(new, wire.rank)
-    loads = {s.key: taken[s.key].open_entries(s.key, new.state.owners(s)) for s in mine}
+    rank_shards = _shards_on_rank(new, wire.rank)
+    loads = {s.key: taken[s.key].open_entries(s.key, new.state.owners(s)) for s in rank_shards}
     first = rows[0][0]
     rest = given[first[0].key].without_entries(first[0].key) if first[1] == wire.rank else None
     head = wire.send(None if rest is None else {_HEAD: rest[_HEAD]}, first[1])[_HEAD].cpu()
-    for shard in mine:
+    for shard in rank_shards:
         heads.setdefault(taken[shard.key], {})[shard.key] = head
         loads[shard.key].begin(head)
     for shards in rows:
         for entries in _entries(shards, given, wire):
-            for shard in mine:
+            for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
     for shards in rows:
         _move_counts(*shards[0], given, loads, wire)
@@ -145,9 +145,9 @@ def _entries(
 ) -> Iterator[dict[str, Tensor]]:
     """Entries with whole rows, the same on every rank."""
     first, holder = shards[0]
-    held = given[first.key].entries(first.key, BATCH) if holder == wire.rank else iter(())
+    batches = given[first.key].entries(first.key, BATCH) if holder == wire.rank else iter(())
     while True:
-        entries = wire.send(next(held, None) if holder == wire.rank else None, holder)
+        entries = wire.send(next(batches, None) if holder == wire.rank else None, holder)
         if entries is None:
             return
         parts = [entries]
@@ -211,8 +211,8 @@ def move_state(old: ShardedTable, new: ShardedTable, wire: RankTransfer) -> None
     for shard, rank in zip(old.state.shards, old.state.ranks, strict=True):
         # Every rank has a whole replicated table.
         holder = 0 if isinstance(old.state, ReplicatedState) else rank
-        held = given[shard.key].export_table(shard.key) if holder == wire.rank else None
-        state = wire.send(held, holder)
+        exported = given[shard.key].export_table(shard.key) if holder == wire.rank else None
+        state = wire.send(exported, holder)
         target, to = targets[shard.row_offset, shard.column_offset]
         if everywhere or to == wire.rank:
             taken[target.key].load_table(target.key, {k: t.cpu() for k, t in state.items()})
@@ -237,8 +237,8 @@ def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: RankTrans
         wire.pg,
     )
     parts: dict[str, list[_Place]] = {}
-    for held, _ in described:
-        for name, places in held.items():
+    for old_parts, _ in described:
+        for name, places in old_parts.items():
             known = parts.setdefault(name, [])
             known += [place for place in places if place not in known]
     sizes = {name: size for _, given in described for name, size in given.items()}
@@ -277,18 +277,18 @@ def _move_tensor(
     size: torch.Size,
     wire: RankTransfer,
 ) -> None:
-    held, targets = dict(_local(old)), _local(new)
+    sources, targets = dict(_local(old)), _local(new)
     ends = [max(o[d] + s[d] for o, s, _ in parts) for d in range(len(size))]
     if tuple(ends) != tuple(size):
-        _move_row_values(held, targets, parts, ends[0], size[0], wire)
+        _move_row_values(sources, targets, parts, ends[0], size[0], wire)
         return
     sent: set[tuple[int, ...]] = set()
     for offsets, _, holder in parts:
         if offsets in sent:  # replicated
             continue
         sent.add(offsets)
-        mine = {"part": held[offsets]} if holder == wire.rank else None
-        part = wire.send(mine, holder)["part"]
+        payload = {"part": sources[offsets]} if holder == wire.rank else None
+        part = wire.send(payload, holder)["part"]
         for to, target in targets:
             _copy_common(offsets, part, to, target)
 
@@ -310,7 +310,7 @@ def _copy_common(
 
 
 def _move_row_values(
-    held: dict[tuple[int, ...], Tensor],
+    sources: dict[tuple[int, ...], Tensor],
     targets: list[tuple[tuple[int, ...], Tensor]],
     parts: list[_Place],
     before: int,
@@ -321,8 +321,8 @@ def _move_row_values(
     column shards."""
     whole = torch.zeros(before, device=wire.device)
     for offsets, sizes, holder in parts:
-        mine = {"part": held[offsets]} if holder == wire.rank else None
-        whole[offsets[0] : offsets[0] + sizes[0]] = wire.send(mine, holder)["part"]
+        payload = {"part": sources[offsets]} if holder == wire.rank else None
+        whole[offsets[0] : offsets[0] + sizes[0]] = wire.send(payload, holder)["part"]
     rows = _common_rows(before, after)
     stacked = whole.view(-1, rows).mean(0).repeat(after // rows)
     for (to,), target in targets:

@@ -43,7 +43,9 @@ def verify(saved: SavedCheckpoint, options: FileOptions) -> list[str]:
         progress.advance(size)
 
     with progress.reported("Verifying", sum(size for _, size, _ in jobs)) as task:
-        threads = ThreadPoolExecutor(options.threads, initializer=progress.adopt, initargs=(task,))
+        threads = ThreadPoolExecutor(
+            options.threads, initializer=progress.use_progress, initargs=(task,)
+        )
         with threads as pool:
             list(pool.map(run, jobs))
     return sorted(damage)
@@ -57,8 +59,8 @@ def _jobs(saved: SavedCheckpoint, options: FileOptions) -> list[Job]:
         jobs += _table_jobs(saved.layers, options)
     for table in saved.tables.values() if saved.kind == "table" else ():
         for part in table.parts or ():
-            held = SavedShard(part.folder, part.owners)
-            jobs += [_job(table.backend, held, name, options) for name in part.manifest.files]
+            shard = SavedShard(part.folder, part.owners)
+            jobs += [_job(table.backend, shard, name, options) for name in part.manifest.files]
     return jobs
 
 

@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     tables = list(saved.tables.values())
     if arguments.table is not None:
         tables = [saved.table(arguments.table)]
-    ours = [table for table in tables if table.parts is not None]
+    backend_tables = [table for table in tables if table.parts is not None]
     if wanted is not None:
-        found = {table.name: find(table, wanted, batch_bytes) for table in ours}
+        found = {table.name: find(table, wanted, batch_bytes) for table in backend_tables}
         content: dict[str, Any] = {
             "id": wanted,
             "tables": {
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         code = 0 if any(entry is not None for entry in found.values()) else 1
         return Answer(_id_text(content), content, code)
     content = _folder(saved)
-    with reported("Inspecting", sum(map(bytes_to_inspect, ours))):
+    with reported("Inspecting", sum(map(bytes_to_inspect, backend_tables))):
         content["tables"] = [
             inspect_table(table, batch_bytes) if table.parts is not None else _by_number(table)
             for table in tables

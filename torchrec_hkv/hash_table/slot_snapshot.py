@@ -86,12 +86,12 @@ class SlotSnapshot:
             batch: number of slots to read at a time.
         """
         self.resize(keep=False)
-        for own in self._ranges(batch, _CPU_SLOTS):
-            slots = torch.arange(own.start, own.stop, device=self._group.device)
+        for span in self._ranges(batch, _CPU_SLOTS):
+            slots = torch.arange(span.start, span.stop, device=self._group.device)
             was = torch.zeros(len(slots), dtype=torch.bool, device=self._group.device)
-            self.ids[own], _ = self._group.ids_and_steps(self._table, slots)
-            there, _, _ = self._changes(own.start, was, None, 0, moved=False)
-            self.occupied[own] = False
+            self.ids[span], _ = self._group.ids_and_steps(self._table, slots)
+            there, _, _ = self._changes(span.start, was, None, 0, moved=False)
+            self.occupied[span] = False
             self.occupied[there.cpu()] = True
         self.acknowledge_moves()
 
@@ -120,9 +120,9 @@ class SlotSnapshot:
         if changed is not None and changed.numel():
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
-        for own in self._ranges(batch, batch):
-            its_marks = marked[own] if len(marked) else None
-            found = self._difference(own, since, its_marks, moved, freed)
+        for span in self._ranges(batch, batch):
+            span_marked = marked[span] if len(marked) else None
+            found = self._difference(span, since, span_marked, moved, freed)
             if self._group.device.type == "cuda":
                 # The GPU writes to the snapshot, and the host may read it after the yield.
                 torch.cuda.current_stream(self._group.device).synchronize()
@@ -130,19 +130,19 @@ class SlotSnapshot:
         self._moves, self._removals = moves, removals
 
     def _difference(
-        self, own: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
+        self, span: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
     ) -> SnapshotDifference:
         group, device = self._group, self._group.device
         if device.type == "cpu":
-            place = (group.counter_tensor, group.handle, self._table, own.start)
-            held = (self.ids[own], self.occupied[own])
+            place = (group.counter_tensor, group.handle, self._table, span.start)
+            contents = (self.ids[span], self.occupied[span])
             return SnapshotDifference(
-                *_ops.compare_slots(*place, *held, marked, since, moved, freed)
+                *_ops.compare_slots(*place, *contents, marked, since, moved, freed)
             )
-        was = self.occupied[own].to(device, non_blocking=True)
+        was = self.occupied[span].to(device, non_blocking=True)
         if marked is not None:
             marked = marked.to(device)
-        slots, bits, ids = self._changes(own.start, was, marked, since, moved)
+        slots, bits, ids = self._changes(span.start, was, marked, since, moved)
         is_there, was_there = (bits & _IS_THERE).bool(), (bits & _WAS_THERE).bool()
         before = _ops.exchange_contents(self.ids, self.occupied, slots, ids, is_there)
         touched = (bits & _IS_TOUCHED).bool()
@@ -150,9 +150,9 @@ class SlotSnapshot:
         if not moved and not other.any():  # listed entries were looked up
             nothing = slots[:0]
             return SnapshotDifference(slots, ids, touched, touched, nothing, nothing)
-        now, gone = is_there & (touched | other), was_there & other
+        now, vacated = is_there & (touched | other), was_there & other
         return SnapshotDifference(
-            slots[now], ids[now], touched[now], ~other[now], slots[gone], before[gone]
+            slots[now], ids[now], touched[now], ~other[now], slots[vacated], before[vacated]
         )
 
     def _changes(

@@ -154,13 +154,13 @@ class _Reader:
     def __init__(self, source: Source, group: dist.ProcessGroup | None) -> None:
         self._probes = probes_of(source)
         self._group = group
-        mine = [name for probe in self._probes for name in probe.names]
-        names = [mine]
+        local_names = [name for probe in self._probes for name in probe.names]
+        names = [local_names]
         if group is not None:
             names = [[] for _ in range(group.size())]
-            dist.all_gather_object(names, mine, group=group)
+            dist.all_gather_object(names, local_names, group=group)
         self._names = tuple(dict.fromkeys(name for each in names for name in each))
-        self._rows = [self._names.index(name) for name in mine]
+        self._rows = [self._names.index(name) for name in local_names]
         if not self._names:
             raise ValueError("There are no tables of this package to watch.")
 

@@ -48,9 +48,9 @@ def saved_state(tables: Tables, prefixes: Sequence[str]) -> dict[str, Tensor]:
     for of, measured in zip(prefixes, progress.aging, strict=True):
         if measured is not None:
             state[of + "aging"] = torch.tensor(measured, dtype=torch.float64)
-    for of, held in zip(prefixes, tables.contents(), strict=True):
+    for of, contents in zip(prefixes, tables.contents(), strict=True):
         for name in _SAVED:
-            state[of + name] = getattr(held, name)
+            state[of + name] = getattr(contents, name)
     return state
 
 

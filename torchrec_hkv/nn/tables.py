@@ -300,7 +300,7 @@ class Tables:
         """
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
-        held = self.contents() if loaded is None else loaded
+        stored = self.contents() if loaded is None else loaded
         progress_before, steps_before = (
             EvictionState.read(self.group),
             self.group.optimizer_steps.clone(),
@@ -308,20 +308,20 @@ class Tables:
         if was_empty:  # frees the old tables first, because their memory may be needed
             del self.group, self._gradients
         try:
-            made = self._rebuilt(
+            rebuilt = self._rebuilt(
                 plan,
-                held,
+                stored,
                 progress_before if eviction_state is None else eviction_state,
                 steps_before if steps is None else steps,
             )
         except BaseException:
             if was_empty:
-                made = make_group(before)
-                progress_before.restore(made[0])
-                made[0].optimizer_steps.copy_(steps_before)
-                self._set(before, *made)
+                rebuilt = make_group(before)
+                progress_before.restore(rebuilt[0])
+                rebuilt[0].optimizer_steps.copy_(steps_before)
+                self._set(before, *rebuilt)
             raise
-        self._set(plan, *made)
+        self._set(plan, *rebuilt)
 
     def _rebuilt(
         self, plan: Plan, stored: Sequence[Contents], eviction_state: EvictionState, steps: Tensor

@@ -142,8 +142,8 @@ class TTTables(nn.Module):
     def reset_parameters(self) -> None:
         """Replaces the cores by random ones, and resets the optimizer states."""
         for table, shape in enumerate(self.group.shapes):
-            own = self.tt_cores[self.group.cores_of(table)]
-            for core, new in zip(own, initial_cores(shape, self.weight_dist), strict=True):
+            cores = self.tt_cores[self.group.cores_of(table)]
+            for core, new in zip(cores, initial_cores(shape, self.weight_dist), strict=True):
                 core.data.copy_(new)
         for state in self.states:
             state.zero_()

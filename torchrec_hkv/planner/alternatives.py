@@ -43,13 +43,13 @@ def why_rejected(
     others = [option for option in plan if option is not chosen]
     for kernel in dict.fromkeys(map(kernel_of, options)):
         if kernel != kernel_of(chosen):
-            own = [option for option in options if kernel_of(option) == kernel]
-            if all(loses_more(option, chosen) for option in own):
+            of_kernel = [option for option in options if kernel_of(option) == kernel]
+            if all(loses_more(option, chosen) for option in of_kernel):
                 reasons[kernel] = "it would lose more quality"
                 continue
-            own = [option for option in own if not loses_more(option, chosen)]
-            own = _notable(own) if are_many else own
-            reasons[kernel] = _reason(own, others, best, missing, rating)
+            of_kernel = [option for option in of_kernel if not loses_more(option, chosen)]
+            of_kernel = _notable(of_kernel) if are_many else of_kernel
+            reasons[kernel] = _reason(of_kernel, others, best, missing, rating)
     whole = [option for option in options if loses_more(chosen, option)]
     if whole and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"

@@ -70,9 +70,9 @@ def smallest_options(
 
     by_table: dict[tuple[str, str], tuple[tuple[bool, float], ShardingOption]] = {}
     for option in options:
-        key, own = (option.path, option.name), part(option)
-        if key not in by_table or own < by_table[key][0]:
-            by_table[key] = (own, option)
+        key, size = (option.path, option.name), part(option)
+        if key not in by_table or size < by_table[key][0]:
+            by_table[key] = (size, option)
     return [option for _, option in by_table.values()]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.calibration import calibrated
+from torchrec_hkv.backends.calibration import calibrate
 from torchrec_hkv.backends.constants import CONSTANTS, Constants
 from torchrec_hkv.json_schema import (
     Choice,
@@ -32,7 +32,7 @@ from torchrec_hkv.json_schema import (
 )
 from torchrec_hkv.planner.stage_timing import StageTimer, stage_timers
 from torchrec_hkv.planner.stages import StageTimes
-from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
+from torchrec_hkv.planner.stock_kernels import FUSED, calibrate_fused
 from torchrec_hkv.text_files import replace_text
 
 _FORMAT = 2
@@ -112,8 +112,8 @@ class Calibration:
         if FUSED in constants:
             kernel = constants[FUSED].group_time
             for parts in stages.values():
-                for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
-                    parts[stage]["fixed"] = max(parts[stage]["fixed"] - own, 0.0)
+                for stage, work in (("forward", kernel.forward), ("backward", kernel.backward)):
+                    parts[stage]["fixed"] = max(parts[stage]["fixed"] - work, 0.0)
         return cls(
             device.type,
             device_name(device),
@@ -215,9 +215,9 @@ def _constants(
     name: str, device: torch.device, progress: Callable[[str], None]
 ) -> Constants | None:
     if name == FUSED:
-        return calibrated_fused(device, progress)
+        return calibrate_fused(device, progress)
     backend = registry.get(name)
-    return calibrated(backend, backend.calibration_cases(device.type), device, progress)
+    return calibrate(backend, backend.calibration_cases(device.type), device, progress)
 
 
 def default_path(device_type: str) -> Path | None:

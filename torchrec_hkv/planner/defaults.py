@@ -110,8 +110,8 @@ def _placed(
     options = []
     for name in names:
         backend = registry.get(name)
-        own = [one for one in given if isinstance(one, backend.options_type)]
-        options += [backend.on_host(one) for one in own or [backend.options_type()]]
+        of_backend = [one for one in given if isinstance(one, backend.options_type)]
+        options += [backend.on_host(one) for one in of_backend or [backend.options_type()]]
     return dataclasses.replace(_converted(changed), options=tuple(dict.fromkeys(options)))
 
 

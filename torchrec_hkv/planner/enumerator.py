@@ -89,8 +89,8 @@ class BackendEnumerator(EmbeddingEnumerator):
             ValueError: none of the kernels in a table's constraint can serve it.
         """
         named = self._with_backends(sharding_options)
-        kept = self._advantageous([option for option in named if self._is_served(option)])
-        tables = {(option.path, option.name) for option in kept}
+        served = self._advantageous([option for option in named if self._is_served(option)])
+        tables = {(option.path, option.name) for option in served}
         for option in named:
             if (option.path, option.name) not in tables:
                 # Sorted, because the order of TorchRec's options is random.
@@ -99,7 +99,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                     f"Table {full_name(option)!r} can't be served by any of its compute kernels: "
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
-        sharding_options[:] = kept
+        sharding_options[:] = served
         self._listed, self._of_option, self._made = {}, {}, {}
         super().populate_estimates(sharding_options)
 
@@ -244,14 +244,14 @@ class BackendEnumerator(EmbeddingEnumerator):
         """Removes options that their backend advises against, if the table has others."""
         advised = {id(option): disadvantage(option) for option in options}
         tables = {(o.path, o.name) for o in options if advised[id(o)] is None}
-        kept = []
+        advantageous = []
         for option in options:
             reason = advised[id(option)]
             if reason is None or (option.path, option.name) not in tables:
-                kept.append(option)
+                advantageous.append(option)
             else:
                 self.refused[option.path, option.name][kernel_of(option)] = reason
-        return kept
+        return advantageous
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)

@@ -84,15 +84,17 @@ class LeastLoss:
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
             by_table[option.path, option.name].append(option)
-        kept: list[ShardingOption] = []
+        selected: list[ShardingOption] = []
         settled = 0.0
         for options in by_table.values():
             whole = [option for option in options if not loss(option).is_lossy]
             if not whole and not self._is_settled(options):
                 return []
             settled += 0.0 if whole else loss(options[0]).value
-            kept += whole or options
-        return kept if settled <= (math.inf if self._max_loss is None else self._max_loss) else []
+            selected += whole or options
+        return (
+            selected if settled <= (math.inf if self._max_loss is None else self._max_loss) else []
+        )
 
     def lossless_plan(self, lossless: list[ShardingOption]) -> list[list[ShardingOption]] | None:
         """A list with the fastest plan of the options; empty if none fits, None if only TorchRec
@@ -154,9 +156,9 @@ class LeastLoss:
             space: the enumerated options.
             thinning: selects variants.
         """
-        made = self._enumerator().variants(space, thinning)
-        replaced = {(o.path, o.name, o.backend) for o in made if is_backend_option(o)}
-        kept = [
+        variants = self._enumerator().variants(space, thinning)
+        replaced = {(o.path, o.name, o.backend) for o in variants if is_backend_option(o)}
+        enumerated = [
             option
             for option in space
             if not is_backend_option(option)
@@ -164,7 +166,7 @@ class LeastLoss:
             or not registry.get(option.backend).leaves_sizes_open(option.backend_options)
             or (option.path, option.name, option.backend) not in replaced
         ]
-        return [*kept, *made]
+        return [*enumerated, *variants]
 
     def proposals(
         self, space: list[ShardingOption], best: float | None
@@ -292,16 +294,16 @@ class LeastLoss:
         """
         if self._max_time is None or not plan:
             return
-        took = self._perf_model.rate(plan)
-        if took > self._max_time:
-            raise self._too_slow(took)
+        step_time = self._perf_model.rate(plan)
+        if step_time > self._max_time:
+            raise self._too_slow(step_time)
 
-    def _too_slow(self, took: float) -> PlannerError:
+    def _too_slow(self, step_time: float) -> PlannerError:
         return PlannerError(
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
             message=f"max_step_time is {self._max_time:g} ms, but the plan that was found takes "
-            f"{took:.3g} ms a step on the slowest rank, and no faster one that keeps to the bounds "
-            "on losses: allow more time or more loss, or name other kernels.",
+            f"{step_time:.3g} ms a step on the slowest rank, and no faster one that keeps to the "
+            "bounds on losses: allow more time or more loss, or name other kernels.",
         )
 
     def refusal(self, space: list[ShardingOption]) -> PlannerError | None:

@@ -145,14 +145,14 @@ class LevelSearch:
             for lowered, raised in itertools.permutations(self._free, 2):
                 if self._search.is_exhausted:
                     return
-                own = self._best_fitting
-                lower = self._next_smaller(lowered, own[lowered])
+                current = self._best_fitting
+                lower = self._next_smaller(lowered, current[lowered])
                 if lower is None:
                     continue
-                others = {**own, lowered: lower}
+                others = {**current, lowered: lower}
                 del others[raised]
                 known = _loss(others)
-                self._search_last_table(raised, others, known, _loss(own) - known - EQUAL)
+                self._search_last_table(raised, others, known, _loss(current) - known - EQUAL)
 
     def _next_smaller(self, table: Table, level: LossLevel) -> LossLevel | None:
         chain = [each for each in self._search.lossy(table) if each.chain == level.chain]
@@ -217,17 +217,17 @@ class LevelSearch:
         )
         for chain in sorted(chains.values(), key=lambda levels: levels[0].loss.value):
             if maximum == math.inf:
-                own = [level for level in chain if self._is_better(known + level.loss.value)]
+                candidates = [level for level in chain if self._is_better(known + level.loss.value)]
             else:
-                own = chain
+                candidates = chain
             # Levels before `low` do not fit.
             low = _first(
-                own,
+                candidates,
                 lambda level: self._search.has_memory(
                     hbm + level.hbm, host + level.host, total + level.total
                 ),
             )
-            _first(own, lambda level: self._try({**chosen, table: level}), low)
+            _first(candidates, lambda level: self._try({**chosen, table: level}), low)
 
 
 def memory_of(levels: Iterable[LossLevel]) -> tuple[int, int, int]:

@@ -126,8 +126,10 @@ class ScarceResource:
         ``count`` tables lose besides those that must."""
         order = sorted(self._open, key=lambda table: -self.max_saving(table))
         missing, others = self._missing(), self._max_saving_of_tables(count - 1)
-        kept = [table for table in order[count:] if others + self.max_saving(table) >= missing]
-        return {*self._forced, *order[:count], *kept}
+        candidates = [
+            table for table in order[count:] if others + self.max_saving(table) >= missing
+        ]
+        return {*self._forced, *order[:count], *candidates}
 
     def tables_with_largest_savings(self, number: int) -> set[Table]:
         """The ``number`` tables that can save most, among those that need not lose anything."""

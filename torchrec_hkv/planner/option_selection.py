@@ -150,10 +150,10 @@ class OptionSelector:
             if sum(one.needs.host for one in sized) > self._host:
                 continue
             options = [one.option for one in sized]
-            is_ours = all(one.needs.is_placed for one in sized)
-            if is_ours and not fits([one.needs for one in sized], self._memory):
+            are_placed = all(one.needs.is_placed for one in sized)
+            if are_placed and not fits([one.needs for one in sized], self._memory):
                 continue
-            if is_ours and self._rates_plans:
+            if are_placed and self._rates_plans:
                 return options
             self._fill_in_times(options)
             if self.rating(options) is not None:
@@ -193,15 +193,15 @@ class OptionSelector:
         evenly."""
         if not self._rates_plans:
             return True
-        hbm, host, _, took = self._sums.of(proposal)
-        return self._may_fit(hbm, host, took, time)
+        hbm, host, _, total_time = self._sums.of(proposal)
+        return self._may_fit(hbm, host, total_time, time)
 
-    def _may_fit(self, hbm: int, host: int, took: float, time: float) -> bool:
+    def _may_fit(self, hbm: int, host: int, total_time: float, time: float) -> bool:
         if not self._rates_plans:
             return True
         if hbm > self._hbm or host > self._host:
             return False
-        return took <= time * self._ranks * (1 + _ROUNDING)
+        return total_time <= time * self._ranks * (1 + _ROUNDING)
 
     def find_fastest(
         self,
@@ -239,8 +239,8 @@ class OptionSelector:
 
     def _without_by_host(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """If there is one host, leaves out options by host: other options spread shards alike."""
-        kept = [option for option in options if self._several_hosts or not is_by_host(option)]
-        return kept or options
+        others = [option for option in options if self._several_hosts or not is_by_host(option)]
+        return others or options
 
     def _better(
         self,
@@ -293,14 +293,18 @@ class OptionSelector:
         left = _MAX_PLACED
         while best is not before and left > 0:
             before = best
-            for index, own in enumerate(before.options):
-                plan, current = best.options, self._needs(own)
-                hbm, host, shards, took = self._sums.of(plan)
-                hbm, host, took = hbm - current.hbm, host - current.host, took - current.time
-                for option in by_table[own.path, own.name]:
+            for index, old_option in enumerate(before.options):
+                plan, current = best.options, self._needs(old_option)
+                hbm, host, shards, total_time = self._sums.of(plan)
+                hbm, host, total_time = (
+                    hbm - current.hbm,
+                    host - current.host,
+                    total_time - current.time,
+                )
+                for option in by_table[old_option.path, old_option.name]:
                     parts = self._needs(option)
                     if left <= 0 or not self._may_fit(
-                        hbm + parts.hbm, host + parts.host, took + parts.time, best.time
+                        hbm + parts.hbm, host + parts.host, total_time + parts.time, best.time
                     ):
                         continue
                     left -= shards
@@ -314,14 +318,14 @@ class OptionSelector:
         cached = self._option_sets.get(id(level))
         if cached is not None:
             return cached[1]
-        kept: list[SizedOption] = []
-        every = [SizedOption(option, ShardNeeds(option)) for option in level.options]
-        for sized in sorted(every, key=lambda sized: sized.needs.size):
+        selected: list[SizedOption] = []
+        all_options = [SizedOption(option, ShardNeeds(option)) for option in level.options]
+        for sized in sorted(all_options, key=lambda sized: sized.needs.size):
             if is_by_host(sized.option) and not self._several_hosts:
                 continue  # on one host, other sharding types spread shards alike
-            if not any(fits_wherever(other, sized) for other in kept):
-                kept.append(sized)
-        found = OptionSet.of(kept or every)
+            if not any(fits_wherever(other, sized) for other in selected):
+                selected.append(sized)
+        found = OptionSet.of(selected or all_options)
         self._option_sets[id(level)] = (level, found)
         return found
 

@@ -96,12 +96,12 @@ class PlanSums:
         return self._sums
 
     def _add(self, parts: ShardNeeds, times: int) -> None:
-        hbm, host, shards, took = self._sums
+        hbm, host, shards, time = self._sums
         self._sums = (
             hbm + times * parts.hbm,
             host + times * parts.host,
             shards + times * parts.num_shards,
-            took + times * parts.time,
+            time + times * parts.time,
         )
 
 

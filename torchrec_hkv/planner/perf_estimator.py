@@ -121,9 +121,11 @@ class PerfEstimator(ShardEstimator):
         if FUSED in self._measured:
             self._measure_stock(stock, args, kwargs)
         for name, estimator in self._by_backend.items():
-            ours = [o for o in sharding_options if is_backend_option(o) and o.backend == name]
-            _estimate_distinct(estimator, ours, args, kwargs)
-            for option in ours:
+            backend_options = [
+                o for o in sharding_options if is_backend_option(o) and o.backend == name
+            ]
+            _estimate_distinct(estimator, backend_options, args, kwargs)
+            for option in backend_options:
                 option.stock_times = [copy.copy(shard.perf) for shard in option.shards]
                 self._correct(option, sharder_fused_params(option, args, kwargs))
         if self._measured and self._exchange is not None:
@@ -154,11 +156,11 @@ class PerfEstimator(ShardEstimator):
             counts = stock_table_bytes(option)
             if is_backend_option(option):
                 backend = registry.get(option.backend)
-                kept = [
+                selected = [
                     backend.storage(shard, None, self._topology.compute_device)
                     for shard in shards_of(option)
                 ]
-                counts = [part.hbm + part.host for part in kept]
+                counts = [part.hbm + part.host for part in selected]
             key = (option.path, option.name)
             minimum[key] = min(sum(counts), minimum.get(key, sum(counts)))
         return sum(minimum.values()) / self._topology.world_size

@@ -293,8 +293,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
 
     def _loses_more(self, option: ShardingOption, chosen: ShardingOption) -> bool:
         """Whether an option is ruled out because it loses more than the chosen one."""
-        lost, own = self._enumerator.loss(option), self._enumerator.loss(chosen)
-        more = (lost.is_lossy, lost.value) > (own.is_lossy, own.value)
+        lost, chosen_loss = self._enumerator.loss(option), self._enumerator.loss(chosen)
+        more = (lost.is_lossy, lost.value) > (chosen_loss.is_lossy, chosen_loss.value)
         return more and not (
             self._least_loss.is_traded and lost.value <= (self._max_quality_loss or 0.0)
         )

@@ -219,7 +219,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         if not ranks or not self.stages:
             return ""
         slowest = max(ranks, key=lambda rank: sum(self.step_times(rank).values()))
-        parts = [f"{name} {took:.3g}" for name, took in self.step_times(slowest).items()]
+        parts = [f"{name} {time:.3g}" for name, time in self.step_times(slowest).items()]
         return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
     def _traffic(self) -> str:
@@ -294,16 +294,16 @@ def _exchanges(reports: Sequence[TableReport]) -> list[IdExchange]:
     """The input distributions, one per sharding type."""
     exchanges = []
     for sharding_type in sorted({report.sharding_type for report in reports}):
-        own = [report for report in reports if report.sharding_type == sharding_type]
-        has_backends = any(report.kernel in registry.names() for report in own)
+        of_type = [report for report in reports if report.sharding_type == sharding_type]
+        has_backends = any(report.kernel in registry.names() for report in of_type)
         name = input_dist_of(sharding_type, has_backends)
         if name is not None:
             exchanges.append(
                 IdExchange(
                     name,
-                    features=sum(report.features for report in own),
-                    bags=sum(report.bags for report in own),
-                    ids=sum(report.ids for report in own),
+                    features=sum(report.features for report in of_type),
+                    bags=sum(report.bags for report in of_type),
+                    ids=sum(report.ids for report in of_type),
                 )
             )
     return exchanges

@@ -152,8 +152,8 @@ class LeastLossSearch:
             maximum > sum(bool(levels.lossy) for levels in self._tables.values())
             or any(
                 each.exceeds(unlisted, count)
-                for each, own in zip(scarce, fewest, strict=True)
-                if own == count > 0
+                for each, minimal in zip(scarce, fewest, strict=True)
+                if minimal == count > 0
             )
         ):
             return None
@@ -228,9 +228,13 @@ class LeastLossSearch:
 
     def _may_fit(self, fixed: Sequence[LossLevel], free: Sequence[Sequence[LossLevel]]) -> bool:
         """Whether all ranks together have memory for the fixed and the smallest free levels."""
-        hbm = sum(level.hbm for level in fixed) + sum(min(x.hbm for x in own) for own in free)
-        host = sum(level.host for level in fixed) + sum(min(x.host for x in own) for own in free)
-        total = sum(level.total for level in fixed) + sum(min(x.total for x in own) for own in free)
+        hbm = sum(level.hbm for level in fixed) + sum(min(x.hbm for x in levels) for levels in free)
+        host = sum(level.host for level in fixed) + sum(
+            min(x.host for x in levels) for levels in free
+        )
+        total = sum(level.total for level in fixed) + sum(
+            min(x.total for x in levels) for levels in free
+        )
         return self._option_selector.has_memory(hbm, host, total)
 
     def check(self, levels: Sequence[LossLevel]) -> list[ShardingOption] | None:

@@ -62,10 +62,10 @@ class StorageEstimator(EmbeddingStorageEstimator):
             fused_params = sharder_fused_params(option, args, kwargs)
             optimizer = applied_optimizer(option.name, option.tensor, fused_params)
             taken = self._storage(option, optimizer, self._load(option))
-            for shard, counted, own in zip(
+            for shard, counted, shard_storage in zip(
                 option.shards, stock_table_bytes(option), taken, strict=True
             ):
-                shard.storage += own
+                shard.storage += shard_storage
                 shard.storage -= Storage(0, counted) if on_host else Storage(counted, 0)
 
     def estimate_variants(self, options: list[BackendShardingOption]) -> None:
@@ -85,8 +85,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 load = self._load(origin)
                 # Communication buffers, which variants do not change.
                 buffers = [
-                    (shard.storage or Storage(0, 0)) - own
-                    for shard, own in zip(
+                    (shard.storage or Storage(0, 0)) - shard_storage
+                    for shard, shard_storage in zip(
                         origin.shards, self._storage(origin, optimizer, load), strict=True
                     )
                 ]
@@ -94,9 +94,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
             buffers, optimizer, load = of_origin[id(origin)]
             taken = self._storage(option, optimizer, load)
             sums: dict[tuple[int, int, int, int], Storage] = {}
-            for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
-                key = (buffer.hbm, buffer.ddr, own.hbm, own.ddr)
-                shard.storage = sums.setdefault(key, buffer + own)
+            for shard, buffer, shard_storage in zip(option.shards, buffers, taken, strict=True):
+                key = (buffer.hbm, buffer.ddr, shard_storage.hbm, shard_storage.ddr)
+                shard.storage = sums.setdefault(key, buffer + shard_storage)
 
     def _load(self, option: BackendShardingOption) -> Workload:
         return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)

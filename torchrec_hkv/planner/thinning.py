@@ -80,9 +80,9 @@ def chains_of(
     options: BackendOptions, listed: Sequence[BackendOptions]
 ) -> list[list[BackendOptions]]:
     """Divides variants by the fields in which they differ from the options of a table."""
-    own = vars(options)
+    fields = vars(options)
     chains: dict[tuple[str, ...], list[BackendOptions]] = {}
     for variant in listed:
-        changed = tuple(name for name, value in vars(variant).items() if value != own[name])
+        changed = tuple(name for name, value in vars(variant).items() if value != fields[name])
         chains.setdefault(changed, []).append(variant)
     return list(chains.values())

@@ -48,8 +48,8 @@ class HostTopology:
 
     def to_all(self, size: float) -> Traffic:
         """The traffic if every rank sends ``size`` bytes to each other rank."""
-        own = self.ranks_of_host - 1
-        return Traffic(size * own, size * (self.ranks - 1 - own))
+        intra_host_peers = self.ranks_of_host - 1
+        return Traffic(size * intra_host_peers, size * (self.ranks - 1 - intra_host_peers))
 
     def to_one(self, size: float) -> Traffic:
         """The traffic if every rank sends ``size`` bytes to one rank."""

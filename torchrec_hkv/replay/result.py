@@ -163,8 +163,8 @@ class Replayed:
             target: hit rate, above 0.
         """
         found = [(curve, curve.rows_for(target)) for curve in self.curves]
-        met = [(curve, rows) for curve, rows in found if rows is not None]
-        return sorted(met, key=lambda pair: (pair[1], -pair[0].at(pair[1])))
+        reached = [(curve, rows) for curve, rows in found if rows is not None]
+        return sorted(reached, key=lambda pair: (pair[1], -pair[0].at(pair[1])))
 
     @property
     def best(self) -> Curve:

@@ -136,8 +136,10 @@ def _next_steps(
     # The longest come first, so that the threads end at about the same time.
     tasks.sort(key=lambda task: -task[0])
     results = [pool.submit(run, given) for _, run, given in tasks]
-    made = {run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)}
-    return [] if part is None else [made[one.splitter.steps] for one in running]
+    steps_by_run = {
+        run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)
+    }
+    return [] if part is None else [steps_by_run[one.splitter.steps] for one in running]
 
 
 class _Running:

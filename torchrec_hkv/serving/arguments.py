@@ -108,9 +108,9 @@ class ExportSettings:
         for table in tables:
             is_named = isinstance(given.rows, Mapping) and table.name in of_rows
             if source.backend(table) != "tt" or is_named:
-                own = _TRAINED_AS.get(source.dtype(table), "fp32")
+                trained_format = _TRAINED_AS.get(source.dtype(table), "fp32")
                 what = f"rows of table {table.name!r}"
-                rows[table.name] = check_row_format(of_rows.get(table.name, own), what)
+                rows[table.name] = check_row_format(of_rows.get(table.name, trained_format), what)
             elif source.has_cache(table):
                 raise ValueError(
                     f"table {table.name!r} has a cache, and its cores lack the rows in it: export "
@@ -148,7 +148,7 @@ def _by_table(value: Any, names: Sequence[str]) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
-    return {find_name(name, names): its for name, its in value.items()}
+    return {find_name(name, names): setting for name, setting in value.items()}
 
 
 def _checked_unknown(table: ModelTable, value: Any) -> str | list[float]:

@@ -135,7 +135,7 @@ class Checkpoint:
         shards = self._by_owner(table)
         for shard in shards:
             name = self._manifest(shard).table["eviction"]
-            if shard.columns[0] == min(its.columns[0] for its in shards) and sums_scores(name):
+            if shard.columns[0] == min(other.columns[0] for other in shards) and sums_scores(name):
                 for batch in self._read(shard):
                     yield batch["ids"].clone(), counts_in(batch["scores"], name).clone()
 
@@ -170,8 +170,8 @@ class Checkpoint:
         """
         parts = [_joined(part) for part in self.columns(table)]
         first = parts[0]
-        _, stayed = _places(first.ids, first.removed)
-        return parts, first.removed[~stayed].unique()
+        _, found = _places(first.ids, first.removed)
+        return parts, first.removed[~found].unique()
 
     def _manifest(self, shard: TableShardRecord) -> Manifest:
         manifest = Manifest.read(self._folder / shard.folder)

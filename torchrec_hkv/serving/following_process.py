@@ -127,22 +127,22 @@ class ProcessFollower(Follower):
 
     def _read(self, message: dict[str, Any]) -> Version:
         model, before, path = self._model, self._model._version, Path(message["file"])
-        held = _ResidentTensors(path, model.device)
+        tensors = _ResidentTensors(path, model.device)
         tables = [
-            _changed(table, its, held)
-            for table, its in zip(self._bases(message), message["tables"], strict=True)
+            _changed(table, table_places, tensors)
+            for table, table_places in zip(self._bases(message), message["tables"], strict=True)
         ]
         if message["base_folder"] is not None:  # the files are mapped if they were needed
             shutil.rmtree(message["base_folder"])
         cores = before.cores
         if message["cores"] is not None:
             cores = [
-                (group, [held.tensor(place) for place in places])
+                (group, [tensors.tensor(place) for place in places])
                 for (group, _), places in zip(before.cores, message["cores"], strict=True)
             ]
         program = before.program
         if message["state"] is not None:
-            state = {name: held.tensor(place) for name, place in message["state"].items()}
+            state = {name: tensors.tensor(place) for name, place in message["state"].items()}
             program = program.with_state(state)
         path.unlink()
         return Version(

@@ -56,11 +56,13 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     publisher: _Publisher | None = None
-    with tempfile.TemporaryDirectory(prefix="versions-", dir=scratch) as own:
+    with tempfile.TemporaryDirectory(prefix="versions-", dir=scratch) as versions_folder:
         for _ in sys.stdin:
             try:
                 if publisher is None:
-                    publisher = _Publisher(folder, save, Path(chain), Path(own), known, answer)
+                    publisher = _Publisher(
+                        folder, save, Path(chain), Path(versions_folder), known, answer
+                    )
                 publisher.poll_and_send()
                 error, newest = publisher.error, publisher.newest
             except (ValueError, OSError) as raised:
@@ -135,13 +137,14 @@ class _Publisher(Follower):
                 elif table.changed_index is None:
                     tables.append([])
                 else:
-                    its = table.changed_index, table.changed_rows
-                    tables.append([write_tensor(file, tensor) for tensor in its])
-            cores = [[write_tensor(file, core) for core in its] for _, its in version.cores]
+                    changes = table.changed_index, table.changed_rows
+                    tables.append([write_tensor(file, tensor) for tensor in changes])
+            cores = [[write_tensor(file, core) for core in changes] for _, changes in version.cores]
             state = None
             if before is None or version.program is not before.program:
                 state = {
-                    name: write_tensor(file, its) for name, its in version.program.state.items()
+                    name: write_tensor(file, changes)
+                    for name, changes in version.program.state.items()
                 }
         message = {
             "file": str(path),
@@ -159,5 +162,5 @@ class _Publisher(Follower):
         if is_new_base and self._base is not None:
             folder, files = self._base
             message["base_folder"] = str(folder)
-            message["base_files"] = [dataclasses.asdict(its) for its in files]
+            message["base_files"] = [dataclasses.asdict(changes) for changes in files]
         self._send(message)

@@ -81,10 +81,10 @@ class CountsWriter:
         """
         if self._given is None:
             self._given = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-        for part, its in zip(ids.split(_PIECE), counts.split(_PIECE), strict=True):
+        for part, part_counts in zip(ids.split(_PIECE), counts.split(_PIECE), strict=True):
             self._given.write(len(part).to_bytes(8, "little"))
             self._given.write(part.contiguous().numpy())
-            self._given.write(codes_of(its).numpy())
+            self._given.write(codes_of(part_counts).numpy())
 
     def finish(self, path: Path, table: TableFile) -> ServingFileRecord | None:
         """Writes the counts of a table's rows; None if none were added.
@@ -106,10 +106,10 @@ class CountsWriter:
         while head := self._given.read(8):
             n = int.from_bytes(head, "little")
             ids = torch.frombuffer(bytearray(self._given.read(8 * n)), dtype=torch.int64)
-            its = torch.frombuffer(bytearray(self._given.read(n)), dtype=torch.uint8)
+            part_codes = torch.frombuffer(bytearray(self._given.read(n)), dtype=torch.uint8)
             rows = _ops.serving_row_numbers(index, ids)
             is_there = rows >= 0
-            codes[rows[is_there]] = its[is_there]
+            codes[rows[is_there]] = part_codes[is_there]
         del codes
         with open(path, "r+b") as file:
             os.fsync(file.fileno())

@@ -135,14 +135,14 @@ class ServingModel:
         (``hbm_bytes``) also have ``host_lookups``, the number of ids whose row was read from host
         memory. Tensor-Train tables are not counted."""
         tables = self._version.tables
-        made = {
+        by_table = {
             name: {"lookups": counts[0], "unknown": counts[1]}
             for name, counts in zip(tables.names, tables.counters.tolist(), strict=True)
         }
         for table in tables.tables:
             if table.hot is not None:
-                made[table.name]["host_lookups"] = int(table.hot.host_lookups)
-        return made
+                by_table[table.name]["host_lookups"] = int(table.hot.host_lookups)
+        return by_table
 
     def choose_hot_rows(self) -> None:
         """Chooses the rows in HBM again, for tables with rows in host memory (``hbm_bytes``).
@@ -169,9 +169,9 @@ class ServingModel:
     def switch(self, version: Version) -> Version:
         """Serves another version; returns the previous one. The caller holds ``_switching``."""
         before = self._version
-        for its, new in zip(before.tables.tables, version.tables.tables, strict=True):
-            if new.hot is not its.hot and new.rows is its.rows:  # hot rows were chosen meanwhile
-                version = version.with_hot_rows(its.rows, its.hot)
+        for old, new in zip(before.tables.tables, version.tables.tables, strict=True):
+            if new.hot is not old.hot and new.rows is old.rows:  # hot rows were chosen meanwhile
+                version = version.with_hot_rows(old.rows, old.hot)
         self._version = version
         return before
 
@@ -202,8 +202,8 @@ class ServingModel:
             ("host_lookups", "Ids looked up whose row was in host memory, not in HBM."),
         ):
             counted = ((n, c[key]) for n, c in counters.items() if key in c)
-            its = (labelled(f"{name}_{key}_total", *each) for each in counted)
-            lines += family(f"{name}_{key}_total", "counter", about, its)
+            sample_lines = (labelled(f"{name}_{key}_total", *each) for each in counted)
+            lines += family(f"{name}_{key}_total", "counter", about, sample_lines)
         for key, (about, value) in gauges.items():
             known = [] if value is None else [f"{name}_{key} {value}"]
             lines += family(f"{name}_{key}", "gauge", about, known)

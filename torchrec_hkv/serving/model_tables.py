@@ -71,8 +71,8 @@ class ModelTable:
         """Kind of pooling in training, an argument of ``serving_pool``."""
         kind = ops.SUM
         if self.is_mean:
-            own = ops.SCALED_SUM if is_stock else ops.SCALED_ROWS
-            kind = ops.DIVIDED_SUM if self.is_summed_over_ranks else own
+            scaled = ops.SCALED_SUM if is_stock else ops.SCALED_ROWS
+            kind = ops.DIVIDED_SUM if self.is_summed_over_ranks else scaled
         return kind + (ops.FUSED if is_stock else 0)
 
 

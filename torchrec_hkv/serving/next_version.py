@@ -54,7 +54,7 @@ class NextVersion:
                 for n, table in enumerate(before.tables.tables)
             ]
             tables = self._placement.place(tables, before.tables.tables)
-        cores = [(group, self._cores(group, its)) for group, its in before.cores]
+        cores = [(group, self._cores(group, group_cores)) for group, group_cores in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
         return Version(
             opened,
@@ -108,7 +108,7 @@ class NextVersion:
             parts, erased = self._checkpoint.changes(table.name)
             ids, rows = parts[0].ids, parts[0].rows
             if len(parts) > 1:
-                rows = self._held(number, ids)
+                rows = self._stored_rows(number, ids)
                 ascending, order = ids.sort()
                 for part in parts:  # skips ids that the shard of the first columns lacks
                     known = torch.isin(part.ids, ids)
@@ -134,7 +134,7 @@ class NextVersion:
             changes=changes,
         )
 
-    def _held(self, number: int, ids: Tensor) -> Tensor:
+    def _stored_rows(self, number: int, ids: Tensor) -> Tensor:
         """Rows of ids in the previous version, in host memory."""
         table = self._before.tables.tables[number]
         if table.hot is not None:
@@ -151,7 +151,9 @@ class NextVersion:
             self._check_range(table, rows)
             data = row_formats.to_bytes(rows, table.row_format, table.unit)
             now = row_formats.from_bytes(data, table.row_format, table.dim, table.unit)
-            differs = (now.view(torch.int32) != self._held(number, ids).view(torch.int32)).any(1)
+            differs = (
+                now.view(torch.int32) != self._stored_rows(number, ids).view(torch.int32)
+            ).any(1)
             changed_ids.append(ids[differs])
             changed_rows.append(rows[differs])
         return torch.cat(changed_ids), torch.cat(changed_rows)
@@ -187,30 +189,30 @@ class NextVersion:
         ]
         tensors = self._checkpoint.tensors(names)
         cores = []
-        for name, own in zip(names, before, strict=True):
+        for name, old_core in zip(names, before, strict=True):
             core = tensors[name]
-            if core.dtype != own.dtype or core.numel() != own.numel():
+            if core.dtype != old_core.dtype or core.numel() != old_core.numel():
                 raise ValueError(
                     f"{self._folder} has {name!r} of dtype {core.dtype} and {core.numel()} "
-                    f"elements, but the model has {own.dtype} and {own.numel()}: it is of another "
-                    "model."
+                    f"elements, but the model has {old_core.dtype} and {old_core.numel()}: it is of "
+                    "another model."
                 )
-            cores.append(core.view(own.shape).to(self._device))
+            cores.append(core.view(old_core.shape).to(self._device))
         return cores
 
     def _program(self, before: ServedProgram) -> ServedProgram:
         """The program with the checkpoint's dense tensors."""
-        own = before.state
-        names = {key: key.removeprefix("model.") for key in own}
+        old_state = before.state
+        names = {key: key.removeprefix("model.") for key in old_state}
         tensors = self._checkpoint.tensors(list(names.values()))
         state = {key: tensors[name] for key, name in names.items()}
         for key, value in state.items():
-            if value.shape != own[key].shape:
+            if value.shape != old_state[key].shape:
                 raise ValueError(
                     f"{self._folder} has {names[key]!r} of shape {tuple(value.shape)}, but the "
-                    f"model has {tuple(own[key].shape)}: it is of another model."
+                    f"model has {tuple(old_state[key].shape)}: it is of another model."
                 )
-        if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
+        if all(torch.equal(value, old_state[key].cpu()) for key, value in state.items()):
             return before
         return before.with_state(state)
 
@@ -219,15 +221,15 @@ def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -
     """Merges changes; later ones take precedence."""
     if before is None:
         before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
-    own = torch.cat([ids, erased])
-    kept = (~torch.isin(before.ids, own)).nonzero().flatten()
+    changed_ids = torch.cat([ids, erased])
+    unchanged = (~torch.isin(before.ids, changed_ids)).nonzero().flatten()
     no_rows = data.new_zeros(erased.numel(), data.shape[1])
-    is_erased = torch.zeros(own.numel(), dtype=torch.bool)
+    is_erased = torch.zeros(changed_ids.numel(), dtype=torch.bool)
     is_erased[ids.numel() :] = True
     return Changes(
-        torch.cat([before.ids[kept], own]),
-        torch.cat([before.data.index_select(0, kept), data, no_rows]),
-        torch.cat([before.is_erased[kept], is_erased]),
+        torch.cat([before.ids[unchanged], changed_ids]),
+        torch.cat([before.data.index_select(0, unchanged), data, no_rows]),
+        torch.cat([before.is_erased[unchanged], is_erased]),
     )
 
 

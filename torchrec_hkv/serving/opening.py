@@ -38,13 +38,19 @@ def open_tables(
     counts = {}
     if verify or placement.hbm_bytes is not None:
         counts = {
-            its.name: read_codes(folder, its.counts, its.rows.entries)
-            for its in records
-            if its.counts is not None
+            table_record.name: read_codes(folder, table_record.counts, table_record.rows.entries)
+            for table_record in records
+            if table_record.counts is not None
         }
     tables = placement.place(tables, before, counts)
     if placement.device.type == "cpu" and not placement.resident:
-        warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
+        warm(
+            folder,
+            [
+                (table_record.rows, table.index)
+                for table_record, table in zip(records, tables, strict=True)
+            ],
+        )
     return tables
 
 

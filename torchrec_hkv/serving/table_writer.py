@@ -108,7 +108,7 @@ class TableWriter:
         self._file.sync()
         self.close()
         of_rows = self._rows.crc32
-        if any(its.unit != unit for its in self._written):
+        if any(written.unit != unit for written in self._written):
             of_rows = self._lower(unit)
         return dataclasses.replace(self._made, unit=unit, crc32=(self._index.crc32, of_rows))
 

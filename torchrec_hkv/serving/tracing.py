@@ -179,7 +179,7 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
         lookups: replacements of modules, by the module's ``id``.
         dense: returns the tensors of all other modules.
     """
-    made: dict[int, nn.Module] = {}
+    replaced: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
 
     def on_host(name: str, tensor: Tensor | None, is_saved: bool) -> Tensor | None:
@@ -196,21 +196,21 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
             return lookups[id(module)]
         if (inner := unwrapped(module)) is not module:
             return copied(path, inner)
-        if id(module) not in made:
-            copy = made[id(module)] = module.__class__.__new__(module.__class__)
+        if id(module) not in replaced:
+            copy = replaced[id(module)] = module.__class__.__new__(module.__class__)
             copy.__dict__.update(module.__dict__)
             unsaved = module._non_persistent_buffers_set
             parts = {
                 attribute: {
-                    name: on_host(joined(path, name), own, name not in unsaved)
-                    for name, own in getattr(module, attribute).items()
+                    name: on_host(joined(path, name), tensor, name not in unsaved)
+                    for name, tensor in getattr(module, attribute).items()
                 }
                 for attribute in ("_parameters", "_buffers")
             }
             copy.__dict__.update(training=False, _modules={}, **parts)
             for name, child in module._modules.items():
                 copy._modules[name] = None if child is None else copied(joined(path, name), child)
-        return made[id(module)]
+        return replaced[id(module)]
 
     return copied("", model)
 

@@ -180,10 +180,10 @@ class _Writer:
         if self._given.lookup_counts:
             given.append((counts.add, self._source.counts(table)))
         for add, batches in given:
-            for ids, its in batches:
+            for ids, rows in batches:
                 if _is_writer() and failure is None:
                     try:
-                        add(ids, its)
+                        add(ids, rows)
                     except (OSError, ValueError) as error:
                         failure = error
         return failure
@@ -245,8 +245,8 @@ class _Writer:
         groups: list[_Group] = []
         found: dict[int, _Collection] = {}
         for module in {id(table.collection): table.collection for table in self._tables}.values():
-            its = [table for table in self._tables if table.collection is module]
-            outputs = outputs_of(module, its, [self._source.backend(t) is None for t in its])
+            tables = [table for table in self._tables if table.collection is module]
+            outputs = outputs_of(module, tables, [self._source.backend(t) is None for t in tables])
             rows: list[int] = []
             cores: dict[tuple[bool, int], list[int]] = {}
             for number, output in enumerate(outputs):
@@ -273,7 +273,7 @@ class _Writer:
         groups: Sequence[TTGroupRecord],
     ) -> None:
         current = CurrentHandle()
-        lookups = {key: its.lookup(current) for key, its in collections.items()}
+        lookups = {key: collection.lookup(current) for key, collection in collections.items()}
         tree, leaves, tensors = describe_inputs(
             tuple(self._given.inputs), dict(self._given.kwargs or {})
         )

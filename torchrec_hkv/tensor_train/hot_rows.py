@@ -159,8 +159,8 @@ class HotRowCache(nn.Module):
         Args:
             cores: cores of the table; updated if rows leave.
         """
-        own, own_counts = self.frequencies()
-        counted, counts, total = self._of_all_ranks(own, own_counts)
+        rank_ids, rank_counts = self.frequencies()
+        counted, counts, total = self._of_all_ranks(rank_ids, rank_counts)
         # On a GPU, ids outside the table may have been counted.
         exists = (counted >= 0) & (counted < self.shape.num_embeddings)
         # Sorted, so that a loaded table gives bitwise the same results.
@@ -182,11 +182,19 @@ class HotRowCache(nn.Module):
         rows[:used][~stays] = rows_of(self.shape, cores, chosen[~stays]).to(rows.dtype)
         leaving, leaving_rows = self.ids[leaves], self.rows[leaves]
         if leaving.numel():
-            kept, kept_counts = self._write_back_ids(chosen, leaving, counted, counts, total)
+            written_ids, written_counts = self._write_back_ids(
+                chosen, leaving, counted, counts, total
+            )
             leaving_counts = self._counts_of(leaving, counted, counts)
             if self.replicas is None or self.replicas.is_first:
                 write_back(
-                    self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts
+                    self.shape,
+                    cores,
+                    leaving,
+                    leaving_rows,
+                    leaving_counts,
+                    written_ids,
+                    written_counts,
                 )
         self.rows.data.copy_(rows)
         self.states.copy_(states)
@@ -198,7 +206,7 @@ class HotRowCache(nn.Module):
                 self.replicas.copy_first(tensor.data)
         self.generation += 1
         self.populates += 1
-        self._halve_counts(own, own_counts)
+        self._halve_counts(rank_ids, rank_counts)
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
         """The counted ids and their counts, int64 on the rows' device."""
@@ -289,8 +297,8 @@ class HotRowCache(nn.Module):
         all_counts = torch.zeros(self.counted_ids, dtype=torch.int64, device=device)
         all_counted[: order.numel()] = counted[order]
         all_counts[: order.numel()] = counts[order]
-        kept = {name: getattr(self, name).detach().clone() for name in _SIZED}
-        return {**kept, "counted": all_counted, "counts": all_counts}
+        copies = {name: getattr(self, name).detach().clone() for name in _SIZED}
+        return {**copies, "counted": all_counted, "counts": all_counts}
 
     @torch.no_grad()
     def load_sized_state(self, state: Mapping[str, Tensor]) -> None:

@@ -144,12 +144,12 @@ class IdOrder:
         Raises:
             ValueError: an id is out of range (on a CPU).
         """
-        self._refuse_outside(ids, "id")
+        self._check_range(ids, "id")
         return self._map.rows_of(ids)
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """The ids of rows: the inverse of :meth:`rows_of`."""
-        self._refuse_outside(rows, "row")
+        self._check_range(rows, "row")
         return self._map.ids_of(rows)
 
     def reordered(self, table: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class IdOrder:
     def _all(self) -> Tensor:
         return torch.arange(len(self), device=self._map.parts[0].device)
 
-    def _refuse_outside(self, indices: Tensor, what: str) -> None:
+    def _check_range(self, indices: Tensor, what: str) -> None:
         if indices.device.type == "cpu" and indices.numel():
             outside = (indices < 0) | (indices >= len(self))
             if outside.any():

@@ -22,7 +22,7 @@ from torchrec_hkv.backends.hkv.table import (
     options_of,
     state_of,
 )
-from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_of, tiers
+from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_quality, tiers
 from torchrec_hkv.backends.optimizers import counts_own_steps, hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
@@ -36,7 +36,7 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
-from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
+from torchrec_hkv.hash_table.eviction import can_load_policy, name_of
 from torchrec_hkv.hash_table.replicas import id_sync_bytes, swaps
 
 
@@ -134,7 +134,7 @@ class HKVBackend(Backend):
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> list[Kept]:
-        return kept_of(table, num_embeddings, dtype, frequencies)
+        return kept_quality(table, num_embeddings, dtype, frequencies)
 
     def variants(
         self,
@@ -171,7 +171,7 @@ class HKVBackend(Backend):
     def loads(self, what: str, saved: Any, own: Any) -> bool:
         if what == "optimizer" and saved is None:
             return True  # the states are reset
-        return reads_files_of(own, saved) if what == "eviction" else saved == own
+        return can_load_policy(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)

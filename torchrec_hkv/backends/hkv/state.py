@@ -50,8 +50,8 @@ def _state_name(k: int) -> str:
 
 def state_columns(optimizer: OptimizerSpec | None) -> tuple[StateColumns, int]:
     """The columns of a row's optimizer states, and the number of their layout."""
-    made = hash_table_optimizer(optimizer)
-    layout = 0 if made is None else made.config().layout
+    hash_optimizer = hash_table_optimizer(optimizer)
+    layout = 0 if hash_optimizer is None else hash_optimizer.config().layout
     return StateColumns.of_layout(layout), layout
 
 
@@ -232,11 +232,11 @@ class StateLoad(EntriesLoad):
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         owner = owner_rank(entries["ids"], OWNERS)
-        mine = ((owner >= self._owners[0]) & (owner < self._owners[1])).nonzero().flatten()
-        if mine.numel() == 0:
+        owned = ((owner >= self._owners[0]) & (owner < self._owners[1])).nonzero().flatten()
+        if owned.numel() == 0:
             return
-        cut = {name: tensor[mine] for name, tensor in entries.items()}
-        n = mine.numel()
+        cut = {name: tensor[owned] for name, tensor in entries.items()}
+        n = owned.numel()
         batch = {
             "ids": cut["ids"],
             "rows": self._stored_rows(cut),

@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
 _TIERS, _STEP, _FEWEST = 16, 0.97, 1 / 256
 
 
-def kept_of(
+def kept_quality(
     table: TableShard, num_embeddings: int, dtype: torch.dtype, frequencies: IdFrequencies | None
 ) -> list[Kept]:
     """Implements :meth:`Backend.kept`."""

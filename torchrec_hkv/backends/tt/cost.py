@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from torchrec_hkv.backends.calibration import Batch, CalibrationCase
+from torchrec_hkv.backends.calibration import CalibrationBatch, CalibrationCase
 from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.tensor_train import TTShape
@@ -36,7 +36,7 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
         kind = max(kind, 32)
         if shape.num_cores == 3 and set(shape.ranks) == {kind} and q[-1] % 4 == 0:
             # The kernels process columns of prefixes in groups of four.
-            q[:-1] = [-(-own // 4) * 4 for own in q[:-1]]
+            q[:-1] = [-(-dim_factor // 4) * 4 for dim_factor in q[:-1]]
         else:
             factor = _BOUNDS
         # The kernels pad the ranks next to the last two cores to the bound of the class.
@@ -127,10 +127,10 @@ def tt_cases(options: type[BackendOptions], device_type: str) -> list[Calibratio
         # A GPU sorts small batches by another, faster method, which must not enter the fit.
         few = maximum // (2 if device_type == "cuda" and tables == 1 else 8)
         batches = (
-            Batch(few, 1),
-            Batch(maximum, 1),
-            Batch(maximum // 8, 16 // tables),
-            Batch(maximum // 8, 16, skew=4.0),
+            CalibrationBatch(few, 1),
+            CalibrationBatch(maximum, 1),
+            CalibrationBatch(maximum // 8, 16 // tables),
+            CalibrationBatch(maximum // 8, 16, skew=4.0),
         )
         options_of_rank = options(ranks=rank)
         cases.append(

@@ -143,7 +143,7 @@ class TTLookup(CachedLookup, GroupLookup):
         return {key: tensors[key].detach().clone() for key in self._spec(name)}
 
     def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
-        own = self._tensors(name)
+        tensors = self._tensors(name)
         for key, spec in self._spec(name).items():
             if key not in state:
                 raise ValueError(f"table '{name}': the state to load lacks {key!r}.")
@@ -153,15 +153,15 @@ class TTLookup(CachedLookup, GroupLookup):
                     f"{tuple(state[key].shape)} and dtype {state[key].dtype}, but the table has "
                     f"{spec.shape} and {spec.dtype}."
                 )
-        if state["tt_shape"].tolist() != own["tt_shape"].tolist():
+        if state["tt_shape"].tolist() != tensors["tt_shape"].tolist():
             raise ValueError(
                 f"table '{name}': the state to load has the shape {state['tt_shape'].tolist()} "
                 "(format, rows, cores, factors of rows and columns, ranks), but the table has "
-                f"{own['tt_shape'].tolist()}."
+                f"{tensors['tt_shape'].tolist()}."
             )
         for key in self._spec(name):
             if not key.startswith(PREFIX):
-                own[key].copy_(state[key])
+                tensors[key].copy_(state[key])
         if self._caches is not None:
             self._caches.load(self._index[name], state)
 
@@ -187,9 +187,9 @@ class TTLookup(CachedLookup, GroupLookup):
         rows of the table must be given."""
         shape, cores = self._group.shapes[self._index[name]], self.cores(name)
         dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
-        made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
-        for own, core in zip(cores, made.cores, strict=True):
-            own.copy_(core)
+        decomposition = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
+        for target, core in zip(cores, decomposition.cores, strict=True):
+            target.copy_(core)
         for state in self._states[self._group.cores_of(self._index[name])]:
             state.zero_()
         if (hot := self._hot_rows_of(name)) is not None:

@@ -171,8 +171,8 @@ def _to_checkpoint(path: Path, target: Path, options: Options) -> dict[str, Any]
             backend=options.backend,
             options=FileOptions(options.batch_bytes, _THREADS),
         )
-    kept = 0 if tensors is None else len(tensors[1])
-    return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": kept}
+    num_tensors = 0 if tensors is None else len(tensors[1])
+    return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": num_tensors}
 
 
 def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> list[SourceTable]:
@@ -242,17 +242,17 @@ def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, An
     rows = _by_table("--num-embeddings", options.num_embeddings, [t.name for t in tables])
     model = "model" if options.model_key is None else options.model_key
     model = f"{model}." if model else ""
-    made = {table.name: options.rename(table.name) for table in tables}
-    _check_names(list(made.values()))
+    new_names = {table.name: options.rename(table.name) for table in tables}
+    _check_names(list(new_names.values()))
     tensors = None
     if saved.layers:
         folder = DcpFolder(saved.layers[0][0] / TENSORS)
-        kept = _copied_names(folder, Keys("model.", "optimizer."), set(), options)
+        copied = _copied_names(folder, Keys("model.", "optimizer."), set(), options)
         tensors = (
             folder,
             {
                 key: model + name.removeprefix("model.") if name.startswith("model.") else name
-                for key, name in kept.items()
+                for key, name in copied.items()
             },
         )
     total = 2 * sum(table.entries * table.entry_bytes() for table in tables)
@@ -263,7 +263,7 @@ def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, An
             target,
             tables,
             rows,
-            made,
+            new_names,
             tensors,
             model=model,
             with_states=with_states,
@@ -280,15 +280,15 @@ def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, An
 
 def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dict[str, int]:
     """Values of an option by full names of tables; the key ``""`` gives those of unnamed tables."""
-    own = {name: name.rpartition(".")[2] for name in tables}
-    unknown = sorted(set(given) - {*own, *own.values(), ""})
+    short_names = {name: name.rpartition(".")[2] for name in tables}
+    unknown = sorted(set(given) - {*short_names, *short_names.values(), ""})
     if unknown:
         raise ValueError(
             f"{what} names table {unknown[0]!r}, which is not converted: name one of "
             f"{sorted(tables)}."
         )
     return {
-        name: next(given[known] for known in (name, own[name], "") if known in given)
+        name: next(given[known] for known in (name, short_names[name], "") if known in given)
         for name in tables
-        if not {name, own[name], ""}.isdisjoint(given)
+        if not {name, short_names[name], ""}.isdisjoint(given)
     }

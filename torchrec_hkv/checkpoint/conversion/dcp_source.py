@@ -123,11 +123,11 @@ def dcp_tables(
     return found
 
 
-def _stock_states(folder: DcpFolder, keys: Keys, table: str, own: str) -> dict[str, str]:
+def _stock_states(folder: DcpFolder, keys: Keys, table: str, short_name: str) -> dict[str, str]:
     """Entries with a stock table's optimizer states, by TorchRec's names of the states."""
     if keys.optimizer is None:
         return {}
-    begin = f"{keys.optimizer}state.{table}{_SUFFIX}.{own}."
+    begin = f"{keys.optimizer}state.{table}{_SUFFIX}.{short_name}."
     return {key.removeprefix(begin): key for key in folder.entries if key.startswith(begin)}
 
 
@@ -291,8 +291,8 @@ class _HashTable:
         self._optimizer = self._find_optimizer(given)
         if "states" in without:
             self._optimizer = None
-            kept = [k for k in self._tensors if not k.startswith("optimizer_")]
-            self._tensors = {k: self._tensors[k] for k in kept}
+            table_keys = [k for k in self._tensors if not k.startswith("optimizer_")]
+            self._tensors = {k: self._tensors[k] for k in table_keys}
         if "scores" in without:
             self._tensors.pop("scores", None)
 

@@ -201,10 +201,10 @@ class _TableWriter:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with unreported():
             lookup.save_files(shard.key, folder / name, dataclasses.replace(options, save=save))
-        held = self._backend.saved_folder(folder / name)
-        self.ids += held.entries
+        saved = self._backend.saved_folder(folder / name)
+        self.ids += saved.entries
         advance(n * self._table.entry_bytes)
-        return TableShardRecord(name, owners, (0, self._table.dim), held.entries, held.crc32)
+        return TableShardRecord(name, owners, (0, self._table.dim), saved.entries, saved.crc32)
 
     def _check_once(self, ids: Tensor) -> None:
         ordered = ids.sort().values

@@ -64,11 +64,11 @@ def write_dcp(
         ids = {}
         with DcpWriter(saving) as writer:
             for table in tables:
-                made = _DcpTable(table, rows.get(table.name), with_states, batch_bytes)
-                ids[table.name] = made.write(writer, model, names[table.name], saving / _SPILL)
+                dcp_table = _DcpTable(table, rows.get(table.name), with_states, batch_bytes)
+                ids[table.name] = dcp_table.write(writer, model, names[table.name], saving / _SPILL)
             if tensors is not None:
-                source, kept = tensors
-                for key, name in kept.items():
+                source, new_names = tensors
+                for key, name in new_names.items():
                     writer.copy(source, key, name)
             writer.finish()
         saving.rename(path)

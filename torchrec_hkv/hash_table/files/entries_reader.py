@@ -62,8 +62,8 @@ def read_entries(
                     picked = slots.pick(layer, batch["slots"])
                     if not is_inside:
                         owner = owner_rank(batch["ids"], OWNERS)
-                        mine = (owner >= owners[0]) & (owner < owners[1])
-                        picked = mine if picked is None else picked & mine
+                        owned = (owner >= owners[0]) & (owner < owners[1])
+                        picked = owned if picked is None else picked & owned
                     if picked is not None:
                         batch = {name: tensor[picked] for name, tensor in batch.items()}
                     yield dequantised(batch)

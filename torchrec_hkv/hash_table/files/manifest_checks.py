@@ -24,15 +24,15 @@ def check_manifest(manifest: Manifest, place: Place) -> None:
     """
     _check_table(manifest, place)
     _check_geometry(manifest, place)
-    held = sum(shard.entries for shard in manifest.shards)
-    if manifest.entries != held:
-        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {held}")
+    entries = sum(shard.entries for shard in manifest.shards)
+    if manifest.entries != entries:
+        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {entries}")
     slots = manifest.buckets * manifest.bucket_slots
     if manifest.entries > slots:
         raise place.of("entries").refuse(manifest.entries, f"at most the number of slots, {slots}")
     _check_shards(manifest.shards, place.of("shards"))
     if manifest.changes is not None:
-        _check_changes(manifest.changes, held, slots, place.of("changes"))
+        _check_changes(manifest.changes, entries, slots, place.of("changes"))
     if manifest.counts is not None:
         _check_counts(manifest.counts, place.of("counts"))
 
@@ -94,10 +94,11 @@ def _check_counts(counts: CountsFile, place: Place) -> None:
         raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
 
 
-def _check_changes(changes: DeltaContent, held: int, slots: int, place: Place) -> None:
-    if not held <= changes.entries <= slots:
+def _check_changes(changes: DeltaContent, entries: int, slots: int, place: Place) -> None:
+    if not entries <= changes.entries <= slots:
         raise place.of("entries").refuse(
-            changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"
+            changes.entries,
+            f"from {entries}, which the shards hold, to the number of slots, {slots}",
         )
     if changes.left > slots:
         raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")

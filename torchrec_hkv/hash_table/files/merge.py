@@ -165,13 +165,13 @@ class _Merge:
                 with ShardReader(path, self._fields, shard) as reader:
                     for batch in reader.batches(self._places):
                         owner = owner_rank(batch["ids"], OWNERS)
-                        mine = (owner >= owners[0]) & (owner < owners[1])
+                        owned = (owner >= owners[0]) & (owner < owners[1])
                         picked = picks.pick(layer, batch["slots"])
-                        mine = mine if picked is None else mine & picked
-                        at = mine.nonzero().flatten()
+                        owned = owned if picked is None else owned & picked
+                        at = owned.nonzero().flatten()
                         numbers.append(at + first)
                         slots.append(batch["slots"][at])
-                        first += len(mine)
+                        first += len(owned)
                 source = _Source(path, shard, torch.cat(numbers), torch.cat(slots))
                 if len(source.slots):
                     sources.append(source)

@@ -94,10 +94,10 @@ class _File:
 
     def take(self, future: Future[Read]) -> dict[str, Tensor]:
         """The entries of a round. Call it in the order of rounds."""
-        batch, look = future.result()
-        if self._check is not None and look is not None:
-            self._check.add(look, len(batch["ids"]))
-            if not look.is_sound:
+        batch, result = future.result()
+        if self._check is not None and result is not None:
+            self._check.add(result, len(batch["ids"]))
+            if not result.is_sound:
                 # At the end of the file, the check knows whether it is damaged, and raises.
                 return {name: tensor[:0] for name, tensor in batch.items()}
         return batch

@@ -95,13 +95,13 @@ class PartReader:
 
             def take() -> Iterator[dict[str, Tensor]]:
                 future, staging, layer, has_others, check = ahead.pop(0)
-                batch, look = future.result()
-                if check is not None and look is not None:
-                    check.add(look, len(batch["ids"]))
+                batch, result = future.result()
+                if check is not None and result is not None:
+                    check.add(result, len(batch["ids"]))
                 picked = slots.pick(layer, batch["slots"])
                 if has_others:
-                    mine = self._is_of_owners(batch["ids"])
-                    picked = mine if picked is None else picked & mine
+                    owned = self._is_of_owners(batch["ids"])
+                    picked = owned if picked is None else picked & owned
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
@@ -134,12 +134,12 @@ class PartReader:
             for shard in manifest.shards:
                 # The files of a shard cover all owner buckets, even those that the shard did not
                 # hold.
-                held = (
+                owners = (
                     max(shard.owner_begin, part.owners[0]),
                     min(shard.owner_end, part.owners[1]),
                 )
-                if max(held[0], self.owners[0]) < min(held[1], self.owners[1]):
-                    yield layer, folder / shard.file, shard, not self._covers(held)
+                if max(owners[0], self.owners[0]) < min(owners[1], self.owners[1]):
+                    yield layer, folder / shard.file, shard, not self._covers(owners)
 
     def _covers(self, owners: tuple[int, int]) -> bool:
         return self.owners[0] <= owners[0] and owners[1] <= self.owners[1]

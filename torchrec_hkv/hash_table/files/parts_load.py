@@ -36,7 +36,7 @@ from torchrec_hkv.hash_table.initial_rows import initial_rows
 _ops = torch.ops.torchrec_hkv
 
 # Bytes per slot that the search for repeated ids takes.
-_LOOK_BYTES = 64
+_LOOKUP_BYTES = 64
 
 
 class PartsLoad:
@@ -270,7 +270,7 @@ class PartsLoad:
         group, table = self._group, self._table
         if group.device.type == "cpu":
             return _ops.find_repeated(group.counter_tensor, group.handle, table) >= 0
-        at_a_time = max(1, self._batch_bytes // _LOOK_BYTES)
+        at_a_time = max(1, self._batch_bytes // _LOOKUP_BYTES)
         for first in range(0, group.present_slots(table), at_a_time):
             n = min(at_a_time, group.present_slots(table) - first)
             place = (group.counter_tensor, group.handle, table)
@@ -312,8 +312,8 @@ class PartsLoad:
             batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
         )
         names = {field.name for field in self._target.fields}
-        made = {**batch, "rows": rows, "states": states}
-        return {name: tensor for name, tensor in made.items() if name in names}
+        converted = {**batch, "rows": rows, "states": states}
+        return {name: tensor for name, tensor in converted.items() if name in names}
 
     def _states_of(self, batch: dict[str, Tensor], columns: ColumnRange) -> Tensor:
         """States of entries; zeros if the files have none."""
@@ -343,8 +343,8 @@ class PartsLoad:
         slots = self._find(ids)
         there = (slots >= 0).nonzero().flatten()
         slots = slots[there]
-        kept = _ops.read_slots(group.handle, table, slots)
-        own_ids, rows, last_steps, scores, states = kept
+        current = _ops.read_slots(group.handle, table, slots)
+        own_ids, rows, last_steps, scores, states = current
         given = self._states_of(batch, columns).to(device)
         copy_columns(
             batch["rows"].to(device)[there],

@@ -216,7 +216,7 @@ def write_shards(source: FileSource, writers: list[RangeWriter], threads: int) -
             write(writer)
     else:
         with ThreadPoolExecutor(
-            threads, initializer=progress.adopt, initargs=(progress.current(),)
+            threads, initializer=progress.use_progress, initargs=(progress.current(),)
         ) as pool:
             list(pool.map(write, writers))
 

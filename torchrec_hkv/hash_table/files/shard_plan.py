@@ -23,7 +23,9 @@ def plan_shards(counts: Tensor, maximum: int) -> list[tuple[int, int, int]]:
     begin, before = 0, 0
     while before < ends[-1]:
         end = max(begin + 1, bisect.bisect_right(ends, before + maximum))
-        held = ends[end - 1] - before
-        plan += [(begin, end, min(maximum, held - first)) for first in range(0, held, maximum)]
+        entries = ends[end - 1] - before
+        plan += [
+            (begin, end, min(maximum, entries - first)) for first in range(0, entries, maximum)
+        ]
         begin, before = end, ends[end - 1]
     return plan

@@ -118,11 +118,11 @@ def save(
             )
         if handle is not None:
             handle.on_error(undo)
-        made: list[Manifest] = []
+        manifests: list[Manifest] = []
 
         def write_manifest() -> None:
-            made.append(finish())
-            made[0].write(folder)
+            manifests.append(finish())
+            manifests[0].write(folder)
 
         run_or_defer(handle, write_manifest)
     except BaseException:
@@ -133,7 +133,7 @@ def save(
         raise
 
     def commit() -> None:
-        (manifest,) = made
+        (manifest,) = manifests
         manifest.commit(folder)
         written.clear()  # from here on they are the saved table and must not be deleted
         sync_folder(folder.absolute().parent)

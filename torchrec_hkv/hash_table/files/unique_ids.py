@@ -35,14 +35,14 @@ def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes:
     while parts:
         bits, part = parts.pop()
         ids_of_set.zero_()
-        held = 0
+        inserted = 0
         for ids in read():
-            held, repeated = _ops.add_ids(ids_of_set, held, ids, bits, part)
+            inserted, repeated = _ops.add_ids(ids_of_set, inserted, ids, bits, part)
             if repeated is not None:
                 return repeated
-            if held > maximum:
+            if inserted > maximum:
                 break
-        if held > maximum and bits < 63:
+        if inserted > maximum and bits < 63:
             # Unique ids have different hashes, so parts become small enough.
             parts += [(bits + 1, 2 * part), (bits + 1, 2 * part + 1)]
     return None

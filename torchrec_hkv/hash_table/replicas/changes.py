@@ -91,33 +91,33 @@ class ReplicaChanges:
         differences = list(self._snapshot.compare(since, self._batch, noted))
         ids = _joined([found.ids for found in differences])
         slots = _joined([found.slots for found in differences])
-        stayed = _joined([found.same_id for found in differences])
-        gone = _joined([*(found.previous_ids for found in differences), self._lost])
-        if gone.numel() == 0 and self._scores is None and stayed.all():
+        same_id = _joined([found.same_id for found in differences])
+        previous_ids = _joined([*(found.previous_ids for found in differences), self._lost])
+        if previous_ids.numel() == 0 and self._scores is None and same_id.all():
             # No entry came or went, so all of these were looked up.
-            return ChangedIds(ids, slots, 0, gone, None)
+            return ChangedIds(ids, slots, 0, previous_ids, None)
         touched = _joined([found.touched for found in differences])
-        known, left, gone_order = stayed, gone, None
-        if gone.numel():
-            gone, gone_order = gone.sort()
+        known, left, previous_order = same_id, previous_ids, None
+        if previous_ids.numel():
+            previous_ids, previous_order = previous_ids.sort()
             # The id is in another slot than before, because the table has grown, or because the id
             # had lost its slot.
-            moved = ~stayed & torch.isin(ids, gone)
-            known = stayed | moved
-            left = gone[find_slots(self._group, self._table, gone) < 0].unique()
+            moved = ~same_id & torch.isin(ids, previous_ids)
+            known = same_id | moved
+            left = previous_ids[find_slots(self._group, self._table, previous_ids) < 0].unique()
         # An entry that is new and was not looked up was restored, for example by an import of rows.
         new, old = (~known).nonzero().flatten(), (touched & known).nonzero().flatten()
         scores = None
         if self._scores is not None:
             self._grow_scores()
             scores = self._scores[slots.cpu()].to(ids.device)
-            if gone_order is not None:
-                gone_slots = torch.cat([found.vacated_slots for found in differences])
+            if previous_order is not None:
+                vacated_slots = torch.cat([found.vacated_slots for found in differences])
                 lost = torch.zeros(len(self._lost), dtype=torch.int64)
-                before = torch.cat([self._scores[gone_slots.cpu()], lost]).to(ids.device)
-                at = torch.searchsorted(gone, ids).clamp_(max=gone.numel() - 1)
+                before = torch.cat([self._scores[vacated_slots.cpu()], lost]).to(ids.device)
+                at = torch.searchsorted(previous_ids, ids).clamp_(max=previous_ids.numel() - 1)
                 # Entries that moved take their scores along.
-                scores = torch.where(moved, before[gone_order][at], scores)
+                scores = torch.where(moved, before[previous_order][at], scores)
                 self._scores[slots.cpu()] = scores.cpu()
             scores = scores[old]
         order = torch.cat([new, old])
@@ -165,11 +165,11 @@ class ReplicaChanges:
             there = slots >= 0
             lost.append(ids[~there])
             ids, at = ids[there], slots[there]
-            stood = self._snapshot.ids[at.cpu()].to(ids.device)
-            displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (stood != ids)
+            previous = self._snapshot.ids[at.cpu()].to(ids.device)
+            displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (previous != ids)
             self._snapshot.update(at, ids)
             self._read_scores(at)
-            ids = stood[displaced]  # these may be in their other bucket
+            ids = previous[displaced]  # these may be in their other bucket
         # An id that moved to its other bucket was noted in both slots; the first one has another
         # id.
         self._lost = torch.cat(lost).unique()

@@ -70,7 +70,10 @@ def merge_ids(
             *_ops.meet_ids(group.handle, table, list(replicas), flat, replica, changes.slots)
         )
     ids, known, left, places = _merge(
-        [of_replica.split(list(its)) for of_replica, its in zip(replicas, sizes, strict=True)],
+        [
+            of_replica.split(list(split_sizes))
+            for of_replica, split_sizes in zip(replicas, sizes, strict=True)
+        ],
         replica,
     )
     is_new, touched = torch.zeros((2, len(ids)), dtype=torch.bool, device=ids.device)
@@ -97,14 +100,14 @@ def _merge(
     for kind in (1, 2):
         for places in places_of[kind::3]:
             known.index_fill_(0, places, True)
-    mine = torch.cat(places_of[3 * replica : 3 * replica + 2])
+    replica_positions = torch.cat(places_of[3 * replica : 3 * replica + 2])
     if not any(sizes[2::3]):
-        return ids, known, ids[:0], mine
+        return ids, known, ids[:0], replica_positions
     touched = torch.zeros_like(known)
     for kind in (0, 1):
         for places in places_of[kind::3]:
             touched.index_fill_(0, places, True)
-    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine]
+    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[replica_positions]
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:

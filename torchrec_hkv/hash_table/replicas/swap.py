@@ -70,24 +70,24 @@ class _Message:
 
     def send(self) -> None:
         """Begins to send this replica's message."""
-        self._own = self._buffers.take(self._size)
+        self._sent = self._buffers.take(self._size)
         for part, begin in self._parts:
-            part.pack(self._own, begin)
-        self._departure = self._wire.send(self._own, self._number)
+            part.pack(self._sent, begin)
+        self._departure = self._wire.send(self._sent, self._number)
 
     def expect(self) -> None:
         """Begins to receive the other replica's message."""
-        self._theirs = self._buffers.take(self._size)
-        self._arrival = self._wire.receive(self._theirs, self._number)
+        self._received = self._buffers.take(self._size)
+        self._arrival = self._wire.receive(self._received, self._number)
 
     def merge(self) -> None:
         """Waits for both messages and merges them."""
         self._arrival.wait()
         self._departure.wait()  # merging overwrites the records
         for part, begin in self._parts:
-            part.merge(self._own, self._theirs, begin)
-        self._buffers.give_back(self._own)
-        self._buffers.give_back(self._theirs)
+            part.merge(self._sent, self._received, begin)
+        self._buffers.give_back(self._sent)
+        self._buffers.give_back(self._received)
 
 
 def swap_rows(tables: Sequence[TableSync], wire: Wire, max_bytes: int) -> None:

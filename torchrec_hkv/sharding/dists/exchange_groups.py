@@ -152,8 +152,8 @@ class Exchange:
                 by_wire.setdefault(self._wire(names[id(info)]), []).append(info)
             groups = [
                 (part, None if wire is None else codecs_at(wire))
-                for wire, own in by_wire.items()
-                for part in _parts(own, self.num_groups, [weights[id(info)] for info in own])
+                for wire, tables in by_wire.items()
+                for part in _parts(tables, self.num_groups, [weights[id(info)] for info in tables])
             ]
             if sharding_type in multi_part and len(groups) > 1:
                 group = ExchangeGroup(itertools.chain.from_iterable(part for part, _ in groups))
@@ -208,8 +208,8 @@ def has_backend_tables(infos: Sequence[Any]) -> bool:
 
 def codecs_of(infos: Sequence[Any], default: Codecs | None) -> Codecs | None:
     """The codecs of a group of tables: its own, or those of the sharder."""
-    own = infos.codecs if isinstance(infos, ExchangeGroup) else None
-    return default if own is None else own
+    codecs = infos.codecs if isinstance(infos, ExchangeGroup) else None
+    return default if codecs is None else codecs
 
 
 def codecs_at(wire: str) -> Codecs:
@@ -224,14 +224,14 @@ def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[
     """Splits a sequence into at most ``count`` non-empty runs of about equal weight."""
     count = min(count, len(items))
     parts: list[list[Info]] = []
-    position, held = 0, 0.0
+    position, part_weight = 0, 0.0
     for number in range(1, count + 1):
         wanted, first = sum(weights) * number / count, position
         # Take at least one item, and leave at least one per later part.
         while position < len(items) - (count - number) and (
-            position == first or held + weights[position] / 2 <= wanted
+            position == first or part_weight + weights[position] / 2 <= wanted
         ):
-            held += weights[position]
+            part_weight += weights[position]
             position += 1
         parts.append(list(items[first:position]))
     return parts

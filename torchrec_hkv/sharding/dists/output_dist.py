@@ -62,18 +62,18 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
     """Output distribution for whole tables or columns, in the cases of
     :class:`RowWiseOutputDist`."""
 
-    def __init__(self, theirs: TwPooledEmbeddingDist) -> None:
+    def __init__(self, stock_dist: TwPooledEmbeddingDist) -> None:
         """
         Args:
-            theirs: TorchRec's distribution, used in all other cases.
+            stock_dist: TorchRec's distribution, used in all other cases.
         """
         super().__init__()
-        self._theirs = theirs
-        self._pg = theirs._pg
+        self._theirs = stock_dist
+        self._pg = stock_dist._pg
         self._is_alone = self._pg.size() == 1
-        self._dims = list(theirs._dim_sum_per_rank)
-        self._callbacks = list(theirs._callbacks or ())
-        self._is_plain = theirs._codecs is None
+        self._dims = list(stock_dist._dim_sum_per_rank)
+        self._callbacks = list(stock_dist._callbacks or ())
+        self._is_plain = stock_dist._codecs is None
 
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
@@ -165,13 +165,13 @@ class _SumExchange(_Exchange):
         return arrived
 
     def begin_gradients(self, grad: Tensor) -> None:
-        own = grad / self._ranks if get_gradient_division() else grad
+        scaled = grad / self._ranks if get_gradient_division() else grad
         if grad.device.type == "cpu":
-            self._send_parts(torch.cat([own] * self._ranks))
+            self._send_parts(torch.cat([scaled] * self._ranks))
             return
         self._arriving = grad.new_empty(grad.shape[0] * self._ranks, grad.shape[1])
         self._work = dist.all_gather_into_tensor(
-            self._arriving, own.contiguous(), group=self._pg, async_op=True
+            self._arriving, scaled.contiguous(), group=self._pg, async_op=True
         )
 
     def gradients(self) -> Tensor:

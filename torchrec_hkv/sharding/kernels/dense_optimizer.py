@@ -38,14 +38,14 @@ def sharded_state(
     size = [
         max(offsets[dim] + sizes[dim] for offsets, sizes in places) for dim in range(local[0].dim())
     ]
-    held = {
+    rank_shards = {
         (shard.row_offset, shard.column_offset): tensor
         for shard, tensor in zip(shards, local, strict=True)
     }
     rank = dist.get_rank()
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local_shards=[
-            Shard(tensor=held[tuple(shard.shard_offsets)], metadata=state)
+            Shard(tensor=rank_shards[tuple(shard.shard_offsets)], metadata=state)
             for shard, state in zip(order, states, strict=True)
             if shard.placement.rank() == rank
         ],

@@ -318,7 +318,7 @@ def check_fused_optimizer(
         raise ValueError(f"table {table!r}: stock tables lack the optimizer {name}{where}.")
     of_parameter: list[dict[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
     given = {**(sharder_fused_params or {}), **(of_parameter[0] if of_parameter else {})}
-    own = {**_FOR_ALL, **_ATTRIBUTES[name]}
+    allowed = {**_FOR_ALL, **_ATTRIBUTES[name]}
     for argument in given:
-        if argument in own and argument not in _fbgemm_defaults():
+        if argument in allowed and argument not in _fbgemm_defaults():
             raise ValueError(f"table {table!r}: stock tables lack the argument {argument}.")

@@ -174,7 +174,7 @@ class BackendCollection:
 
     def _split(self, by_type: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Splits the tables of each sharding type into exchange groups."""
-        infos = [info for own in by_type.values() for info in own]
+        infos = [info for type_infos in by_type.values() for info in type_infos]
         configs = {id(info): info.embedding_config for info in infos}
         self._exchange.check_tables([config.name for config in configs.values()])
         return self._exchange.split(
@@ -341,8 +341,8 @@ class BackendCollection:
         local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
 
         def check() -> None:
-            for name, its in tensors.items():
-                local[name] = self._table_states[name].local_states(rank, its)
+            for name, tensor in tensors.items():
+                local[name] = self._table_states[name].local_states(rank, tensor)
 
         on_every_rank(check, pg)
         table_states: dict[GroupLookup, dict[str, torch.Tensor]] = {}
