@@ -281,7 +281,7 @@ def load(
     return seconds, peak
 
 
-def whole(text: str) -> int:
+def num_bytes(text: str) -> int:
     """Parses a number of bytes of an option."""
     return int(float(text))
 
@@ -289,7 +289,7 @@ def whole(text: str) -> int:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
+    parser.add_argument("--bytes", type=num_bytes, default=10**9, help="of entries, such as 50e9")
     parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lfu")

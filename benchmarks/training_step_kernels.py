@@ -38,7 +38,7 @@ from benchmarks.training_step import (
     WORKLOADS,
     HashTables,
     Workload,
-    parser_of_workloads,
+    workload_parser,
 )
 
 STAGES = ("lookup", "pooling", "update")
@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace, ncu: str) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     """Parses arguments, measures, writes."""
-    parser = parser_of_workloads(__doc__.splitlines()[0])
+    parser = workload_parser(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument(
         "--step", action="store_true", help="only take the step, of one workload and optimizer"

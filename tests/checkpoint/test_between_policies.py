@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.checkpointed import evaluate, make_tables, train
+from tests.support.checkpoint_models import evaluate, make_tables, train
 from torchrec_hkv import AgedLFU, checkpoint
 
 POLICIES = ("lfu", "lru", AgedLFU(2.0), "adaptive")

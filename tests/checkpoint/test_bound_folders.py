@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
 
@@ -24,10 +24,10 @@ def _save(rank, world_size, device, folder, seed):
 def _load(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(50, 52))
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     with pytest.raises(ValueError, match="is not what the checkpoint was saved with") as refusal:
         checkpoint.load(folder, model)
-    assert held(model, "adam") == before
+    assert model_contents(model, "adam") == before
     return str(refusal.value)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from tests.support.mutations import write
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.metadata import _Unpickler
@@ -38,10 +38,10 @@ def _refused(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise")
     model.module.register_buffer("marker", torch.zeros(7))
     train(model, rank, device, range(3))
-    before = held(model, "adam"), model.module.marker.clone()
+    before = model_contents(model, "adam"), model.module.marker.clone()
     with pytest.raises(ValueError, match="nothing that it names was run") as refusal:
         checkpoint.load(folder, model, model.fused_optimizer)
-    assert before[0] == held(model, "adam")
+    assert before[0] == model_contents(model, "adam")
     assert before[1].equal(model.module.marker)
     return str(refusal.value)
 
@@ -122,11 +122,11 @@ ENTRIES = {
 def _mismatch(rank, world_size, device, folder, expected):
     model = make_tables(world_size, device, "row_wise")
     model.module.register_buffer("marker", torch.zeros(7))
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     with pytest.raises(ValueError, match=r"is refused for its entry 'model.marker'") as refusal:
         checkpoint.load(folder, model)
     assert expected in str(refusal.value)
-    assert before == held(model, "adam")
+    assert before == model_contents(model, "adam")
 
 
 @pytest.mark.parametrize("what", ENTRIES)
@@ -170,12 +170,12 @@ def _values(rank, world_size, device, folder):
     torch.save(_Evil(folder / "ran"), entry)
     file = _replace_entry(folder / "c", "model.extra._extra_state.n", entry.getvalue())
     model.module.extra.state = {"n": 5, "names": []}
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     with pytest.raises(ValueError, match=r"it names posix.mkdir; nothing") as refusal:
         checkpoint.load(folder / "c", model)
     assert str(refusal.value).startswith(f"{file} is refused for its entry 'model.extra._extra")
     assert model.module.extra.state == {"n": 5, "names": []}
-    assert held(model, "adam") == before
+    assert model_contents(model, "adam") == before
     assert not (folder / "ran").exists()
 
 

@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.checkpointed import features, make_tables, train
+from tests.support.checkpoint_models import features, make_tables, train
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
 NAME = "ebc.embedding_bags.lru"
 
@@ -44,7 +44,7 @@ def _load(rank, world_size, device, path):
 def test_a_table_alone(run_ranks, tmp_path):
     ids, rows = torch.arange(50) - 25, torch.randn(50, 12)
     safetensors.torch.save_file({"id": ids, "row": rows}, tmp_path / "rows.safetensors")
-    convert(tmp_path / "rows.safetensors", tmp_path / "saved", Options(tables=[NAME]))
+    convert(tmp_path / "rows.safetensors", tmp_path / "saved", ConversionOptions(tables=[NAME]))
     for found, values in run_ranks(2, _load, tmp_path / "saved"):
         order = found.argsort()
         assert found[order].equal(ids)

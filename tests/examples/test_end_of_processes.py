@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.example_runs import ROOT, criteo_lines, write_ratings
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 # Runs as the last thing before the interpreter ends, while modules still exist.
 RUN = """
@@ -58,7 +58,7 @@ BY_HAND = """
 import gc
 import torch
 import torch.distributed as dist
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 
 def train():
     model = make_small(1, torch.device("cpu"), "hkv")

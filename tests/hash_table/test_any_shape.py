@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.batches import rows_by_id
 from tests.support.gpu import NEEDS_GPU
-from tests.support.ragged_batches import Batch, look_up, reference_step
+from tests.support.ragged_batches import RaggedBatch, look_up, reference_step
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 
@@ -35,7 +35,7 @@ def test_one_step(device, bags, dims, ragged, mean, seed):
     specs = [TableSpec(f"t{i}", 200, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
     features = [index % len(dims) for index in range(len(bags))]
     group = TableGroup(specs, features, SGD(), device)
-    batch = Batch(bags, torch.arange(30), device)
+    batch = RaggedBatch(bags, torch.arange(30), device)
     weights = batch.weights.clone().requires_grad_()
     if ragged:
         out = look_up(group, batch.ids, batch.offsets, weights, mean, bags)

@@ -11,7 +11,7 @@ from benchmarks.replay import drifting, returning
 from torchrec_hkv.replay import Policy, TableSettings, replay
 from torchrec_hkv.replay.arrays import ArrayLog
 from torchrec_hkv.replay.sample import Sample
-from torchrec_hkv.replay.tables import Setting, slots_share
+from torchrec_hkv.replay.tables import ReplaySetting, slots_share
 
 POLICIES = (Policy("lru"), Policy("lfu"), Policy("adaptive"))
 TABLES = {"t": TableSettings(("ids",), (20_000, 40_000), POLICIES)}
@@ -42,7 +42,7 @@ def test_of_renamed_ids(stream):
 
 def test_slots_of_a_sample_over_their_share():
     def share(rows, rate):
-        return slots_share(Setting(Policy("lru"), rows), Sample(rate))
+        return slots_share(ReplaySetting(Policy("lru"), rows), Sample(rate))
 
     assert share(64 * 100_000, 0.01) == pytest.approx(1, abs=1e-3)
     assert share(20_000, 0.1) == pytest.approx(2016 / 2003.2, abs=1e-6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import batch_of, make_served, outputs_of, train
+from tests.support.served_models import make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 
 FULL_DISK = """
@@ -38,7 +38,7 @@ def chains(rank, world_size, device, folder: Path) -> dict[str, list]:
     model = make_served(world_size, device)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    serving.export(model, folder / "model", inputs=batch_of(0), deltas=folder / "chain")
+    serving.export(model, folder / "model", inputs=random_batch(0), deltas=folder / "chain")
     for step in range(3):
         train(model, 2, seed=100 * step)
         writer.write()
@@ -89,14 +89,14 @@ def test_faults(run_ranks, tmp_path):
         assert freshness.behind == 2
         with pytest.raises(AssertionError, match=message):  # the whole text, for failures
             raise AssertionError(freshness.error)
-        got = model(*batch_of(1, 4))
+        got = model(*random_batch(1, 4))
         assert all(torch.equal(got[key], value) for key, value in want["first"].items())
         assert follower.poll() == 0
         with pytest.raises(ValueError, match=message):
             serving.follow(model, chain, every=None)
     # The chain is whole again.
     follower = serving.follow(model, tmp_path / "third", every=None)
-    got = model(*batch_of(1, 4))
+    got = model(*random_batch(1, 4))
     assert all(torch.equal(got[key], value) for key, value in want["third"].items())
 
     (tmp_path / "scratch").mkdir()
@@ -111,7 +111,7 @@ def test_faults(run_ranks, tmp_path):
 
 def another_model(rank, world_size, device, folder: Path) -> None:
     model = make_served(world_size, device)
-    serving.export(model, folder / "model", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0))
     served = serving.load(folder / "model")
     assert served.freshness() == serving.Freshness(None, None, None, False, None, None)
     with pytest.raises(ValueError, match="every is 0, but must be positive"):
@@ -121,7 +121,7 @@ def another_model(rank, world_size, device, folder: Path) -> None:
     with pytest.raises(ValueError, match="the model already follows"):
         serving.follow(served, folder / "other", every=None)
     with pytest.raises(ValueError, match=r"deltas is .*, which has no checkpoint of a DeltaWriter"):
-        serving.export(model, folder / "new", inputs=batch_of(0), deltas=folder / "chain")
+        serving.export(model, folder / "new", inputs=random_batch(0), deltas=folder / "chain")
     checkpoint.DeltaWriter(model.module.ebc, folder / "chain").write()
     assert follower.poll() == 0
     assert "of another model" in served.freshness().error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.serving.test_gpu import IDS, on_gpu, table
-from tests.support.served import batch_of, make_served, outputs_of, train
+from tests.support.served_models import make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.lookup_counts import counts_of, read_codes
@@ -264,7 +264,7 @@ def test_choice_while_calls_run(tmp_path):
 def trained(rank, world_size, device, folder) -> None:
     model = make_served(world_size, device)
     train(model, 4)
-    serving.export(model, folder, inputs=batch_of(0, device=device), lookup_counts=True)
+    serving.export(model, folder, inputs=random_batch(0, device=device), lookup_counts=True)
 
 
 @pytest.mark.parametrize("device_type", ["cuda"])
@@ -292,7 +292,7 @@ def followed(rank, world_size, device, folder, process) -> None:
     train(model, 2, seed=7)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    inputs = batch_of(0, device=device)
+    inputs = random_batch(0, device=device)
     serving.export(model, folder / "model", inputs=inputs, deltas=folder / "chain")
     limits = {"user": 300, "item": 0, "country": 400, "seen": 64}
     parts = serving.load(folder / "model", device, hbm_bytes=limits)
@@ -309,7 +309,7 @@ def followed(rank, world_size, device, folder, process) -> None:
         for follower in followers:
             assert follower.poll() == 1
         host = parts.counters()["ebc.embedding_bags.item"]["host_lookups"]
-        got, want = parts(*batch_of(5, 4)), whole(*batch_of(5, 4))
+        got, want = parts(*random_batch(5, 4)), whole(*random_batch(5, 4))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         for key, value in outputs_of(model, 5, 4).items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
@@ -322,9 +322,9 @@ def followed(rank, world_size, device, folder, process) -> None:
         results.append(want)
     for follower in followers:
         follower.rollback()
-    torch.testing.assert_close(parts(*batch_of(5, 4)), results[2], rtol=0, atol=0)
+    torch.testing.assert_close(parts(*random_batch(5, 4)), results[2], rtol=0, atol=0)
     parts.choose_hot_rows()
-    torch.testing.assert_close(parts(*batch_of(5, 4)), results[2], rtol=0, atol=0)
+    torch.testing.assert_close(parts(*random_batch(5, 4)), results[2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device_type", ["cuda"])

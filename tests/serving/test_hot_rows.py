@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.served import batch_of
+from tests.support.served_models import random_batch
 from torchrec_hkv import serving
 from torchrec_hkv.serving.placement import Placement, carried_counts, numbered_ids, shares
 from torchrec_hkv.serving.row_formats import from_bytes, to_bytes
@@ -179,7 +179,7 @@ def test_cpu(served):
     with pytest.raises(ValueError, match="hbm_bytes is 0, but device is 'cpu'"):
         serving.load(served[0], hbm_bytes=0)
     model = serving.load(served[0])
-    before = model(*batch_of(0))
+    before = model(*random_batch(0))
     model.choose_hot_rows()
-    torch.testing.assert_close(model(*batch_of(0)), before, rtol=0, atol=0)
+    torch.testing.assert_close(model(*random_batch(0)), before, rtol=0, atol=0)
     assert all("host_lookups" not in counts for counts in model.counters().values())

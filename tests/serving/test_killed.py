@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import batch_of, make_served, outputs_of, train
+from tests.support.served_models import make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 
 SERVER = """
@@ -28,7 +28,7 @@ while True:
 def chained(rank, world_size, device, folder: Path):
     """A model, and a chain whose base and deltas are not applied yet."""
     model = make_served(world_size, device)
-    serving.export(model, folder / "model", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0))
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     for step in range(3):
         train(model, 1, seed=100 * step)
@@ -56,6 +56,6 @@ def test_killed(run_ranks, tmp_path):
     model = serving.load(tmp_path / "model", verify=True)
     serving.follow(model, tmp_path / "chain", every=None, scratch=scratch)
     assert model.freshness().number == 2
-    got = model(*batch_of(1, 4))
+    got = model(*random_batch(1, 4))
     assert all(torch.equal(got[key], value) for key, value in want.items())
     assert list(scratch.iterdir()) == left  # files of a base have no name once they are mapped

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import ServedModel, batch_of, make_served, train
+from tests.support.served_models import ServedModel, make_served, random_batch, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving.lookup_counts import CountsWriter, codes_of, counts_of, read_codes
 from torchrec_hkv.serving.manifest import ServingFileRecord, ServingManifest
@@ -84,7 +84,7 @@ def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:
     """The number of training lookups of each id of some features, over all ranks."""
     counts: collections.Counter[int] = collections.Counter()
     for step in range(STEPS):
-        features = batch_of(SEED + step)[1]
+        features = random_batch(SEED + step)[1]
         for key in keys:
             counts.update(features[key].values().tolist() * world_size)
     return counts
@@ -93,8 +93,8 @@ def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:
 def trained(rank, world_size, device, folder, sharding) -> None:
     model = make_served(world_size, device, sharding)
     train(model, STEPS, SEED)
-    serving.export(model, folder / "model", inputs=batch_of(0), lookup_counts=True)
-    serving.export(model, folder / "without", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0), lookup_counts=True)
+    serving.export(model, folder / "without", inputs=random_batch(0))
     checkpoint.save(folder / "checkpoint", model)
 
 
@@ -118,7 +118,7 @@ def test_export(run_ranks, tmp_path, ranks, sharding):
     run_ranks(ranks, trained, tmp_path, sharding)
     with torch.device("meta"):
         module = ServedModel()
-    inputs = batch_of(0)
+    inputs = random_batch(0)
     for folder in ("model", "saved"):
         if folder == "saved":
             saved = tmp_path / "checkpoint"

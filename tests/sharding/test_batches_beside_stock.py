@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import Scenario, train_beside_stock
 from tests.support.pairwise import pairwise
-from tests.support.stock_lacks import skip_what_stock_lacks
+from tests.support.stock_comparison import Scenario, train_with_stock
+from tests.support.stock_support import skip_unsupported_by_stock
 
 pytestmark = pytest.mark.compat
 
@@ -19,8 +19,8 @@ def _lacks_backward(device_type, sharding_type, world_size):
 
 
 def _train(run_ranks, world_size, scenario):
-    with skip_what_stock_lacks():
-        return run_ranks(world_size, train_beside_stock, scenario)
+    with skip_unsupported_by_stock():
+        return run_ranks(world_size, train_with_stock, scenario)
 
 
 def _check(outcomes):
@@ -69,4 +69,4 @@ def test_ranks_without_samples(run_ranks, device_type, pooling, sharding_type, w
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_of_32_bits_on_one_rank(run_ranks, backend, sharding_type):
     scenario = Scenario(backend, sharding_type, "sum", "rowwise_adagrad", narrow=True)
-    _check(run_ranks(2, train_beside_stock, scenario))
+    _check(run_ranks(2, train_with_stock, scenario))

@@ -8,10 +8,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import Scenario, train_beside_stock
 from tests.support.dense_tables import dense_model, train_dense
 from tests.support.pairwise import pairwise
 from tests.support.sequences import SequenceScenario, train_sequences
+from tests.support.stock_comparison import Scenario, train_with_stock
 
 pytestmark = pytest.mark.compat
 
@@ -48,7 +48,7 @@ def _check(outcomes):
 @pytest.mark.parametrize("told", FUSED_PARAMS)
 def test_pooled(run_ranks, told):
     scenario = Scenario("hkv", "row_wise", "sum", "none", fused_params=FUSED_PARAMS[told])
-    _check(run_ranks(2, train_beside_stock, scenario))
+    _check(run_ranks(2, train_with_stock, scenario))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_pooled(run_ranks, told):
 )
 def test_sharding_types(run_ranks, backend, sharding_type, told):
     scenario = Scenario(backend, sharding_type, "mean", "none", fused_params=FUSED_PARAMS[told])
-    _check(run_ranks(2, train_beside_stock, scenario))
+    _check(run_ranks(2, train_with_stock, scenario))
 
 
 @pytest.mark.parametrize("told", ["nothing", "learning rate", "rowwise_adagrad"])

@@ -12,10 +12,10 @@ from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from tests.sharding import test_train_pipelines_evicting as pipelines
-from tests.support.beside_stock import Scenario, train_beside_stock
 from tests.support.exchanges import number_of_exchanges
 from tests.support.models import make_model, shard_model
 from tests.support.pipelines import make_pipeline_model, pipeline_batch
+from tests.support.stock_comparison import Scenario, train_with_stock
 from torchrec_hkv import ParameterConstraints
 
 pytestmark = pytest.mark.compat
@@ -66,10 +66,8 @@ def test_groups_change_nothing(run_ranks, told):
     """Groups do not change results, nor those of stock tables: table-wise, each group is on another
     rank."""
     scenario = dataclasses.replace(Scenario("hkv", "row_wise", "sum", "sgd"), **told)
-    alone = run_ranks(2, train_beside_stock, scenario)
-    for one, many in zip(
-        alone, run_ranks(2, _in_groups, train_beside_stock, scenario), strict=True
-    ):
+    alone = run_ranks(2, train_with_stock, scenario)
+    for one, many in zip(alone, run_ranks(2, _in_groups, train_with_stock, scenario), strict=True):
         bound = {"rtol": 1e-2, "atol": 1e-2} if scenario.output else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(one.losses, many.losses, **bound)
         torch.testing.assert_close(one.rows, many.rows, **bound)

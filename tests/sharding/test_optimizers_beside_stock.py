@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.beside_stock import (
+from tests.support.stock_comparison import (
     GPU_OPTIMIZERS,
     MORE_OPTIMIZERS,
     Scenario,
-    train_beside_stock,
+    train_with_stock,
 )
-from tests.support.stock_lacks import skip_what_stock_lacks
+from tests.support.stock_support import skip_unsupported_by_stock
 
 
 @pytest.mark.parametrize("optimizer", [*MORE_OPTIMIZERS, *GPU_OPTIMIZERS])
@@ -22,8 +22,8 @@ def test_equal_to_stock(run_ranks, device_type, optimizer, sharding_type, poolin
     if optimizer in GPU_OPTIMIZERS and device_type == "cpu":
         pytest.skip("stock tables have this optimizer on GPUs only")
     scenario = Scenario("hkv", sharding_type, pooling, optimizer)
-    with skip_what_stock_lacks():
-        outcomes = run_ranks(2, train_beside_stock, scenario)
+    with skip_unsupported_by_stock():
+        outcomes = run_ranks(2, train_with_stock, scenario)
     for outcome in outcomes:
         stock, ours = outcome.losses.unbind(1)
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)

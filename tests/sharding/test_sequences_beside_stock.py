@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import OPTIMIZERS
 from tests.support.pairwise import pairwise
 from tests.support.sequences import SequenceScenario, train_sequences
+from tests.support.stock_comparison import OPTIMIZERS
 
 pytestmark = pytest.mark.compat
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
 from tests.support.pairwise import pairwise
+from tests.support.stock_comparison import OPTIMIZERS, Scenario, train_with_stock
 
 pytestmark = pytest.mark.compat
 
@@ -39,7 +39,7 @@ def _check(outcomes):
 def test_equal_to_stock(run_ranks, pooling, sharding_type, ranks):
     world_size, host_size = ranks
     scenario = Scenario("hkv", sharding_type, pooling, "rowwise_adagrad")
-    _check(run_ranks(world_size, train_beside_stock, scenario, host_size=host_size))
+    _check(run_ranks(world_size, train_with_stock, scenario, host_size=host_size))
 
 
 @pytest.mark.slow
@@ -48,4 +48,4 @@ def test_equal_to_stock(run_ranks, pooling, sharding_type, ranks):
 )
 def test_backends_and_optimizers(run_ranks, backend, optimizer, sharding_type):
     scenario = Scenario(backend, sharding_type, "sum", optimizer)
-    _check(run_ranks(2, train_beside_stock, scenario, host_size=1))
+    _check(run_ranks(2, train_with_stock, scenario, host_size=1))

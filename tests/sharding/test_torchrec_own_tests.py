@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from tests.support.pairwise import pairwise
-from tests.support.torchrec_own import (
-    OwnScenario,
-    run_own_state_test,
-    run_own_test,
+from tests.support.torchrec_tests import (
+    TorchRecScenario,
+    run_torchrec_state_test,
+    run_torchrec_test,
 )
 
 pytestmark = pytest.mark.compat
@@ -50,22 +50,22 @@ CASES += [(v, t, r) for v in VARIANTS for t in TYPES for r in RANKS if not gloo_
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "sharding_type", "ranks"), CASES)
 def test_a_training_step(run_ranks, device_type, variant, sharding_type, ranks):
-    scenario = dataclasses.replace(OwnScenario(sharding_type), **VARIANTS[variant])
+    scenario = dataclasses.replace(TorchRecScenario(sharding_type), **VARIANTS[variant])
     if device_type == "cpu" and not gloo_has(variant, sharding_type, ranks):
         pytest.skip("gloo refuses TorchRec's uneven reduce_scatter, for stock tables too")
     world_size, host_size = ranks
-    run_ranks(world_size, run_own_test, host_size, scenario, host_size=host_size)
+    run_ranks(world_size, run_torchrec_test, host_size, scenario, host_size=host_size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", TYPES[:5])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_states(run_ranks, sharding_type, optimizer):
-    run_ranks(1, run_own_state_test, sharding_type, optimizer)
+    run_ranks(1, run_torchrec_state_test, sharding_type, optimizer)
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "table_column_wise"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batch_sizes_of_features(run_ranks, sharding_type, world_size):
-    scenario = OwnScenario(sharding_type, variable_per_feature=True)
-    run_ranks(world_size, run_own_test, world_size, scenario)
+    scenario = TorchRecScenario(sharding_type, variable_per_feature=True)
+    run_ranks(world_size, run_torchrec_test, world_size, scenario)

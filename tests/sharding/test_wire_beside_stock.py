@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.beside_stock import Scenario, train_beside_stock
+from tests.support.stock_comparison import Scenario, train_with_stock
 
 pytestmark = pytest.mark.compat
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.compat
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type, wire):
     scenario = Scenario("hkv", sharding_type, pooling, "sgd", wire=wire)
-    narrow = run_ranks(2, train_beside_stock, scenario)
+    narrow = run_ranks(2, train_with_stock, scenario)
     scenario = Scenario("hkv", sharding_type, pooling, "sgd")
-    exact = run_ranks_once(2, train_beside_stock, scenario)
+    exact = run_ranks_once(2, train_with_stock, scenario)
     stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
     # Ours rounds partial sums on other ranks than stock tables do. The difference is about as large

@@ -7,7 +7,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.support.backends import BACKENDS
-from tests.support.small import BATCH, batch, make_small
+from tests.support.small_models import BATCH, batch, make_small
 
 
 def _empty(device):

@@ -234,7 +234,7 @@ def even_bags(shapes: Sequence[TTShape], batch_size: int = 40, length: int = 5) 
     return Bags(all_ids, offsets, torch.randn(all_ids.numel()), batch_size).to("cuda")
 
 
-class Trained:
+class TrainedCores:
     """Cores of a group on a GPU, with their optimizer."""
 
     def __init__(self, group: TTGroup, cores: list[torch.Tensor]) -> None:

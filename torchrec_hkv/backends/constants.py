@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv.backends.workload import NO_TIME, StepTime, Work
-from torchrec_hkv.json_schema import Fields, Items, Map, Number, Place, Text
+from torchrec_hkv.json_schema import Fields, Items, JsonPlace, Map, Number, Text
 
 #: Name of the constant time of a group: kernel launches, and the host's work on a CPU.
 FIXED = "fixed"
@@ -97,10 +97,10 @@ class Constants:
         Raises:
             ValueError: the content is not a result of :meth:`to_json`.
         """
-        return CONSTANTS.read(content, Place("The content"))
+        return CONSTANTS.read(content, JsonPlace("The content"))
 
     @classmethod
-    def _of(cls, fits: Sequence[Fit], place: Place) -> Constants:
+    def _of(cls, fits: Sequence[Fit], place: JsonPlace) -> Constants:
         if not fits:
             raise place.refuse([], "a list of one fit at least")
         return cls(tuple(sorted(fits, key=lambda fit: fit.table_bytes)))
@@ -115,7 +115,7 @@ class _Constants(Items):
             Fields({"table_bytes": Number(1), "forward": costs, "backward": costs}, Fit)
         )
 
-    def read(self, value: object, place: Place) -> Constants:
+    def read(self, value: object, place: JsonPlace) -> Constants:
         return Constants._of(super().read(value, place), place)
 
 

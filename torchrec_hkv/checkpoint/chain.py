@@ -20,7 +20,7 @@ from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.record import LINK, RECORD, Record
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
-from torchrec_hkv.json_schema import Choice, Fields, Integer, OrNull, Place, Text
+from torchrec_hkv.json_schema import Choice, Fields, Integer, JsonPlace, OrNull, Text
 
 #: Name of the file that names the newest checkpoint of a chain.
 NEWEST = "deltas.json"
@@ -70,10 +70,10 @@ class Link:
             content = read_signed(path, _LINK_FORMAT, _VERSION, "a checkpoint in a chain")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        link: Link = _LINK.read(content, Place(str(path)))
+        link: Link = _LINK.read(content, JsonPlace(str(path)))
         if (link.kind == "base") != (link.previous is None):
             raise (
-                Place(str(path))
+                JsonPlace(str(path))
                 .of("previous")
                 .refuse(link.previous, "null for a base, and a digest for a delta")
             )
@@ -178,7 +178,7 @@ class Chain:
             return None
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        return _NEWEST.read(content, Place(str(path)))
+        return _NEWEST.read(content, JsonPlace(str(path)))
 
     def layers(self) -> list[tuple[Path, Record]]:
         """Folders and records of the last checkpoint and of its predecessors, back to a base.

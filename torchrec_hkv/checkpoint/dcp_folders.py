@@ -16,7 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
@@ -114,7 +114,7 @@ class _DcpLoad:
     def check(self, undo: contextlib.ExitStack) -> None:
         """Checks that the folder matches. Does not read values of tensors."""
         self._folder = DcpFolder(self._path)
-        self._keys = Keys.of(self._folder, None, None)
+        self._keys = DcpKeys.of(self._folder, None, None)
         self._reader = CheckedReader(self._path, self._folder.metadata)
         # Hash tables that were saved as hash tables; the others come from stock tables.
         alike = [name for name in self._tables if self._has(f"{name}.occupied")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec_hkv.json_schema import Fields, Number, OrNull, Place, Schema
+from torchrec_hkv.json_schema import Fields, JsonPlace, Number, OrNull, Schema
 
 #: Values of a parameter group that schedulers of torch.optim change or store there.
 SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
@@ -16,7 +16,7 @@ class _Rate(Schema):
     allowed = "a finite number, null, or a list of these"
     _one = OrNull(Number())
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         if type(value) is list:
             return [self._one.read(item, place.at(i)) for i, item in enumerate(value)]
         if value is not None and type(value) not in (int, float):

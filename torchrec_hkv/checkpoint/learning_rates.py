@@ -17,7 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.checkpoint.learning_rate_schema import RATES, SCHEDULED
 from torchrec_hkv.checkpoint.optimizers import leaves
-from torchrec_hkv.json_schema import Place
+from torchrec_hkv.json_schema import JsonPlace
 
 
 def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
@@ -29,7 +29,7 @@ def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
     return {
         name: RATES.read(
             {key: _plain(group[key]) for key in SCHEDULED if key in group},
-            Place("The optimizer", f"parameter {name!r}"),
+            JsonPlace("The optimizer", f"parameter {name!r}"),
         )
         for group, names in _groups(optimizer)
         for name in names
@@ -54,7 +54,7 @@ def check_learning_rates(
         name = next((name for name in names if name in saved), None)
         for key, value in {} if name is None else saved[name].items():
             current = _plain(group.get(key))
-            place = Place(str(file)).of("learning_rates").of(name).of(key)
+            place = JsonPlace(str(file)).of("learning_rates").of(name).of(key)
             if isinstance(current, list) and not (
                 isinstance(value, list) and len(value) == len(current)
             ):

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, Placed
+from torchrec_hkv.backends.saved import FileOptions, LoadCounts
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder, load_dcp_folder
@@ -144,9 +144,9 @@ def load(
             tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
-    placed: dict[str, Placed] = {}
+    placed: dict[str, LoadCounts] = {}
     for name, result in itertools.chain.from_iterable(of_ranks):
-        placed[name] = placed.get(name, Placed()) + result
+        placed[name] = placed.get(name, LoadCounts()) + result
     if this_rank() == 0:
         warn_of_losses(placed)
     return sum(result.lost for result in placed.values())

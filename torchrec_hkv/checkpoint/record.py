@@ -13,7 +13,17 @@ from urllib.parse import quote
 from torchrec_hkv.checkpoint.learning_rate_schema import RATES
 from torchrec_hkv.hash_table.files.manifest import CRC32, OWNERS, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
-from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, Place, Plain, Text
+from torchrec_hkv.json_schema import (
+    Fields,
+    Flag,
+    Integer,
+    Items,
+    JsonPlace,
+    Map,
+    OrNull,
+    Plain,
+    Text,
+)
 
 #: Name of the record's file. It is written last.
 RECORD = "checkpoint.json"
@@ -116,7 +126,7 @@ class Record:
             content = read_signed(path, _FORMAT, _VERSION, "a checkpoint")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        place = Place(str(path))
+        place = JsonPlace(str(path))
         record: Record = _RECORD.read(content, place)
         for key, table in record.tables.items():
             if table.shards is not None:
@@ -172,7 +182,7 @@ _RECORD = Fields(
 )
 
 
-def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) -> None:
+def _check_shards(key: str, shards: Sequence[TableShardRecord], place: JsonPlace) -> None:
     """Checks that shards have their own folders and make up a table."""
     for index, shard in enumerate(shards):
         at, folder = place.at(index), shard_folder(key, index)

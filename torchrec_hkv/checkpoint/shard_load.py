@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, Placed, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.layers import Layers, saved_shards
 from torchrec_hkv.collective import this_rank
 from torchrec_hkv.sharding.modules.collection import ShardedTable
@@ -66,13 +66,13 @@ class GroupLoad:
     load: TablesLoad
     tables: Mapping[str, str]
 
-    def run(self) -> list[tuple[str, Placed]]:
+    def run(self) -> list[tuple[str, LoadCounts]]:
         """Loads the tables. Returns, for each shard, the full name of its table and the number of
         entries that were loaded and lost."""
         return [(self.tables[key], placed) for key, placed in self.load.run().items()]
 
 
-def warn_of_losses(placed: Mapping[str, Placed]) -> None:
+def warn_of_losses(placed: Mapping[str, LoadCounts]) -> None:
     """Warns once about all entries that found no slot.
 
     Args:

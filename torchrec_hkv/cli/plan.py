@@ -27,7 +27,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
-from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, Table
+from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, TableArgument
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(_text(content, shown, machines), content, 0 if fits else 1)
 
 
-def _table(text: str) -> Table:
+def _table(text: str) -> TableArgument:
     parts = text.split(":")
     if len(parts) != 3 or not parts[0]:
         raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
@@ -195,10 +195,10 @@ def _table(text: str) -> Table:
         raise ValueError(f"The name of table {parts[0]!r} has a dot: choose a name without one.")
     rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1]) if parts[1] else None
     dim = parse_count(f"The dim of table {parts[0]!r}", parts[2])
-    return _checked(Table(parts[0], rows, dim))
+    return _checked(TableArgument(parts[0], rows, dim))
 
 
-def _checked(table: Table) -> Table:
+def _checked(table: TableArgument) -> TableArgument:
     values = (table.rows or 1) * table.dim
     if values >= _MAX_VALUES:
         raise ValueError(
@@ -207,7 +207,7 @@ def _checked(table: Table) -> Table:
     return table
 
 
-def _with_rows(table: Table, replay: PlannedReplay | None) -> Table:
+def _with_rows(table: TableArgument, replay: PlannedReplay | None) -> TableArgument:
     if table.rows is not None:
         return table
     if replay is None:

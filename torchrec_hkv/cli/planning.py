@@ -26,7 +26,7 @@ MAX_GPUS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class TableArgument:
     """A table to plan.
 
     Attributes:
@@ -89,7 +89,7 @@ class Planning:
 
     def __init__(
         self,
-        tables: list[Table],
+        tables: list[TableArgument],
         optimizer: type[torch.optim.Optimizer] | None,
         constraints: dict[str, ParameterConstraints],
         sharding_types: list[str] | None,

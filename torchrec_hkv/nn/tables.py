@@ -12,11 +12,11 @@ from torch import Tensor
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.contents import Contents
+from torchrec_hkv.nn.contents import TableContents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
-from torchrec_hkv.nn.lookup import Lookup, PinScope, SlotLookup
+from torchrec_hkv.nn.lookup import LookupFunction, PinScope, SlotLookup
 from torchrec_hkv.nn.marker import Marker, graph_task
-from torchrec_hkv.nn.table_plan import Plan, make_group
+from torchrec_hkv.nn.table_plan import TablePlan, make_group
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
@@ -66,7 +66,7 @@ class Tables:
         ValueError: not even the initial capacity fits in memory, or the group refuses an argument.
     """
 
-    def __init__(self, plan: Plan, marker: Marker) -> None:
+    def __init__(self, plan: TablePlan, marker: Marker) -> None:
         self.marker = marker
         #: Whether an optimizer of this package or ``apply_gradients`` trains the tables.
         self.is_trained = False
@@ -74,7 +74,7 @@ class Tables:
         self._offsets: dict[tuple[int, ...], Tensor] = {}
         self._set(plan, *make_group(plan))
 
-    def _set(self, plan: Plan, group: TableGroup, capacity: int) -> None:
+    def _set(self, plan: TablePlan, group: TableGroup, capacity: int) -> None:
         self.plan = plan
         self.group = group
         self.capacity = capacity
@@ -121,7 +121,9 @@ class Tables:
             slots = slots.masked_fill(is_padding, -1)
         growths = self.group.growths
         found = SlotLookup(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
-        rows = Lookup.apply(self.marker.anchor, self, found) if training else self.rows(found)
+        rows = (
+            LookupFunction.apply(self.marker.anchor, self, found) if training else self.rows(found)
+        )
         return rows.view(batch_size, len(sizes), self.plan.dim)
 
     def rows(self, found: SlotLookup) -> Tensor:
@@ -272,14 +274,14 @@ class Tables:
 
     # -- state of all tables -----------------------------------------------------------------------
 
-    def contents(self) -> list[Contents]:
+    def contents(self) -> list[TableContents]:
         """The contents of each table. Synchronizes with the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(
         self,
-        plan: Plan,
-        loaded: Sequence[Contents] | None = None,
+        plan: TablePlan,
+        loaded: Sequence[TableContents] | None = None,
         eviction_state: EvictionState | None = None,
         steps: Tensor | None = None,
     ) -> None:
@@ -324,7 +326,11 @@ class Tables:
         self._set(plan, *rebuilt)
 
     def _rebuilt(
-        self, plan: Plan, stored: Sequence[Contents], eviction_state: EvictionState, steps: Tensor
+        self,
+        plan: TablePlan,
+        stored: Sequence[TableContents],
+        eviction_state: EvictionState,
+        steps: Tensor,
     ) -> tuple[TableGroup, int]:
         group, capacity = make_group(plan)
         eviction_state.restore(group)

@@ -23,10 +23,10 @@ from torchrec_hkv.json_schema import (
     Choice,
     Fields,
     Integer,
+    JsonPlace,
     Map,
     Number,
     OrNull,
-    Place,
     Text,
     parse_json,
 )
@@ -161,7 +161,7 @@ class Calibration:
                 f"The calibration {os.fspath(path)!r} can't be read: {error.strerror}."
             ) from None
         try:
-            return _SCHEMA.read(parse_json(path, data), Place(os.fspath(path)))
+            return _SCHEMA.read(parse_json(path, data), JsonPlace(os.fspath(path)))
         except ValueError as error:
             raise ValueError(
                 f"The calibration {os.fspath(path)!r} is not a file of torchrec-hkv calibrate: "

@@ -24,7 +24,7 @@ from torchrec_hkv.replay.tables import (
     CountedIds,
     ReplayCounts,
     ReplayedTables,
-    Setting,
+    ReplaySetting,
     slots_share,
     work_of,
 )
@@ -161,7 +161,9 @@ class _Running:
         self._tried = sorted(set(table.rows))
         if not sample.is_all and len(self._tried) == 1:
             self._tried.append(2 * self._tried[0])  # for the slope of the curve (`uncrowded`)
-        settings = [Setting(policy, rows) for policy in table.policies for rows in self._tried]
+        settings = [
+            ReplaySetting(policy, rows) for policy in table.policies for rows in self._tried
+        ]
         groups = _divided(settings, sample, min(_PARTS * workers, len(settings)))
         self.tables = [
             ReplayedTables(name, group, sample, batch_size, share / 2 / len(groups))
@@ -199,9 +201,11 @@ class _Running:
             ),
         )
 
-    def _points(self, policy: Policy, counts: Mapping[Setting, ReplayCounts]) -> tuple[Point, ...]:
+    def _points(
+        self, policy: Policy, counts: Mapping[ReplaySetting, ReplayCounts]
+    ) -> tuple[Point, ...]:
         """The curve of one policy."""
-        settings = [Setting(policy, rows) for rows in self._tried]
+        settings = [ReplaySetting(policy, rows) for rows in self._tried]
         points = [self._point(setting, counts[setting]) for setting in settings]
         if self.splitter.windows is not None:
             rows = [point.rows for point in points]
@@ -224,7 +228,7 @@ class _Running:
             missed, error = corrected(misses, self.splitter.windows, lookups)
         return min(max(1.0 - missed, 0.0), 1.0), error
 
-    def _point(self, setting: Setting, counts: ReplayCounts) -> Point:
+    def _point(self, setting: ReplaySetting, counts: ReplayCounts) -> Point:
         counters, rate = counts.counters, self._sample.rate
         placed = counts.distinct_placed
         if placed is None:
@@ -257,9 +261,11 @@ class _Running:
         )
 
 
-def _divided(settings: Sequence[Setting], sample: Sample, parts: int) -> list[list[Setting]]:
+def _divided(
+    settings: Sequence[ReplaySetting], sample: Sample, parts: int
+) -> list[list[ReplaySetting]]:
     """Divides settings into groups of about equal work."""
-    groups: list[list[Setting]] = [[] for _ in range(parts)]
+    groups: list[list[ReplaySetting]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
     for setting in sorted(settings, key=lambda one: -work_of(one, sample)):
         minimum = loads.index(min(loads))

@@ -22,7 +22,7 @@ _MIN_SHARED_ROWS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ReplaySetting:
     """Settings of a replayed table.
 
     Attributes:
@@ -50,7 +50,7 @@ class ReplayCounts:
     distinct_placed: int | None
 
 
-def work_of(setting: Setting, sample: Sample) -> float:
+def work_of(setting: ReplaySetting, sample: Sample) -> float:
     """Time of replaying a table, in about ns for each lookup of the log."""
     work = 300 * sample.rate
     if not sample.is_all and setting.policy.eviction == "adaptive":
@@ -58,7 +58,7 @@ def work_of(setting: Setting, sample: Sample) -> float:
     return work
 
 
-def slots_share(setting: Setting, sample: Sample) -> float:
+def slots_share(setting: ReplaySetting, sample: Sample) -> float:
     """The slots of a sampled table, divided by the sampled share of the whole table's slots.
 
     It is not exactly 1, because rows are rounded up to whole buckets.
@@ -87,7 +87,7 @@ class ReplayedTables:
     def __init__(
         self,
         name: str,
-        settings: Sequence[Setting],
+        settings: Sequence[ReplaySetting],
         sample: Sample,
         batch_size: int,
         share: float = 1.0,

@@ -30,7 +30,7 @@ _CRITEO = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """The format of the lines of a log.
 
     Attributes:
@@ -140,7 +140,9 @@ class TextLog(Log):
             return gzip.open(self._path, "rb")  # type: ignore[return-value]
         return self._path.open("rb")
 
-    def _detect_layout(self, block: bytes, separator: str | None, header: bool | None) -> Layout:
+    def _detect_layout(
+        self, block: bytes, separator: str | None, header: bool | None
+    ) -> TextLayout:
         """Finds the format from the first lines."""
         lines = [line.decode(errors="replace") for line in block.splitlines()[:1000]]
         if separator is None:
@@ -161,7 +163,7 @@ class TextLog(Log):
             kinds[name] = "integer" if is_integer else "text"
             if is_integer or not all(_NUMBER.fullmatch(field) for field in fields):
                 defaults.append(name)
-        return Layout(separator.encode(), tuple(names), header, kinds, tuple(defaults))
+        return TextLayout(separator.encode(), tuple(names), header, kinds, tuple(defaults))
 
     def _part(self, block: bytes, line: int, columns: Sequence[str]) -> Part:
         names = self._layout.names
@@ -204,9 +206,9 @@ class _ReadErrors:
             raise LogError(f"{self._name} can't be read: {error}.") from None
 
 
-def _criteo_layout() -> Layout:
+def _criteo_layout() -> TextLayout:
     ids = _CRITEO[14:]
-    return Layout(b"\t", _CRITEO, False, dict.fromkeys(ids, "hexadecimal"), ids)
+    return TextLayout(b"\t", _CRITEO, False, dict.fromkeys(ids, "hexadecimal"), ids)
 
 
 def looks_like_criteo(path: Path) -> bool:

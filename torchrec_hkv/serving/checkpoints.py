@@ -19,7 +19,7 @@ from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardReco
 from torchrec_hkv.hash_table.eviction import counts_in, sums_scores
 from torchrec_hkv.hash_table.files.changes import read_removed_ids, verify_removed_ids
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,
@@ -231,7 +231,7 @@ class Checkpoint:
         return {name: self._reader.read_tensor(f"model.{name}") for name in names}
 
 
-def _batch(file: Shard, fields: Sequence) -> int:
+def _batch(file: ShardFile, fields: Sequence) -> int:
     return max(1, min(_BATCH_BYTES // entry_bytes(fields), file.entries))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torchrec_hkv.serving import ops  # noqa: F401, registers what the program calls
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.manifest import ServingManifest
-from torchrec_hkv.serving.model import ServingModel, Version
+from torchrec_hkv.serving.model import ModelVersion, ServingModel
 from torchrec_hkv.serving.opening import open_tables
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.resident_file import read_resident
@@ -125,7 +125,7 @@ class ProcessFollower(Follower):
                 "chain again."
             )
 
-    def _read(self, message: dict[str, Any]) -> Version:
+    def _read(self, message: dict[str, Any]) -> ModelVersion:
         model, before, path = self._model, self._model._version, Path(message["file"])
         tensors = _ResidentTensors(path, model.device)
         tables = [
@@ -145,7 +145,7 @@ class ProcessFollower(Follower):
             state = {name: tensors.tensor(place) for name, place in message["state"].items()}
             program = program.with_state(state)
         path.unlink()
-        return Version(
+        return ModelVersion(
             ReadOnlyTables(tables, before.tables.counters, cores),
             cores,
             program,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving.following import Follower
-from torchrec_hkv.serving.model import Version, load
+from torchrec_hkv.serving.model import ModelVersion, load
 from torchrec_hkv.serving.next_version import NextVersion
 from torchrec_hkv.serving.table_file import TableFile
 
@@ -87,7 +87,7 @@ class _Publisher(Follower):
             raise ValueError(f"{folder} has been exported again: load the model again.")
         super().__init__(model, chain, scratch)
         self._known, self._send, self._scratch_folder = known, send, scratch
-        self._sent: Version | None = None
+        self._sent: ModelVersion | None = None
         self._catches_up = True
         self._seconds = 0.0
         self._base: tuple[Path, list[TableFile]] | None = None
@@ -106,7 +106,7 @@ class _Publisher(Follower):
             self._write_version(version)
         self._catches_up = False
 
-    def _build(self, folder: Path, digest: str) -> Version:
+    def _build(self, folder: Path, digest: str) -> ModelVersion:
         model = self._model
         following = NextVersion(model._version, folder, digest, model._placement)
         into = self._scratch_folder / folder.name
@@ -118,13 +118,13 @@ class _Publisher(Follower):
             into.rmdir()
         return version
 
-    def _switch(self, version: Version, seconds: float) -> None:
+    def _switch(self, version: ModelVersion, seconds: float) -> None:
         super()._switch(version, seconds)
         self._seconds = seconds
         if not self._catches_up:
             self._write_version(version)
 
-    def _write_version(self, version: Version) -> None:
+    def _write_version(self, version: ModelVersion) -> None:
         before, self._sent = self._sent, version
         path = self._scratch_folder / f"version-{version.number}"
         is_new_base = before is None or before.base != version.base

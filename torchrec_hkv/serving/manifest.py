@@ -16,9 +16,9 @@ from torchrec_hkv.json_schema import (
     Flag,
     Integer,
     Items,
+    JsonPlace,
     Number,
     OrNull,
-    Place,
     Plain,
     Text,
 )
@@ -205,7 +205,7 @@ class ServingManifest:
             content = read_signed(path, _FORMAT, _VERSION, "an exported model")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        return _MANIFEST.read(content, Place(str(path)))
+        return _MANIFEST.read(content, JsonPlace(str(path)))
 
 
 def _crc32(path: Path) -> int:

@@ -35,7 +35,7 @@ _ATTEMPTS = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Version:
+class ModelVersion:
     """The tables and parameters that a call of the model reads; immutable.
 
     Attributes:
@@ -56,7 +56,7 @@ class Version:
     written: float | None = None
     base: str | None = None
 
-    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> Version:
+    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> ModelVersion:
         """This version with other hot rows for the table whose rows are ``rows``, if it has it."""
         if all(table.rows is not rows for table in self.tables.tables):
             return self
@@ -99,7 +99,7 @@ class ServingModel:
         self,
         folder: Path,
         manifest: ServingManifest,
-        version: Version,
+        version: ModelVersion,
         placement: Placement,
     ) -> None:
         #: Folder from which the model was loaded.
@@ -166,7 +166,7 @@ class ServingModel:
                     if self._follower is not None:
                         self._follower.use_hot_rows(table.rows, hot)
 
-    def switch(self, version: Version) -> Version:
+    def switch(self, version: ModelVersion) -> ModelVersion:
         """Serves another version; returns the previous one. The caller holds ``_switching``."""
         before = self._version
         for old, new in zip(before.tables.tables, version.tables.tables, strict=True):
@@ -326,7 +326,9 @@ def load(
     raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
 
 
-def _open(path: Path, manifest: ServingManifest, placement: Placement, verify: bool) -> Version:
+def _open(
+    path: Path, manifest: ServingManifest, placement: Placement, verify: bool
+) -> ModelVersion:
     device = placement.device
     manifest.program.check(path)
     tables = open_tables(path, manifest, placement, verify)
@@ -339,7 +341,7 @@ def _open(path: Path, manifest: ServingManifest, placement: Placement, verify: b
     counters = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
     opened = ReadOnlyTables(tables, counters, groups)
     program = ServedProgram(exported, _names_of(manifest))
-    return Version(opened, groups, program, manifest.checkpoint)
+    return ModelVersion(opened, groups, program, manifest.checkpoint)
 
 
 def _leaf_names(manifest: ServingManifest) -> list[str]:

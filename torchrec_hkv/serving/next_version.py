@@ -12,13 +12,13 @@ from torch import Tensor
 from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
-from torchrec_hkv.serving.model import Version
+from torchrec_hkv.serving.model import ModelVersion
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.table_file import CHANGES_LOAD, TableFile, place_layer
-from torchrec_hkv.serving.tables import Changes, HotRows, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables, RowChanges
 from torchrec_hkv.tensor_train import TTGroup
 
 _PIECE = 1 << 16
@@ -27,7 +27,9 @@ _PIECE = 1 << 16
 class NextVersion:
     """Builds the next version of a model from a checkpoint."""
 
-    def __init__(self, before: Version, folder: Path, digest: str, placement: Placement) -> None:
+    def __init__(
+        self, before: ModelVersion, folder: Path, digest: str, placement: Placement
+    ) -> None:
         self._before, self._folder, self._digest = before, folder, digest
         self._placement, self._device = placement, placement.device
         self._checkpoint = Checkpoint(folder)
@@ -35,7 +37,7 @@ class NextVersion:
         #: Files of the tables, if the checkpoint is a base.
         self.files: list[TableFile] = []
 
-    def version(self, folder: Path) -> Version:
+    def version(self, folder: Path) -> ModelVersion:
         """Builds the version.
 
         Args:
@@ -56,7 +58,7 @@ class NextVersion:
             tables = self._placement.place(tables, before.tables.tables)
         cores = [(group, self._cores(group, group_cores)) for group, group_cores in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
-        return Version(
+        return ModelVersion(
             opened,
             cores,
             self._program(before.program),
@@ -124,7 +126,7 @@ class NextVersion:
         data = row_formats.to_bytes(rows, table.row_format, table.unit)
         merged = _merged(table.changes, ids, data, erased)
         index, order = place_layer(merged.ids, merged.is_erased, CHANGES_LOAD)
-        changes = Changes(
+        changes = RowChanges(
             merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
         )
         return dataclasses.replace(
@@ -194,8 +196,8 @@ class NextVersion:
             if core.dtype != old_core.dtype or core.numel() != old_core.numel():
                 raise ValueError(
                     f"{self._folder} has {name!r} of dtype {core.dtype} and {core.numel()} "
-                    f"elements, but the model has {old_core.dtype} and {old_core.numel()}: it is of "
-                    "another model."
+                    f"elements, but the model has {old_core.dtype} and {old_core.numel()}: it is "
+                    "of another model."
                 )
             cores.append(core.view(old_core.shape).to(self._device))
         return cores
@@ -217,16 +219,16 @@ class NextVersion:
         return before.with_state(state)
 
 
-def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
+def _merged(before: RowChanges | None, ids: Tensor, data: Tensor, erased: Tensor) -> RowChanges:
     """Merges changes; later ones take precedence."""
     if before is None:
-        before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
+        before = RowChanges(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
     changed_ids = torch.cat([ids, erased])
     unchanged = (~torch.isin(before.ids, changed_ids)).nonzero().flatten()
     no_rows = data.new_zeros(erased.numel(), data.shape[1])
     is_erased = torch.zeros(changed_ids.numel(), dtype=torch.bool)
     is_erased[ids.numel() :] = True
-    return Changes(
+    return RowChanges(
         torch.cat([before.ids[unchanged], changed_ids]),
         torch.cat([before.data.index_select(0, unchanged), data, no_rows]),
         torch.cat([before.is_erased[unchanged], is_erased]),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import row_formats
-from torchrec_hkv.serving.background_file import BackgroundFile, Stream
+from torchrec_hkv.serving.background_file import BackgroundFile, FileStream
 from torchrec_hkv.serving.row_formats import RowFormat
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.table_writer import TableWriter, doublings, gather_rows
@@ -99,7 +99,7 @@ class TableBuilder:
         self._spills: list[_Spill] = []
         self._scratch: TemporaryDirectory[str] | None = None
         self._file: BackgroundFile | None = None
-        self._stream: Stream | None = None
+        self._stream: FileStream | None = None
         self._order = order
         self._writer: TableWriter | None = None
 

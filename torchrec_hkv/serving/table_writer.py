@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
+from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, FileStream
 from torchrec_hkv.serving.row_formats import RowFormat
 from torchrec_hkv.serving.table_file import TableFile, geometry_of
 
@@ -137,7 +137,7 @@ class TableWriter:
         return crc32
 
 
-def gather_rows(rows: Tensor, order: Tensor, stream: Stream) -> None:
+def gather_rows(rows: Tensor, order: Tensor, stream: FileStream) -> None:
     """Writes rows in a given order."""
     for piece in order.split(max(1, PIECE_BYTES // rows.shape[1])):
         data = stream.memory(piece.numel() * rows.shape[1])

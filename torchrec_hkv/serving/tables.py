@@ -21,7 +21,7 @@ _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std":
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Changes:
+class RowChanges:
     """Changes of a table since its file was written.
 
     Attributes:
@@ -90,7 +90,7 @@ class ReadOnlyTable:
     default_row: Tensor | None = None
     changed_index: Tensor | None = None
     changed_rows: Tensor | None = None
-    changes: Changes | None = None
+    changes: RowChanges | None = None
     hot: HotRows | None = None
 
 

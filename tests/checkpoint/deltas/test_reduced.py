@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpointed import DIMS, held, joined, make_tables, train
+from tests.support.checkpoint_models import DIMS, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.comparison import compare
 from torchrec_hkv.checkpoint.export_files import export_files
@@ -23,7 +23,7 @@ def _write(rank, world_size, device, folder, sharding_type, options):
     for write in range(3):
         train(model, rank, device, range(2 * write, 2 * write + 2))
         writer.write()
-        states.append(held(model, "adam"))
+        states.append(model_contents(model, "adam"))
     return states
 
 
@@ -34,7 +34,7 @@ def _load(rank, world_size, device, path, sharding_type):
         warnings.simplefilter("always")
         checkpoint.load(path, model)
     said = [str(w.message) for w in caught if "without optimizer states" in str(w.message)]
-    return held(model, "adam"), said
+    return model_contents(model, "adam"), said
 
 
 def _codes(values):

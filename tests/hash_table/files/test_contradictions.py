@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.rewritten import rewrite
+from tests.support.rewritten_tables import rewrite
 from tests.support.saved_tables import assert_refused, buckets_of, filled, like
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.files.manifest import Manifest

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.growing import slots_needed
+from tests.support.growing_tables import slots_needed
 from tests.support.tables import contents, distinct_ids, make, random_rows
 
 

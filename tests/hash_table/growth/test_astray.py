@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.growing import check_buckets, ids_of_one_bucket
+from tests.support.growing_tables import check_buckets, ids_of_one_bucket
 from tests.support.saved_tables import entries
 from tests.support.tables import make, random_rows
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.batches import Bags, find, insert, random_ids, rate, rows_by_id
-from tests.support.growing import check_buckets, ids_of_one_bucket
+from tests.support.growing_tables import check_buckets, ids_of_one_bucket
 from tests.support.saved_tables import entries, like
 from tests.support.tables import contents, distinct_ids, make
 from torchrec_hkv.hash_table import HashTable, RowWiseAdagrad, TableGroup, TableSpec, Uniform

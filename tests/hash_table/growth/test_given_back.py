@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from tests.support.growing import ids_of_one_bucket
+from tests.support.growing_tables import ids_of_one_bucket
 from tests.support.tables import contents, make, random_rows
 
 BUCKETS = 4

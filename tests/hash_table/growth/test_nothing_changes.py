@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.growing import check_buckets
+from tests.support.growing_tables import check_buckets
 from tests.support.saved_tables import entries, filled
 from tests.support.table_model import POLICIES
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
-from tests.support.observed import Row
 from tests.support.table_model import POLICIES, TAKES_SCORES
+from tests.support.table_observation import Row
 from torchrec_hkv.hash_table import (
     Admission,
     Constant,

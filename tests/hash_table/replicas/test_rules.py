@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.replica_model import Kept, Replica, ReplicaModel
+from tests.support.replica_model import Replica, ReplicaEntry, ReplicaModel
 from tests.support.thread_wire import ThreadWire, in_threads
 from torchrec_hkv.hash_table import (
     SGD,
@@ -163,7 +163,7 @@ class _Replicas:
         assert len(clocks) == 1
 
 
-def _check_equal(kept: Kept, wanted: Kept, dtype: torch.dtype) -> None:
+def _check_equal(kept: ReplicaEntry, wanted: ReplicaEntry, dtype: torch.dtype) -> None:
     assert kept.step == wanted.step
     assert kept.score == wanted.score
     rounding, minimum = 2**-8 if dtype == torch.bfloat16 else 1e-5, 1e-6
@@ -179,7 +179,7 @@ def _held(group: TableGroup, table: int) -> Replica:
     scores = state.scores[slots].tolist() if state.scores.numel() else [0] * len(slots)
     states = state.states[slots].tolist() if state.states.numel() else [[]] * len(slots)
     return {
-        id_: Kept(tuple(row), tuple(own), step, score)
+        id_: ReplicaEntry(tuple(row), tuple(own), step, score)
         for id_, row, own, step, score in zip(
             state.ids[slots].tolist(),
             numbers_of(state.rows[slots], DIM).tolist(),

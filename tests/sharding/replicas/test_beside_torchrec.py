@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torchrec.optim import RowWiseAdagrad
 
 from tests.support.models import local_tables
-from tests.support.two_dimensional import configs, constraints, held, make_collection, random_batch
+from tests.support.two_dimensional import (
+    configs,
+    constraints,
+    make_collection,
+    model_contents,
+    random_batch,
+)
 from torchrec_hkv import HKVOptions, ParameterConstraints
 
 pytestmark = pytest.mark.compat
@@ -96,7 +102,7 @@ def _data_parallel(rank, world_size, device):
     for other in of_ranks:  # without a sync
         assert torch.equal(other, of_ranks[0])
     model.sync()
-    return held(model)
+    return model_contents(model)
 
 
 def test_data_parallel_tables_are_alike_on_all_ranks(run_ranks):
@@ -107,16 +113,16 @@ def test_data_parallel_tables_are_alike_on_all_ranks(run_ranks):
 def _refused(rank, world_size, device):
     model = _make(world_size, device, {})
     _train(model, rank, device, 2)
-    before = held(model)
+    before = model_contents(model)
     output = model(random_batch(rank, 2).to(device))
     with pytest.raises(RuntimeError, match=r"in tables 'hash' has not run, in replicas \[0, 1\]"):
         model.sync()
     rows = {key: {id_: own["row"] for id_, own in ids.items()} for key, ids in before.items()}
-    now = held(model)
+    now = model_contents(model)
     assert all(now[key][id_]["row"] == row for key, ids in rows.items() for id_, row in ids.items())
     output.square().mean().backward()
     model.sync()
-    return held(model)
+    return model_contents(model)
 
 
 def test_a_backward_to_come_refuses_a_sync(run_ranks):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
 from torchrec_hkv.checkpoint.conversion.row_files import open_row_file, row_table
@@ -28,7 +28,7 @@ _ROW_SUFFIXES = (".parquet", ".safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ConversionOptions:
     """How tables are converted.
 
     Attributes:
@@ -72,7 +72,7 @@ class Options:
 
 
 def convert(
-    source: str | os.PathLike[str], into: str | os.PathLike[str], options: Options
+    source: str | os.PathLike[str], into: str | os.PathLike[str], options: ConversionOptions
 ) -> dict[str, Any]:
     """Converts tables. The result appears when it is complete.
 
@@ -121,13 +121,13 @@ def _is_saved(path: Path) -> bool:
     return True
 
 
-def _to_checkpoint(path: Path, target: Path, options: Options) -> dict[str, Any]:
+def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict[str, Any]:
     tensors: tuple[DcpFolder, Mapping[str, str]] | None = None
     has_optimizer = False
     if (path / DCP_METADATA).is_file():
         kind = "torch.distributed.checkpoint"
         folder = DcpFolder(path)
-        keys = Keys.of(folder, options.model_key, options.optimizer_key)
+        keys = DcpKeys.of(folder, options.model_key, options.optimizer_key)
         found = dcp_tables(folder, keys, options.optimizer, options.without)
         tables = _chosen(found.tables, options.tables, path)
         left_out = {key for table in tables for key in found.entries[table.name]}
@@ -203,7 +203,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _copied_names(
-    folder: DcpFolder, keys: Keys, excluded: set[str], options: Options
+    folder: DcpFolder, keys: DcpKeys, excluded: set[str], options: ConversionOptions
 ) -> dict[str, str]:
     """New names of the model's and the optimizer's entries that are copied as tensors."""
     names = {}
@@ -220,7 +220,7 @@ def _copied_names(
     return names
 
 
-def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, Any]:
+def _from_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict[str, Any]:
     saved = SavedCheckpoint.open(path)
     names = options.tables
     if not names:
@@ -247,7 +247,7 @@ def _from_checkpoint(path: Path, target: Path, options: Options) -> dict[str, An
     tensors = None
     if saved.layers:
         folder = DcpFolder(saved.layers[0][0] / TENSORS)
-        copied = _copied_names(folder, Keys("model.", "optimizer."), set(), options)
+        copied = _copied_names(folder, DcpKeys("model.", "optimizer."), set(), options)
         tensors = (
             folder,
             {

@@ -32,7 +32,7 @@ _BY_STATES = {(1,): "rowwise_adagrad", (2,): "adagrad", (2, 2): "adam", (2, 1): 
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class DcpKeys:
     """Prefixes of the names of entries.
 
     Attributes:
@@ -44,7 +44,7 @@ class Keys:
     optimizer: str | None
 
     @classmethod
-    def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> Keys:
+    def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> DcpKeys:
         """The given prefixes, or those of the folder.
 
         Args:
@@ -87,7 +87,7 @@ class DcpTables:
 
 
 def dcp_tables(
-    folder: DcpFolder, keys: Keys, given: str | None, without: Sequence[str]
+    folder: DcpFolder, keys: DcpKeys, given: str | None, without: Sequence[str]
 ) -> DcpTables:
     """Finds the tables of a folder: stock tables and hash tables.
 
@@ -123,7 +123,7 @@ def dcp_tables(
     return found
 
 
-def _stock_states(folder: DcpFolder, keys: Keys, table: str, short_name: str) -> dict[str, str]:
+def _stock_states(folder: DcpFolder, keys: DcpKeys, table: str, short_name: str) -> dict[str, str]:
     """Entries with a stock table's optimizer states, by TorchRec's names of the states."""
     if keys.optimizer is None:
         return {}
@@ -255,7 +255,7 @@ class _HashTable:
     def __init__(
         self,
         folder: DcpFolder,
-        keys: Keys,
+        keys: DcpKeys,
         name: str,
         given: str | None,
         without: Sequence[str],

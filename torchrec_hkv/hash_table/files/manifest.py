@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.manifest_parts import (
     CountsFile,
     DeltaContent,
     Reduced,
-    Shard,
+    ShardFile,
 )
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
@@ -33,10 +33,10 @@ from torchrec_hkv.json_schema import (
     Flag,
     Integer,
     Items,
+    JsonPlace,
     Map,
     Number,
     OrNull,
-    Place,
     Text,
 )
 
@@ -91,7 +91,7 @@ class Manifest:
     optimizer_step: int
     state_layout: int
     entries: int
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     initial_capacity: int | None = None
     counts: CountsFile | None = None
     changes: DeltaContent | None = None
@@ -125,8 +125,8 @@ class Manifest:
             raise ValueError(
                 f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
             ) from None
-        manifest: Manifest = MANIFEST_SCHEMA.read(content, Place(str(path)))
-        check_manifest(manifest, Place(str(path)))
+        manifest: Manifest = MANIFEST_SCHEMA.read(content, JsonPlace(str(path)))
+        check_manifest(manifest, JsonPlace(str(path)))
         return manifest
 
     @property
@@ -187,7 +187,7 @@ _SHARD = Fields(
         "bytes": Integer(1, 1 << 62),
         "crc32": Map(Text(), CRC32),
     },
-    Shard,
+    ShardFile,
 )
 _COUNTS = Fields(
     {

@@ -16,7 +16,7 @@ from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
@@ -88,7 +88,7 @@ class _Source:
     source, and their slots."""
 
     path: Path
-    shard: Shard
+    shard: ShardFile
     numbers: Tensor
     slots: Tensor
 
@@ -125,7 +125,7 @@ class _Merge:
         # One file per range, even if an owner bucket is too large for a shard.
         return list({ends[:2]: ends for ends in plan_shards(counts, max(1, maximum))}.values())
 
-    def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
+    def write(self, path: Path, owners: tuple[int, int]) -> ShardFile | None:
         """Writes the entries of some owner buckets. Writes no file and returns None without any."""
         sources = self._sources(owners)
         if not sources:

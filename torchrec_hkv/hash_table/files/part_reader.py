@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.read_checks import BatchCheck, ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes
@@ -121,13 +121,15 @@ class PartReader:
             while ahead:
                 yield from take()
 
-    def check_of(self, part: SavedPart, layer: int, path: Path, shard: Shard) -> ShardCheck | None:
+    def check_of(
+        self, part: SavedPart, layer: int, path: Path, shard: ShardFile
+    ) -> ShardCheck | None:
         """A check of a file of :meth:`shards`; None if files are not verified."""
         if not self.verify:
             return None
         return ShardCheck(path, part.layers[layer][1], shard, part.owners)
 
-    def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
+    def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, ShardFile, bool]]:
         """Files of a shard that may hold ids of the owner buckets: for each, the index of the
         layer, the path, its description, and whether it may also hold other ids."""
         for layer, (folder, manifest) in enumerate(part.layers):

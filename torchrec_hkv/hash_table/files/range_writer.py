@@ -14,7 +14,7 @@ from torchrec_hkv import progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.file_source import FileSource
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
     Staging,
@@ -49,7 +49,7 @@ class RangeWriter:
     ) -> None:
         self.owners = owners
         #: Descriptions of the written files for the manifest.
-        self.shards: list[Shard] = []
+        self.shards: list[ShardFile] = []
         self._name, self._pool, self._compression = name, staging, compression
         self._to_come, self._written = list(reversed(files)), written
         self._staging: Staging | None = None
@@ -117,7 +117,7 @@ class RangeWriter:
             self._writer.__exit__()
             self._writer = None
 
-    def finish(self) -> list[Shard]:
+    def finish(self) -> list[ShardFile]:
         """Finishes the files after the last entry; returns :attr:`shards`.
 
         Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 
 _ops = torch.ops.torchrec_hkv
 # The polynomial of CRC-32 with its bits reversed, as in zlib.
@@ -83,7 +83,7 @@ class ShardCheck:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, shard: Shard, owners: tuple[int, int]
+        self, path: Path, manifest: Manifest, shard: ShardFile, owners: tuple[int, int]
     ) -> None:
         self._path, self._manifest, self._shard = path, manifest, shard
         self._owners = (max(shard.owner_begin, owners[0]), min(shard.owner_end, owners[1]))

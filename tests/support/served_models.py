@@ -133,7 +133,7 @@ def make_served(
     return shard_model(model, constraints(sharding, row_dtype), world_size, device)
 
 
-def batch_of(
+def random_batch(
     seed: int, samples: int = 6, *, known: bool = False, device: str | torch.device = "cpu"
 ) -> tuple[Tensor, KeyedJaggedTensor, KeyedJaggedTensor]:
     """Creates arguments of the model. Ids of hash tables are any int64, from a small set."""
@@ -164,7 +164,7 @@ def train(model: DistributedModelParallel, steps: int, seed: int = 100) -> None:
     model.train()
     for step in range(steps):
         optimizer.zero_grad()
-        out = model(*batch_of(seed + step, device=device))
+        out = model(*random_batch(seed + step, device=device))
         out["scores"].square().mean().backward()
         optimizer.step()
 
@@ -185,7 +185,7 @@ def outputs_of(model: nn.Module, seed: int, samples: int) -> dict[str, Tensor]:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        out = model(*batch_of(seed, samples, device=model.device))
+        out = model(*random_batch(seed, samples, device=model.device))
     model.train(was_training)
     return {key: value.cpu() for key, value in out.items()}
 
@@ -204,7 +204,7 @@ def exported(
     model = make_served(world_size, device, sharding, row_dtype)
     train(model, steps)
     before = outputs_of(model, 0, 5)
-    serving.export(model, folder, inputs=batch_of(0, device=device), **(arguments or {}))
+    serving.export(model, folder, inputs=random_batch(0, device=device), **(arguments or {}))
     assert model.training  # unchanged by the export
     after = outputs_of(model, 0, 5)
     assert all(torch.equal(after[key], value) for key, value in before.items())

@@ -302,7 +302,7 @@ def _copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) -
             shard.tensor.copy_(table[first : first + count, column : column + dim])
 
 
-def train_beside_stock(
+def train_with_stock(
     rank: int, world_size: int, device: torch.device, scenario: Scenario
 ) -> Outcome:
     """Trains both models. Runs on every rank."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 
 #: Small, so that tables are written in several parts.
@@ -16,7 +16,7 @@ MEMORY = 24 << 10
 
 def converted(source: Path, into: Path, **options: Any) -> SavedCheckpoint:
     """Converts to a checkpoint with little memory; returns its contents."""
-    convert(source, into, Options(**{"batch_bytes": MEMORY, **options}))
+    convert(source, into, ConversionOptions(**{"batch_bytes": MEMORY, **options}))
     return SavedCheckpoint.open(into)
 
 

@@ -28,7 +28,7 @@ _REASONS = (
 
 
 @contextmanager
-def skip_what_stock_lacks() -> Iterator[None]:
+def skip_unsupported_by_stock() -> Iterator[None]:
     """Skips the test if a kernel of FBGEMM that the stock tables need can't run."""
     try:
         yield

@@ -154,7 +154,7 @@ def evaluate(model: DistributedModelParallel, device: torch.device) -> torch.Ten
     return torch.cat(outputs)
 
 
-def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
+def model_contents(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
     """All values that the hash tables of this rank hold, each with its table, id and place, sorted:
     on a GPU, ids race for slots. They are read from the tables past all that saves and loads."""
     *_, of_columns, of_rows = OPTIMIZERS[optimizer]

@@ -66,7 +66,7 @@ def loss_of(option, counts, rows):
     return total
 
 
-def ways(option, num_ranks=RANKS):
+def placements(option, num_ranks=RANKS):
     """Yields all placements of the shards of an option: (bytes, time) by rank."""
     parts = [(s.storage.hbm + s.storage.ddr, s.perf.total) for s in option.shards]
     if option.partition_by == "uniform":
@@ -89,10 +89,14 @@ def best_plan(by_table, room, max_loss=math.inf, max_time=math.inf, fastest=Fals
         max_time: largest time of the slowest rank.
         fastest: whether the fastest plan is the best.
     """
-    rooms = rooms_by_rank(room)
+    rooms = bytes_by_rank(room)
     best = None
     every = [
-        [(option_loss, way) for option, option_loss in table for way in ways(option, len(rooms))]
+        [
+            (option_loss, way)
+            for option, option_loss in table
+            for way in placements(option, len(rooms))
+        ]
         for table in by_table
     ]
     for plan in itertools.product(*every):
@@ -109,7 +113,7 @@ def best_plan(by_table, room, max_loss=math.inf, max_time=math.inf, fastest=Fals
     return best
 
 
-def rooms_by_rank(room):
+def bytes_by_rank(room):
     """Returns the bytes of each rank."""
     return [room] * RANKS if isinstance(room, int) else list(room)
 
@@ -185,7 +189,7 @@ def make_planner(constraints, costs, room, **kwargs):
         room: bytes of each rank, or a list of bytes by rank.
         kwargs: other arguments of the planner.
     """
-    rooms = rooms_by_rank(room)
+    rooms = bytes_by_rank(room)
     return EmbeddingShardingPlanner(
         topology=Topology(
             world_size=len(rooms),
@@ -230,7 +234,7 @@ def planned(planner, model):
     return len(losses), sum(losses), planner._perf_model.rate(planner._best_plan)
 
 
-def rooms_of(by_table, draw):
+def draw_rank_bytes(by_table, draw):
     """Draws the bytes of a rank between those of the smallest and of the largest options."""
     sizes = [
         [sum(s.storage.hbm + s.storage.ddr for s in option.shards) for option, _ in table]

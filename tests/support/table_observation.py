@@ -14,7 +14,7 @@ Row = tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class ObservedEntry:
     """The real table's entry of an id after a call."""
 
     row: Row
@@ -46,7 +46,7 @@ def joined(parts: Any) -> Entries | None:
     return Entries(*(torch.cat(column) for column in zip(*fields, strict=True)))
 
 
-def observe(table: HashTable) -> dict[int, Seen]:
+def observe(table: HashTable) -> dict[int, ObservedEntry]:
     """Returns all observable entries of a table."""
     entries = joined(table.export(batch_size=37))
     if entries is None:
@@ -56,4 +56,4 @@ def observe(table: HashTable) -> dict[int, Seen]:
     slots = table.find_slots(entries.ids).tolist()
     scores = (score_of(score, table.eviction) for score in entries.scores.tolist())
     columns = zip(ids, as_rows(entries.rows), scores, slots, strict=True)
-    return {id_: Seen(row, score, slot) for id_, row, score, slot in columns}
+    return {id_: ObservedEntry(row, score, slot) for id_, row, score, slot in columns}

@@ -77,7 +77,7 @@ class DenseSharder(BackendEmbeddingBagCollectionSharder):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnScenario:
+class TorchRecScenario:
     """Arguments of TorchRec's test.
 
     Attributes:
@@ -97,8 +97,8 @@ class OwnScenario:
     in_backward: bool = False
 
 
-def run_own_test(
-    rank: int, world_size: int, device: torch.device, host_size: int, scenario: OwnScenario
+def run_torchrec_test(
+    rank: int, world_size: int, device: torch.device, host_size: int, scenario: TorchRecScenario
 ) -> None:
     """Runs TorchRec's comparison of one training step with the unsharded model."""
     seed = 17
@@ -144,7 +144,7 @@ def run_own_test(
     )
 
 
-def run_own_state_test(
+def run_torchrec_state_test(
     rank: int, world_size: int, device: torch.device, sharding_type: str, optimizer: bool
 ) -> None:
     """Runs TorchRec's tests of ``load_state_dict`` of models and their optimizers."""
