@@ -32,7 +32,7 @@ def _check(outcomes):
         ["sum", "mean", "weighted"],
         TYPES,
         HOSTS,
-        # TorchRec returns sums; test_torchrec_own_tests.py compares with true means.
+        # TorchRec returns sums; test_torchrec_tests.py compares with true means.
         allowed=lambda pooling, type_, _: (pooling, type_) != ("mean", "grid_shard"),
     ),
 )
