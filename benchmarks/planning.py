@@ -154,7 +154,7 @@ def compared(
     largest = sorted(size, key=lambda name: -size[name])[: 3 * len(losses) + 64]
     tables = {(option.path, option.name) for option in options if option.name in set(largest)}
     levels = space._levels(
-        planner._space, planner._available_topology(), thinning=Thinning(tables, every=1)
+        planner._space, planner._available_topology(), thinning=Thinning(tables, stride=1)
     )
     budgets = [m.hbm.budget for m in memory]
     taken = [m.hbm.budget - m.hbm.free for m in memory]

@@ -18,7 +18,7 @@ from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.lookup_counts import counts_of, read_codes
 from torchrec_hkv.serving.manifest import ServingManifest
-from torchrec_hkv.serving.placement import Placement, chosen_again
+from torchrec_hkv.serving.placement import Placement, rechoose_hot_rows
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 pytestmark = [
@@ -44,7 +44,7 @@ def shuffled(its: ReadOnlyTable) -> ReadOnlyTable:
     """The same table with other hot rows."""
     generator = torch.Generator().manual_seed(1)
     its.hot.counts.copy_(torch.randint(0, 9, its.hot.counts.shape, generator=generator))
-    return dataclasses.replace(its, hot=chosen_again(its))
+    return dataclasses.replace(its, hot=rechoose_hot_rows(its))
 
 
 def opened(tables: list[ReadOnlyTable]) -> ReadOnlyTables:
@@ -133,7 +133,7 @@ def test_choice():
             held.rows(0, known[:100].cuda())
         counts = parts.hot.counts.clone()
         assert int(counts.sum()) == pytest.approx(200 * (wanted.numel() + 100) / 8, rel=0.1)
-        parts = dataclasses.replace(parts, hot=chosen_again(parts))
+        parts = dataclasses.replace(parts, hot=rechoose_hot_rows(parts))
         assert torch.equal(parts.hot.counts, counts // 2)
         parts.hot.host_lookups.zero_()
         held = opened([parts])

@@ -179,21 +179,21 @@ def fit_works(
     return constants if fixed is None else {**constants, FIXED: fixed}
 
 
-def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _nonnegative(columns: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Least squares solution without negative values (active set method): constants enter one by
     one, the most useful first. Constants that would become negative leave again."""
     count = columns.shape[1]
     solution = torch.zeros(count, dtype=columns.dtype)
     free = torch.zeros(count, dtype=torch.bool)
     for _ in range(3 * count):
-        use = columns.T @ (wanted - columns @ solution)
+        use = columns.T @ (targets - columns @ solution)
         use[free] = -math.inf
         if float(use.max()) <= 1e-10:
             break
         free[int(use.argmax())] = True
         while free.any():
             found = torch.zeros_like(solution)
-            of_free = torch.linalg.lstsq(columns[:, free], wanted[:, None], driver="gelsd")
+            of_free = torch.linalg.lstsq(columns[:, free], targets[:, None], driver="gelsd")
             found[free] = of_free.solution[:, 0]
             below = free & (found <= 0)
             if not below.any():

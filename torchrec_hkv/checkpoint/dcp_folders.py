@@ -130,13 +130,13 @@ class _DcpLoad:
         for key, value in wanted.items():
             if not isinstance(value, Tensor):
                 self._reader.check_value(key, value)
-        self._wanted = [key for key, value in wanted.items() if isinstance(value, Tensor)]
-        self.bytes = sum(self._folder.bytes(key) for key in self._wanted)
+        self._expected = [key for key, value in wanted.items() if isinstance(value, Tensor)]
+        self.bytes = sum(self._folder.bytes(key) for key in self._expected)
         self.bytes += sum(source.bytes for source in self._sources.values())
 
     def check_tensors(self) -> None:
         """Checks that entries are what the metadata describes. Each is checked by one rank."""
-        wanted = on_every_rank(lambda: self._wanted)
+        wanted = on_every_rank(lambda: self._expected)
         rank_keys = share_of_rank(sorted({key for keys in wanted for key in keys}))
         on_every_rank(lambda: self._reader.check_tensors(rank_keys))
 
@@ -202,7 +202,7 @@ class _DcpLoad:
     def run(self) -> None:
         """Loads; a collective call."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
-        if self._wanted or self._strict:
+        if self._expected or self._strict:
             dcp.load(self._state, storage_reader=self._reader, planner=planner)
         with skip_file_tables() if self._skips_file_tables else contextlib.nullcontext():
             key = self._keys.model.removesuffix(".")
@@ -210,7 +210,7 @@ class _DcpLoad:
             self._model.load_state_dict(state, strict=not self._is_partial)
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
-        advance(sum(self._folder.bytes(key) for key in self._wanted))
+        advance(sum(self._folder.bytes(key) for key in self._expected))
         self._run_sources()
 
     def _run_sources(self) -> None:

@@ -292,14 +292,14 @@ class _Timer:
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        self._next_look = 1
+        self._next_check = 1
 
     def is_due(self, steps: int) -> bool:
-        if self._seconds is None or steps < self._next_look:
+        if self._seconds is None or steps < self._next_check:
             return False
         passed = on_leader(lambda: time.monotonic() - self._began)
         left = (self._seconds - passed) / max(passed, 1e-6) * steps
-        self._next_look = steps + max(1, min(int(left), steps))
+        self._next_check = steps + max(1, min(int(left), steps))
         return passed >= self._seconds
 
 

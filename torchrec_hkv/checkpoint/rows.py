@@ -52,15 +52,15 @@ def export_rows(
     device = _wire_device()
     for shards in part.rows:
         first = shards[0]
-        id_batches = part.ids(first, batch) if first.is_here else iter(())
+        id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(id_batches, None) if first.is_here else None
+            given = next(id_batches, None) if first.is_local else None
             ids = _broadcast_vector(given, first.rank, device, part.group)
             if ids is None:
                 break
             columns = [
                 _broadcast(
-                    part.rows_of(shard, ids) if shard.is_here else None,
+                    part.rows_of(shard, ids) if shard.is_local else None,
                     (ids.numel(), shard.columns),
                     shard.rank,
                     device,
@@ -82,13 +82,13 @@ def export_scores(
     part = _agreed(model, table, batch=batch)
     device = _wire_device()
     for first, *_ in part.rows:
-        id_batches = part.ids(first, batch) if first.is_here else iter(())
+        id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(id_batches, None) if first.is_here else None
+            given = next(id_batches, None) if first.is_local else None
             ids = _broadcast_vector(given, first.rank, device, part.group)
             if ids is None:
                 break
-            scores = part.scores_of(first, ids) if first.is_here else None
+            scores = part.scores_of(first, ids) if first.is_local else None
             yield ids, _broadcast_vector(scores, first.rank, device, part.group)
 
 
@@ -126,7 +126,7 @@ def import_rows(
 
     def run() -> int:
         # A rank may hold several shards, but an iterator can be read only once.
-        here = [shard for shards in part.rows for shard in shards if shard.is_here]
+        here = [shard for shards in part.rows for shard in shards if shard.is_local]
         checked = _checked(batches, part, table)
         if not here:
             return sum(0 for _ in checked)  # iterating may be a collective call
@@ -151,7 +151,7 @@ class _Shard:
     place: TableShard | int
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return self.rank == this_rank()
 
 

@@ -146,7 +146,7 @@ def start_trackers(
             if tracker is None:
                 continue
             with lookup.unchanged():
-                if not tracker.see(folder / name, options.states, options.row_dtype):
+                if not tracker.start_from(folder / name, options.states, options.row_dtype):
                     return False
     return True
 

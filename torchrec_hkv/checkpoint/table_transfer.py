@@ -141,11 +141,11 @@ def _by_rows(table: ShardedTable) -> list[list[tuple[TableShard, int]]]:
 
 
 def _entries(
-    shards: list[tuple[TableShard, int]], given: Mapping[str, GroupLookup], wire: RankTransfer
+    shards: list[tuple[TableShard, int]], lookups: Mapping[str, GroupLookup], wire: RankTransfer
 ) -> Iterator[dict[str, Tensor]]:
     """Entries with whole rows, the same on every rank."""
     first, holder = shards[0]
-    batches = given[first.key].entries(first.key, BATCH) if holder == wire.rank else iter(())
+    batches = lookups[first.key].entries(first.key, BATCH) if holder == wire.rank else iter(())
     while True:
         entries = wire.send(next(batches, None) if holder == wire.rank else None, holder)
         if entries is None:
@@ -154,7 +154,7 @@ def _entries(
         for shard, rank in shards[1:]:
             beside = None
             if rank == wire.rank:
-                beside = given[shard.key].entries_of(shard.key, entries["ids"].cpu())
+                beside = lookups[shard.key].entries_of(shard.key, entries["ids"].cpu())
                 beside = {name: t for name, t in beside.items() if t.dim() == 2}
             parts.append(wire.send(beside, rank))
         yield _joined(parts, [shard.dim for shard, _ in shards])
@@ -180,14 +180,14 @@ def _joined(parts: list[dict[str, Tensor]], widths: list[int]) -> dict[str, Tens
 def _move_counts(
     shard: TableShard,
     holder: int,
-    given: Mapping[str, GroupLookup],
+    lookups: Mapping[str, GroupLookup],
     loads: Mapping[str, EntriesLoad],
     wire: RankTransfer,
 ) -> None:
     """Sends the counts of ids that are not admitted to all ranks."""
     counts: dict[str, Tensor] = {}
     if holder == wire.rank:
-        rest = given[shard.key].without_entries(shard.key)
+        rest = lookups[shard.key].without_entries(shard.key)
         counts = {name: tensor for name, tensor in rest.items() if name.startswith(COUNTS)}
     names: list[Any] = [[(name, len(tensor)) for name, tensor in counts.items()]]
     if dist.get_world_size(wire.pg) > 1:

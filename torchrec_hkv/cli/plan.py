@@ -254,18 +254,18 @@ def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
     )
 
 
-def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
+def _sharding_types(backend: str, requested: list[str] | None) -> list[str]:
     """The requested sharding types; by default row-wise if the backend supports it."""
     served = served_sharding_types(backend) if backend in registry.names() else _SHARDING_TYPES
-    if asked is None:
+    if requested is None:
         return [_DEFAULT_SHARDING] if _DEFAULT_SHARDING in served else served
-    for sharding_type in asked:
+    for sharding_type in requested:
         if sharding_type not in served:
             raise ValueError(
                 f"--sharding is {sharding_type!r}, but backend {backend!r} is sharded "
                 f"{' or '.join(served)}."
             )
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys(requested))
 
 
 def _described(report: TableReport) -> dict[str, Any]:

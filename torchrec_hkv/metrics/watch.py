@@ -77,7 +77,7 @@ class Watch:
         self._reader = _Reader(source, group)
         self._steps = 0
         # Step at which the last reading was started.
-        self._begun = 0
+        self._last_begun_step = 0
         self._open: list[_PendingMetrics] = []
         #: The last completed reading; empty before the first.
         self.latest: Metrics = {}
@@ -102,7 +102,7 @@ class Watch:
     def close(self) -> None:
         """Starts a reading of the last step, waits for all readings and passes them to the sinks.
         Further calls do nothing."""
-        if self._steps > self._begun:
+        if self._steps > self._last_begun_step:
             self._begin()
         while self._open:
             reading = self._open.pop(0)
@@ -111,7 +111,7 @@ class Watch:
 
     def _begin(self) -> None:
         self._open.append(self._reader.begin(self._steps))
-        self._begun = self._steps
+        self._last_begun_step = self._steps
 
     def _report_finished(self) -> None:
         while self._open and self._open[0].is_done():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 from torchrec_hkv.hash_table import EvictionPolicy
 
 
@@ -101,4 +101,4 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
     """The device of tables; by default a GPU, if there is one and kernels for it are built."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() and _C.has_cuda else "cpu"
-    return known_device(device)
+    return checked_device(device)

@@ -52,22 +52,22 @@ class TableContents:
         return dataclasses.replace(self, states=taken)
 
 
-def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def positions(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Finds ids in a list of ids.
 
     Args:
         ids: int64 ``[m]``, unique.
-        wanted: int64 ``[n]``, the ids to find.
+        queries: int64 ``[n]``, the ids to find.
 
     Returns:
         Whether each wanted id was found, bool ``[n]``, and its position, int64 ``[n]``; positions
         of ids that were not found are undefined.
     """
     if ids.numel() == 0:
-        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+        return torch.zeros_like(queries, dtype=torch.bool), torch.zeros_like(queries)
     ordered, order = ids.sort()
-    at = torch.searchsorted(ordered, wanted).clamp(max=len(ids) - 1)
-    return ordered[at] == wanted, order[at]
+    at = torch.searchsorted(ordered, queries).clamp(max=len(ids) - 1)
+    return ordered[at] == queries, order[at]
 
 
 def take(group: TableGroup, table: int) -> TableContents:

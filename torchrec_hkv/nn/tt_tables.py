@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.nn.replicas import refuse_replicas
@@ -94,7 +94,7 @@ class TTTables(nn.Module):
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
-        device = known_device(device or "cpu")
+        device = checked_device(device or "cpu")
         self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
         for name, shape in zip(self.group.names, self.group.shapes, strict=True):
             reason = why_dense_is_smaller(shape, dtype.itemsize)

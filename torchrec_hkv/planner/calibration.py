@@ -233,25 +233,25 @@ def default_path(device_type: str) -> Path | None:
 
 
 def calibration_for(
-    device_type: str, given: Calibration | str | os.PathLike[str] | None
+    device_type: str, calibration: Calibration | str | os.PathLike[str] | None
 ) -> Calibration | None:
     """The calibration that a planner uses.
 
     Args:
         device_type: device type of the topology.
-        given: a calibration or its file; None for the default file, if it exists and is for this
-            device type.
+        calibration: a calibration or its file; None for the default file, if it exists and is for
+            this device type.
 
     Raises:
         ValueError: the given file can't be read, or is for another device type.
     """
-    if given is None:
+    if calibration is None:
         path = default_path(device_type)
         if path is None or not path.exists():
             return None
         found = Calibration.load(path)
         return found if found.device_type == device_type else None
-    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     if found.device_type != device_type:
         raise ValueError(
             f"The calibration is for device type {found.device_type!r}, but the topology has "

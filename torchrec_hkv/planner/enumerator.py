@@ -75,7 +75,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         # sharding option by its id().
         self._listed: dict[tuple, list[list[BackendOptions]]] = {}
         self._of_option: dict[int, list[list[BackendOptions]]] = {}
-        self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
+        self._variants: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -100,7 +100,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
         sharding_options[:] = served
-        self._listed, self._of_option, self._made = {}, {}, {}
+        self._listed, self._of_option, self._variants = {}, {}, {}
         super().populate_estimates(sharding_options)
 
     def variants(
@@ -122,10 +122,10 @@ class BackendEnumerator(EmbeddingEnumerator):
                 continue
             for chosen in thinning.selected(option, self._chains(option)):
                 key = (id(option), chosen)
-                if key not in self._made:
-                    self._made[key] = self._variant(option, chosen)
-                    waiting += filter(None, [self._made[key]])
-                found += filter(None, [self._made[key]])
+                if key not in self._variants:
+                    self._variants[key] = self._variant(option, chosen)
+                    waiting += filter(None, [self._variants[key]])
+                found += filter(None, [self._variants[key]])
         self.storage_estimator.estimate_variants(waiting)
         return list[ShardingOption](found)
 

@@ -47,16 +47,16 @@ def loss_reports(
         key: LossReport(
             value=loss.value,
             what=str(loss),
-            why=_why(rejected.get(key, {}), least_loss),
+            why=_reason(rejected.get(key, {}), least_loss),
             more=_more(option, loss, wider.get(key), enumerator, memory),
-            left=_left(option, plan, topology),
+            left=_remaining_memory(option, plan, topology),
             own_curves=enumerator.has_own_curves(option),
         )
         for key, (option, loss) in lossy.items()
     }
 
 
-def _why(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
+def _reason(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
     reasons = [
         f"{kernel}: {reason}"
         for kernel, reason in rejected.items()
@@ -87,7 +87,9 @@ def _more(
     return f"{begin}change nothing" if then == loss else f"{begin}serve other tables"
 
 
-def _left(option: ShardingOption, plan: Sequence[ShardingOption], topology: Topology) -> str:
+def _remaining_memory(
+    option: ShardingOption, plan: Sequence[ShardingOption], topology: Topology
+) -> str:
     """Free memory of the fullest rank of a table."""
     ranks = {shard.rank for shard in option.shards if shard.rank is not None}
     on_host = topology.compute_device == "cpu"

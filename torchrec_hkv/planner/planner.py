@@ -125,7 +125,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._replicas = ReplicaGroups(replica_groups, sync_every)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
-        self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
+        self._user_constraints, self._shard_by_batch_size = constraints, shard_by_batch_size
         self._choices = choices(constraints)
         self._warned: set[tuple[str, str]] = set()
         super().__init__(
@@ -148,7 +148,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._proposers = [
             LossOrderedProposer(
                 self._proposers if kwargs.get("proposer") else None,
-                self._whole,
+                self._lossless_options,
                 self._least_loss.lossless_plan,
                 self._least_loss.proposals,
             )
@@ -160,7 +160,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         room = self._storage_reservation.last_reserved_topology
         return self._topology if room is None else room
 
-    def _whole(self, space: list[ShardingOption]) -> list[ShardingOption]:
+    def _lossless_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """The options without loss. Also stores all options for the report."""
         self._space = space
         return self._least_loss.without_loss(space)
@@ -177,14 +177,14 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
         """Completes the constraints from environment variables and the batch size."""
         constraints = completed(
-            self._given,
+            self._user_constraints,
             module,
             sharders,
             self._batch_size,
             self._topology.compute_device,
             self._shard_by_batch_size,
         )
-        if constraints != (self._given or {}):
+        if constraints != (self._user_constraints or {}):
             self._choices = choices(constraints)
             self._constraints = translated(constraints, self._choices)
             self._make_enumerator()

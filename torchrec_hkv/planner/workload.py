@@ -71,9 +71,9 @@ def _by_feature(
 ) -> list[tuple[float, float, float]]:
     """For each feature: samples of a batch, bags of a sample, and ids of a bag."""
     features = num_features(option)
-    lengths = _for_each(option.input_lengths, features)
-    poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
-    sizes = _for_each((constraint and constraint.batch_sizes) or [option.batch_size], features)
+    lengths = _per_feature(option.input_lengths, features)
+    poolings = _per_feature((constraint and constraint.num_poolings) or [1.0], features)
+    sizes = _per_feature((constraint and constraint.batch_sizes) or [option.batch_size], features)
     return list(zip(sizes, poolings, lengths, strict=True))
 
 
@@ -107,6 +107,6 @@ def num_features(option: ShardingOption) -> int:
     return option.num_inputs
 
 
-def _for_each(values: list[float], features: int) -> list[float]:
+def _per_feature(values: list[float], features: int) -> list[float]:
     """One value for each feature. TorchRec's constraints have a single value by default."""
     return list(values) if len(values) == features else [values[0]] * features

@@ -109,7 +109,7 @@ def replay(
             samples = 0
             columns = list(dict.fromkeys(c for table in tables.values() for c in table.columns))
             steps: list[Steps] = []
-            for part in _ahead(log.parts(columns)):
+            for part in _read_ahead(log.parts(columns)):
                 steps = _next_steps(pool, running, part, steps)
                 samples += part.num_samples
                 if progress is not None:
@@ -156,7 +156,7 @@ class _Running:
     ) -> None:
         self.name, self._table, self._sample = name, table, sample
         ages = any(policy.ages for policy in table.policies)
-        self.splitter = StepSplitter(table.columns, sample, batch_size, keeps_whole=ages)
+        self.splitter = StepSplitter(table.columns, sample, batch_size, keeps_all_ids=ages)
         self.counted = CountedIds(IdCounter(name, share / 2), sample)
         self._tried = sorted(set(table.rows))
         if not sample.is_all and len(self._tried) == 1:
@@ -274,7 +274,7 @@ def _divided(
     return groups
 
 
-def _ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:
+def _read_ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:
     """Reads parts in a thread while earlier parts are replayed."""
     ready: queue.Queue[Part | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()

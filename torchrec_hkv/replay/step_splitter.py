@@ -21,7 +21,7 @@ class StepSplitter:
         columns: columns whose ids the table looks up.
         sample: the ids to replay.
         batch_size: samples of a step.
-        keeps_whole: whether to keep the steps with all ids, too.
+        keeps_all_ids: whether to keep the steps with all ids, too.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StepSplitter:
         sample: Sample,
         batch_size: int,
         *,
-        keeps_whole: bool = False,
+        keeps_all_ids: bool = False,
     ) -> None:
         self._columns = tuple(columns)
         self._sample = sample
@@ -39,7 +39,7 @@ class StepSplitter:
         self._sampled_cutter = _StepCutter(
             None if sample.is_all else torch.empty(0, dtype=torch.int64)
         )
-        self._full_cutter = _StepCutter(None) if keeps_whole and not sample.is_all else None
+        self._full_cutter = _StepCutter(None) if keeps_all_ids and not sample.is_all else None
         self.windows = None if sample.is_all else Windows(sample)
         #: As :func:`torchrec_hkv.replay.tables.work_of`.
         self.work = 5.0 if self.windows is None else 8 + 35 * self.windows.counted.rate

@@ -128,7 +128,7 @@ class ReplayedTables:
         """Runs the training lookups of steps, one call per step."""
         if steps.ends.numel() == 0:
             return
-        epochs, whole = None, steps.whole
+        epochs, whole = None, steps.unsampled
         if self._epoch_samples:
             numbers = torch.arange(steps.first, steps.first + steps.ends.numel())
             epochs = numbers * self._batch_size // self._epoch_samples[0]

@@ -108,9 +108,9 @@ def _cells(lookups: float) -> int:
     return 1 << max(min(int(2 * lookups), _MAX_CELLS), _MIN_CELLS).bit_length() - 1
 
 
-def _distinct(taken: Tensor, cells: int) -> Tensor:
+def _distinct(occupied: Tensor, cells: int) -> Tensor:
     """Number of distinct ids, estimated from the number of occupied cells (linear counting)."""
-    return -cells * torch.log1p(-taken.double().clamp(max=cells - 0.5) / cells)
+    return -cells * torch.log1p(-occupied.double().clamp(max=cells - 0.5) / cells)
 
 
 def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, float]:

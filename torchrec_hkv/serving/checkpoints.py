@@ -244,13 +244,13 @@ def _joined(parts: Sequence[ColumnEntries]) -> ColumnEntries:
     )
 
 
-def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _places(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of wanted ids in ``ids``, and whether each was found."""
     if ids.numel() == 0:
-        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        return torch.zeros_like(queries), torch.zeros_like(queries, dtype=torch.bool)
     ascending, order = ids.sort()
-    at = torch.searchsorted(ascending, wanted).clamp_(max=ids.numel() - 1)
-    return order[at], ascending[at] == wanted
+    at = torch.searchsorted(ascending, queries).clamp_(max=ids.numel() - 1)
+    return order[at], ascending[at] == queries
 
 
 def _check_file(path: Path, size: int, crc32: int) -> None:

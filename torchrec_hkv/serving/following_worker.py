@@ -37,7 +37,7 @@ def write_tensor(file: BinaryIO, tensor: Tensor) -> tuple[int, str, list[int]]:
     return begin, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
+def serve(folder: str, save: str, chain: str, scratch: str, served_digest: str) -> None:
     """Applies a chain until the input ends. Runs in a process of its own.
 
     Args:
@@ -45,7 +45,7 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
         save: id of the export that the model was loaded from.
         chain: folder of the chain.
         scratch: folder for files that the follower reads and removes.
-        known: digest of the checkpoint that the follower serves, or "".
+        served_digest: digest of the checkpoint that the follower serves, or "".
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps other output out of the answers
@@ -61,7 +61,7 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
             try:
                 if publisher is None:
                     publisher = _Publisher(
-                        folder, save, Path(chain), Path(versions_folder), known, answer
+                        folder, save, Path(chain), Path(versions_folder), served_digest, answer
                     )
                 publisher.poll_and_send()
                 error, newest = publisher.error, publisher.newest
@@ -79,15 +79,15 @@ class _Publisher(Follower):
         save: str,
         chain: Path,
         scratch: Path,
-        known: str,
+        served_digest: str,
         send: Callable[[dict[str, Any]], None],
     ) -> None:
         model = load(folder)
         if model._save != save:
             raise ValueError(f"{folder} has been exported again: load the model again.")
         super().__init__(model, chain, scratch)
-        self._known, self._send, self._scratch_folder = known, send, scratch
-        self._sent: ModelVersion | None = None
+        self._served_digest, self._send, self._scratch_folder = served_digest, send, scratch
+        self._last_version: ModelVersion | None = None
         self._catches_up = True
         self._seconds = 0.0
         self._base: tuple[Path, list[TableFile]] | None = None
@@ -102,7 +102,11 @@ class _Publisher(Follower):
         serves some of the others, or will serve the last one soon."""
         self.poll()
         version = self._model._version
-        if self._catches_up and self.error is None and version.checkpoint != (self._known or None):
+        if (
+            self._catches_up
+            and self.error is None
+            and version.checkpoint != (self._served_digest or None)
+        ):
             self._write_version(version)
         self._catches_up = False
 
@@ -125,7 +129,7 @@ class _Publisher(Follower):
             self._write_version(version)
 
     def _write_version(self, version: ModelVersion) -> None:
-        before, self._sent = self._sent, version
+        before, self._last_version = self._last_version, version
         path = self._scratch_folder / f"version-{version.number}"
         is_new_base = before is None or before.base != version.base
         with open(path, "wb") as file:

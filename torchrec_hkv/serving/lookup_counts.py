@@ -64,14 +64,14 @@ class CountsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._given: BinaryIO | None = None
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> CountsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._given is not None:
-            self._given.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, ids: Tensor, counts: Tensor) -> None:
         """Adds ids and their counts, int64, not negative.
@@ -79,12 +79,12 @@ class CountsWriter:
         Raises:
             OSError: the file can't be written.
         """
-        if self._given is None:
-            self._given = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         for part, part_counts in zip(ids.split(_PIECE), counts.split(_PIECE), strict=True):
-            self._given.write(len(part).to_bytes(8, "little"))
-            self._given.write(part.contiguous().numpy())
-            self._given.write(codes_of(part_counts).numpy())
+            self._file.write(len(part).to_bytes(8, "little"))
+            self._file.write(part.contiguous().numpy())
+            self._file.write(codes_of(part_counts).numpy())
 
     def finish(self, path: Path, table: TableFile) -> ServingFileRecord | None:
         """Writes the counts of a table's rows; None if none were added.
@@ -96,17 +96,17 @@ class CountsWriter:
         Raises:
             OSError: the file can't be written.
         """
-        if self._given is None or table.entries == 0:
+        if self._file is None or table.entries == 0:
             return None
         with open(path, "xb") as file:  # pages of a mapped file are written without errors
             os.posix_fallocate(file.fileno(), 0, table.entries)
         index, _ = table.map(path.parent)
         codes = torch.from_file(str(path), shared=True, size=table.entries, dtype=torch.uint8)
-        self._given.seek(0)
-        while head := self._given.read(8):
+        self._file.seek(0)
+        while head := self._file.read(8):
             n = int.from_bytes(head, "little")
-            ids = torch.frombuffer(bytearray(self._given.read(8 * n)), dtype=torch.int64)
-            part_codes = torch.frombuffer(bytearray(self._given.read(n)), dtype=torch.uint8)
+            ids = torch.frombuffer(bytearray(self._file.read(8 * n)), dtype=torch.int64)
+            part_codes = torch.frombuffer(bytearray(self._file.read(n)), dtype=torch.uint8)
             rows = _ops.serving_row_numbers(index, ids)
             is_there = rows >= 0
             codes[rows[is_there]] = part_codes[is_there]

@@ -20,7 +20,7 @@ from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
 from torchrec_hkv.serving.opening import open_group, open_tables
-from torchrec_hkv.serving.placement import HbmBytes, Placement, chosen_again
+from torchrec_hkv.serving.placement import HbmBytes, Placement, rechoose_hot_rows
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
@@ -160,7 +160,7 @@ class ServingModel:
                 table = self._version.tables.tables[number]
                 if table.hot is None:
                     continue
-                hot = chosen_again(table)
+                hot = rechoose_hot_rows(table)
                 with self._switching:
                     self._version = self._version.with_hot_rows(table.rows, hot)
                     if self._follower is not None:

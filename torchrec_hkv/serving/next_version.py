@@ -52,7 +52,7 @@ class NextVersion:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
             tables = [
-                self._whole(table, folder, f"{n}.table")
+                self._build_table(table, folder, f"{n}.table")
                 for n, table in enumerate(before.tables.tables)
             ]
             tables = self._placement.place(tables, before.tables.tables)
@@ -68,7 +68,7 @@ class NextVersion:
             before.base if self._is_delta else self._digest,
         )
 
-    def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
+    def _build_table(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
         """Builds a table from a base, in host memory."""
         has_files = self._checkpoint.has_files(table.name)
         written = build_table(

@@ -17,7 +17,7 @@ from torchrec_hkv.serving.lookup_counts import counts_of
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable
 from torchrec_hkv.table_names import find_name
 
-__all__ = ["HbmBytes", "Placement", "carried_counts", "chosen_again", "ops", "shares"]
+__all__ = ["HbmBytes", "Placement", "carried_counts", "ops", "rechoose_hot_rows", "shares"]
 
 _ops = torch.ops.torchrec_hkv
 #: Bytes of HBM for rows, of all tables together or by table.
@@ -174,7 +174,7 @@ def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids[is_there], (first[:, None] + places)[is_there]
 
 
-def chosen_again(table: ReadOnlyTable) -> HotRows:
+def rechoose_hot_rows(table: ReadOnlyTable) -> HotRows:
     """Chooses as many hot rows as a table has, by its counts, and halves the counts.
 
     Lookups on the current stream continue meanwhile. Returns when the rows are in HBM.

@@ -28,7 +28,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 # Offsets are at most this many units.
 _MAX_UNITS = 2.0**10
 #: Number of doublings of the unit that stands for no limit, for rows without values.
-MAX_ROOM = 1 << 30
+MAX_DOUBLINGS = 1 << 30
 
 
 def check_row_format(value: object, name: str = "rows") -> RowFormat:
@@ -118,13 +118,13 @@ class Quantised:
     Attributes:
         rows: number of rows before the first row that needs a larger unit or is not finite.
         largest: largest absolute value of that row.
-        room: number of times that the unit of the rows before it can be doubled while
+        doublings_left: number of times that the unit of the rows before it can be doubled while
             ``serving_lower`` can still convert them.
     """
 
     rows: int
     largest: float
-    room: int
+    doublings_left: int
 
 
 def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Tensor) -> Quantised:

@@ -94,7 +94,7 @@ class TableBuilder:
         self._num_buffered = self._entries = 0
         self._largest = largest
         # Number of times that the unit can be doubled: see row_formats.quantise_into.
-        self._room = row_formats.MAX_ROOM
+        self._doublings_left = row_formats.MAX_DOUBLINGS
         self._is_void = False
         self._spills: list[_Spill] = []
         self._scratch: TemporaryDirectory[str] | None = None
@@ -201,7 +201,7 @@ class TableBuilder:
             row_formats.convert_into(rows, self._format, out)
             return rows.shape[0]
         done = row_formats.quantise_into(rows, self._format, self._largest, out)
-        self._room = min(self._room, done.room)
+        self._doublings_left = min(self._doublings_left, done.doublings_left)
         if done.rows < rows.shape[0]:
             self._grow(done.largest, ids[done.rows :], rows[done.rows :], done.rows)
         return done.rows
@@ -220,11 +220,11 @@ class TableBuilder:
         if self._is_void or not had_values or self._entries == 0:
             return
         count = doublings(before, self._unit)
-        if count > self._room:
+        if count > self._doublings_left:
             self._is_void = True
             self.close()
             return
-        self._room -= count
+        self._doublings_left -= count
         _ops.serving_lower(self._rows[: self._num_buffered + converted], count)
 
     def _write_whole_blocks(self, owner: int) -> None:

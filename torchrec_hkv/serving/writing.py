@@ -140,12 +140,12 @@ class _Writer:
 
     def __init__(
         self,
-        given: ExportArguments,
+        arguments: ExportArguments,
         tables: Sequence[ModelTable],
         choices: ExportSettings,
         folder: Path,
     ) -> None:
-        self._given, self._tables = given, tables
+        self._arguments, self._tables = arguments, tables
         self._choices, self._source = choices, choices.source
         self._folder = folder
 
@@ -177,7 +177,7 @@ class _Writer:
         the end, because batches are collective calls."""
         failure: Exception | None = None
         given = [(builder.add, self._source.batches(table))]
-        if self._given.lookup_counts:
+        if self._arguments.lookup_counts:
             given.append((counts.add, self._source.counts(table)))
         for add, batches in given:
             for ids, rows in batches:
@@ -275,9 +275,9 @@ class _Writer:
         current = CurrentHandle()
         lookups = {key: collection.lookup(current) for key, collection in collections.items()}
         tree, leaves, tensors = describe_inputs(
-            tuple(self._given.inputs), dict(self._given.kwargs or {})
+            tuple(self._arguments.inputs), dict(self._arguments.kwargs or {})
         )
-        served = with_lookups(self._given.model, lookups, self._source.dense)
+        served = with_lookups(self._arguments.model, lookups, self._source.dense)
         program = Program(served, current, tree, leaves).eval()
         exported = trace(program, [tensor.detach().cpu() for tensor in tensors])
         path = self._folder / "program.pt2"
@@ -286,7 +286,7 @@ class _Writer:
         path.write_bytes(program_bytes.getbuffer())
         _sync(path)
         package = None
-        if self._given.package:
+        if self._arguments.package:
             write_package(exported, self._folder / "package.pt2", records, groups)
             _sync(self._folder / "package.pt2")
             package = ServingFileRecord.of(self._folder / "package.pt2")
@@ -299,7 +299,7 @@ class _Writer:
             leaves,
             self._source.digest,
             package,
-            _parameters(self._given.model, len(self._given.inputs)),
+            _parameters(self._arguments.model, len(self._arguments.inputs)),
         ).write(self._folder)
 
 

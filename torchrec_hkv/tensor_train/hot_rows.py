@@ -104,7 +104,7 @@ class HotRowCache(nn.Module):
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Looks up ids: ``(places, found)``, int64 and bool ``[n]``. Places of ids that are not
         cached are undefined. Counted in the hit rate."""
-        places, found = self.look_up(ids)
+        places, found = self.find_uncounted(ids)
         self.tally[0] += ids.numel()
         hits = found.sum()
         self.tally[1] += hits
@@ -112,7 +112,7 @@ class HotRowCache(nn.Module):
             self.training_hits += hits
         return places, found
 
-    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def find_uncounted(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Like :meth:`find`, but does not count in the hit rate."""
         at = torch.searchsorted(self.ids, ids).clamp(max=self.size - 1)
         return at, self.ids[at] == ids
@@ -171,7 +171,7 @@ class HotRowCache(nn.Module):
         # Ties are broken by the smaller id, so that all runs select the same ids.
         order = torch.argsort(counts, descending=True, stable=True)
         chosen = counted[order[: self.size]].sort().values
-        places, stays = self.look_up(chosen)
+        places, stays = self.find_uncounted(chosen)
         leaves = ~torch.isin(self.ids, chosen) & (self.ids != _NO_ID)
         used = chosen.numel()
         rows, states = torch.zeros_like(self.rows), torch.zeros_like(self.states)

@@ -122,7 +122,7 @@ def test_batches_of_any_length(tmp_path, dtype, dim, state_dim):
                 to.copy_(entries[name][first : first + size])
             writer.write(size)
             first += size
-        assert writer.room == 0
+        assert writer.remaining_entries == 0
         shard = writer.finish()
     assert path.stat().st_size == shard.bytes
     for longest in (1_777, n):

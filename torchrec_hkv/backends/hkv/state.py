@@ -190,7 +190,7 @@ class StateLoad(EntriesLoad):
         self._group, self._table, self._shard, self._owners = group, table, shard, owners
         self._states = StateColumns.of_layout(group.state_layout)
         *_, self._width, self._scored, _, _ = _C.table_layout(group.handle, table)
-        self._given = self._lost = 0
+        self._put_entries = self._lost = 0
         self._counts = CountsLoad(group, table, owners)
 
     def check(self, table_state: Tensor) -> None:
@@ -245,8 +245,8 @@ class StateLoad(EntriesLoad):
         }
         if self._scored:
             batch["scores"] = cut["scores"]
-        self._given += n
-        self._group.reserve(self._table, min(self._given, self._target.capacity))
+        self._put_entries += n
+        self._group.reserve(self._table, min(self._put_entries, self._target.capacity))
         self._lost += self._target.restore(batch, exact=False)
 
     def put_counts(self, name: str, first: int, part: Tensor) -> None:

@@ -176,7 +176,7 @@ class TTLookup(CachedLookup, GroupLookup):
         ids = ids.to(cores[0].device)
         rows = rows_of(shape, cores, ids)
         if (hot := self._hot_rows_of(name)) is not None:
-            places, found = hot.look_up(ids)
+            places, found = hot.find_uncounted(ids)
             rows[found] = hot.rows.detach()[places[found]].to(rows.dtype)
         return rows.cpu()
 

@@ -87,14 +87,14 @@ class DcpTables:
 
 
 def dcp_tables(
-    folder: DcpFolder, keys: DcpKeys, given: str | None, without: Sequence[str]
+    folder: DcpFolder, keys: DcpKeys, optimizer: str | None, without: Sequence[str]
 ) -> DcpTables:
     """Finds the tables of a folder: stock tables and hash tables.
 
     Args:
         folder: the folder to read.
         keys: prefixes of the names of entries.
-        given: name of the optimizer; None: found from the states.
+        optimizer: name of the optimizer; None: found from the states.
         without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
 
     Raises:
@@ -111,13 +111,13 @@ def dcp_tables(
         weight, states = key, _stock_states(folder, keys, match["table"], match["own"])
         remapping = remapped.get(weight)
         if remapping is not None:
-            table = _ZchTable(folder, weight, states, remapping, given, without)
+            table = _ZchTable(folder, weight, states, remapping, optimizer, without)
             found.entries[table.name] = [weight, *states.values(), *remapping.entries]
         elif folder.is_tensor(f"{keys.model}{match['table']}.occupied"):
-            table = _HashTable(folder, keys, match["table"], given, without)
+            table = _HashTable(folder, keys, match["table"], optimizer, without)
             found.entries[table.name] = table.all_entries
         else:
-            table = _RowNumberTable(folder, weight, match["table"], states, given, without)
+            table = _RowNumberTable(folder, weight, match["table"], states, optimizer, without)
             found.entries[table.name] = [weight, *states.values()]
         found.tables.append(table.source())
     return found

@@ -67,7 +67,7 @@ class FileTarget(FileTable):
             entries = [tensor[:again] for tensor in displaced]
         return lost
 
-    def restore_together(self, batches: Sequence[dict[str, Tensor]]) -> int:
+    def restore_batches(self, batches: Sequence[dict[str, Tensor]]) -> int:
         """Inserts entries of several files into their own slots, which ascend in each batch;
         returns how many found no slot. For a table on a CPU."""
         self.group.note_restore()

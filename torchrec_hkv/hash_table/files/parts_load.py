@@ -252,7 +252,7 @@ class PartsLoad:
             for batches in found:
                 if not self._target.is_int8:
                     batches = [dequantised(batch) for batch in batches]
-                lost += self._target.restore_together(batches)
+                lost += self._target.restore_batches(batches)
         return lost
 
     def _check_unique(self) -> None:

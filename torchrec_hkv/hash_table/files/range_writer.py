@@ -95,14 +95,16 @@ class RangeWriter:
         self._begin_batch()
 
     def _begin_batch(self) -> None:
-        self._memory = self._writer.memory(min(self._writer.room, self._staging.entries))
+        self._memory = self._writer.memory(
+            min(self._writer.remaining_entries, self._staging.entries)
+        )
         self._filled = 0
 
     def _write(self) -> None:
         writer = self._writer
         writer.write(self._filled)
         advance(self._filled * entry_bytes(self._staging.fields))
-        if writer.room:
+        if writer.remaining_entries:
             self._begin_batch()
             return
         shard = writer.finish()
@@ -131,7 +133,7 @@ class RangeWriter:
         """Closes the files, also after an error."""
         self._end_file()
         if self._staging is not None:
-            self._pool.give(self._staging)
+            self._pool.put(self._staging)
             self._staging = None
 
 
@@ -153,7 +155,7 @@ class StagingPool:
         except IndexError:
             return self._make()
 
-    def give(self, staging: Staging) -> None:
+    def put(self, staging: Staging) -> None:
         """Returns a batch to the pool."""
         self._free.append(staging)
 

@@ -263,7 +263,7 @@ class ShardWriter:
         self._staging.keep(field, last - first, end - first)
 
     @property
-    def room(self) -> int:
+    def remaining_entries(self) -> int:
         """Number of entries that are still to be written."""
         return self._shard.entries - self._written
 

@@ -101,7 +101,7 @@ def _check_fits(folder: Path, manifest: Manifest, target: FileTarget, allow_loss
     """Whether every entry keeps its slot. Raises if the table may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
-        _check_room(folder, manifest, target)
+        _check_capacity(folder, manifest, target)
     return exact
 
 
@@ -187,7 +187,7 @@ def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, t
         )
 
 
-def _check_room(folder: Path, manifest: Manifest, target: FileTarget) -> None:
+def _check_capacity(folder: Path, manifest: Manifest, target: FileTarget) -> None:
     # With one or two buckets, every entry fits in every slot.
     slots = target.capacity
     safe = slots if slots <= 2 * target.bucket_slots else int(SAFE_LOAD * slots)

@@ -29,7 +29,7 @@ class GroupCopies(GroupSelection, GroupContents):
     set_clock: Callable[[int], None]
     set_epoch: Callable[[int], None]
     _accumulator: Accumulator
-    _given_state_dim: int | None
+    _state_dim_argument: int | None
     _epoch: int
     _crowded: list[int]
 
@@ -40,7 +40,7 @@ class GroupCopies(GroupSelection, GroupContents):
                 "lookup that applies them."
             )
         copied = type(self)(
-            self.tables, self.feature_tables, self.optimizer, self.device, self._given_state_dim
+            self.tables, self.feature_tables, self.optimizer, self.device, self._state_dim_argument
         )
         memo[id(self)] = copied
         with self.unchanged():

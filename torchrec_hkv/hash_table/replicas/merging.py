@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 
 
 def merged_values(
-    sums: Tensor, replicas: int, known: Tensor, initial: Callable[[Tensor], Tensor]
+    sums: Tensor, replicas: int, in_last_sync: Tensor, initial: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The merged rows and states.
 
@@ -24,14 +24,15 @@ def merged_values(
             replicas that have the id, then the number of these replicas, then the number of those
             that had the id at the last sync.
         replicas: number of replicas.
-        known: bool ``[n]``, whether a replica that touched or lost the id had it at the last sync.
+        in_last_sync: bool ``[n]``, whether a replica that touched or lost the id had it at the last
+            sync.
         initial: returns the initial rows, float32 ``[m, dim]``, for indices of ids, int64 ``[m]``.
 
     Returns:
         float32 ``[n, columns]``.
     """
     values, holders, olds = sums[:, :-2], sums[:, -2], sums[:, -1]
-    is_new = ~(known | (olds > 0))
+    is_new = ~(in_last_sync | (olds > 0))
     lacking = (is_new & (holders < replicas)).nonzero().flatten()
     if lacking.numel():
         rows = initial(lacking)

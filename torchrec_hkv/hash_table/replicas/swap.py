@@ -43,7 +43,7 @@ class _Buffers:
                 return self._free.pop(place)[:size]
         return torch.empty(size, dtype=torch.int64)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def put(self, buffer: Tensor) -> None:
         self._free.append(buffer)
 
 
@@ -86,8 +86,8 @@ class _Message:
         self._departure.wait()  # merging overwrites the records
         for part, begin in self._parts:
             part.merge(self._sent, self._received, begin)
-        self._buffers.give_back(self._sent)
-        self._buffers.give_back(self._received)
+        self._buffers.put(self._sent)
+        self._buffers.put(self._received)
 
 
 def swap_rows(tables: Sequence[TableSync], wire: Wire, max_bytes: int) -> None:

@@ -81,7 +81,9 @@ class GroupSync:
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
         self._batch_bytes = batch_bytes
-        self._room = 0  # number of ids that the first call sends; from the last sync's number
+        self._first_call_ids = (
+            0  # number of ids that the first call sends; from the last sync's number
+        )
 
     @property
     def group(self) -> TableGroup:
@@ -223,7 +225,7 @@ def _gather_ids(
     ]
     heads = [sync._clock_values() for sync in syncs]
     widths = [head.numel() for head in heads]
-    begin, room = sum(widths) + len(kinds), syncs[0]._room  # of ids
+    begin, room = sum(widths) + len(kinds), syncs[0]._first_call_ids  # of ids
     number = sum(kinds)
     parts = [*heads, heads[0].new_tensor(kinds)]
     parts += [
@@ -249,7 +251,7 @@ def _gather_ids(
     if max(lengths) > room:
         rest = wire.gather(local_ids[begin + room :], [max(0, length - room) for length in lengths])
         of_replicas = [torch.cat(both) for both in zip(of_replicas, rest, strict=True)]
-    syncs[0]._room = min(_MAX_ROOM, max(lengths) * 9 // 8)
+    syncs[0]._first_call_ids = min(_MAX_ROOM, max(lengths) * 9 // 8)
     tables = [(sync._group, table) for sync in syncs for table in sync._tables]
     merged = []
     begins = [0] * wire.size

@@ -68,7 +68,7 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
             stock_dist: TorchRec's distribution, used in all other cases.
         """
         super().__init__()
-        self._theirs = stock_dist
+        self._stock_dist = stock_dist
         self._pg = stock_dist._pg
         self._is_alone = self._pg.size() == 1
         self._dims = list(stock_dist._dim_sum_per_rank)
@@ -80,7 +80,7 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
     ) -> Awaitable[Tensor]:
         """Starts the exchange, see TorchRec's class."""
         if not self._is_plain or not _is_even(sharding_ctx):
-            return self._theirs(local_embs, sharding_ctx)
+            return self._stock_dist(local_embs, sharding_ctx)
         exchange: Awaitable[Tensor] = (
             ReadyAwaitable(local_embs)
             if self._is_alone
@@ -191,12 +191,12 @@ class _ColumnExchange(_Exchange):
         self._shape = local_embs.shape
         self._samples = local_embs.shape[0] // pg.size()
         # Number of values received from each rank, and sent to each rank.
-        self._got = [self._samples * dim for dim in dims]
-        self._given = [self._samples * local_embs.shape[1]] * pg.size()
+        self._receive_splits = [self._samples * dim for dim in dims]
+        self._send_splits = [self._samples * local_embs.shape[1]] * pg.size()
         super().__init__(pg, local_embs)
 
     def begin_rows(self, rows: Tensor) -> None:
-        self._send(rows.reshape(-1), self._given, self._got)
+        self._send(rows.reshape(-1), self._send_splits, self._receive_splits)
 
     def rows(self) -> Tensor:
         return torch.cat(self._by_rank(self._arrived()), dim=1)
@@ -208,7 +208,7 @@ class _ColumnExchange(_Exchange):
                 torch.div(part, self._ranks, out=to)
             else:
                 to.copy_(part)
-        self._send(flat, self._got, self._given)
+        self._send(flat, self._receive_splits, self._send_splits)
 
     def gradients(self) -> Tensor:
         return self._arrived().view(self._shape)
@@ -217,7 +217,7 @@ class _ColumnExchange(_Exchange):
         """Views ``[samples, columns]`` of the values received from each rank."""
         return [
             part.view(self._samples, dim)
-            for part, dim in zip(flat.split(self._got), self._dims, strict=True)
+            for part, dim in zip(flat.split(self._receive_splits), self._dims, strict=True)
         ]
 
     def _send(self, values: Tensor, to: list[int], of: list[int]) -> None:

@@ -75,10 +75,10 @@ def follow_lookup(outputs: LazyAwaitable[Any], lookup_stream: torch.cuda.Stream 
         lookup_stream: result of :func:`follow_exchange`.
     """
     if lookup_stream is not None:
-        outputs.callbacks.append(functools.partial(_taken, lookup_stream=lookup_stream))
+        outputs.callbacks.append(functools.partial(_record_stream, lookup_stream=lookup_stream))
 
 
-def _taken(
+def _record_stream(
     outputs: KeyedTensor | dict[str, JaggedTensor], lookup_stream: torch.cuda.Stream
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """A callback on the stream that takes the outputs."""

@@ -109,14 +109,14 @@ class MultiPartLookup(BackendPooledLookup):
     def _forward(self, features_by_group: list[KeyedJaggedTensor]) -> list[Any]:
         with self._sender.batch(None):
             super()._forward(features_by_group)
-        return [self._sender.sent()]
+        return [self._sender.finish()]
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
     ) -> Any:
         with self._sender.batch(self._vbe_splits(features_by_group)):
             super()._forward(features_by_group)
-        return self._sender.sent()
+        return self._sender.finish()
 
 
 class _Sender:
@@ -141,7 +141,7 @@ class _Sender:
         """
         self._sizes = sizes
         self._outputs: list[Tensor] = []
-        self._sent: list[Awaitable[Tensor]] = []
+        self._exchanges: list[Awaitable[Tensor]] = []
         self._is_looking_up = True
         try:
             yield
@@ -154,19 +154,19 @@ class _Sender:
         if not self._is_looking_up:
             return
         self._outputs.append(output)
-        begin, end = self._spans[len(self._sent)]
+        begin, end = self._spans[len(self._exchanges)]
         if len(self._outputs) == end:
             of_part = slice(begin, end)
-            self._sent.append(
-                self._dists[len(self._sent)](
+            self._exchanges.append(
+                self._dists[len(self._exchanges)](
                     self._concatenated(of_part),
                     self._context_of(self._first_feature[begin], self._first_feature[end]),
                 )
             )
 
-    def sent(self) -> PartsAwaitable:
+    def finish(self) -> PartsAwaitable:
         """The exchange of all parts."""
-        sent, self._sent, self._outputs, self.context = self._sent, [], [], None
+        sent, self._exchanges, self._outputs, self.context = self._exchanges, [], [], None
         return PartsAwaitable(sent)
 
     def _concatenated(self, groups: slice) -> Tensor:
